@@ -1,0 +1,228 @@
+"""Where weights come from: safetensors checkpoints, read and written under Hugging Face's names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+GENERATION_CONFIG = "generation_config.json"
+
+# transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
+_PUBLISHED_NAMES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LISTED_NAMES = 8
+
+
+def find(model: str | Path) -> Path:
+    """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
+
+    Raises:
+        UserError: no such folder, or the id cannot be downloaded.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not _HUB_ID.fullmatch(str(model)):
+        raise UserError(f"{model} is not a folder; give the folder of a checkpoint or a Hugging Face id (owner/name).")
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{model} is neither a folder here nor could be downloaded from Hugging Face: {reason}") from None
+
+
+def load_model(
+    folder: str | Path, dtype: torch.dtype | None = None, prefill_scan: str = "chunked"
+) -> GraniteMoeHybridForCausalLM:
+    """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
+
+    Args:
+        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
+        dtype: of the weights in memory; None for the dtype that the embedding is stored in.
+        prefill_scan: see `GraniteMoeHybridForCausalLM`.
+
+    Raises:
+        UserError: the folder is not a complete Granite 4 hybrid checkpoint; the message lists what is wrong.
+    """
+    folder = Path(folder)
+    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, prefill_scan)
+    stored = _StoredTensors(folder)
+    expected = dict(model.named_parameters())
+    stored.check(expected, may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set())
+    dtype = dtype or stored.read("model.embed_tokens.weight").dtype
+    for name, parameter in expected.items():
+        weight = torch.empty(parameter.shape, dtype=dtype)
+        weight.copy_(stored.read(name))
+        _set_parameter(model, name, weight)
+    model.tie_weights()
+    return model.eval()
+
+
+def save_model(
+    model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
+) -> None:
+    """Write a checkpoint that transformers 4.57 and 5.x read: all of it, or nothing.
+
+    Args:
+        model: its parameters are written in their dtype.
+        folder: must not exist, or be empty.
+        files_from: a checkpoint folder whose tokenizer and generation config are copied along.
+        max_shard_size: larger checkpoints are split into files of at most this size.
+
+    Raises:
+        UserError: the folder is in use, or writing failed (no space, no permission).
+    """
+    weights = dict(model.named_parameters())
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
+    with _complete_or_absent(Path(folder)) as partial:
+        for file, names in plan.filename_to_tensors.items():
+            save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
+        if plan.is_sharded:
+            _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        _write_json(partial / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
+            if (files_from / name).is_file():
+                shutil.copyfile(files_from / name, partial / name)
+
+
+class _StoredTensors:
+    """The tensors of a checkpoint folder, by published name."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Path] = {}
+        self._stored_names: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in _weight_files(folder):
+            with _open(file) as tensors:
+                for stored_name in tensors.keys():
+                    name = _published_name(stored_name)
+                    self._files[name] = file
+                    self._stored_names[name] = stored_name
+                    self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
+        with _open(self._files[name]) as tensors:
+            return tensors.get_tensor(self._stored_names[name])
+
+    def check(self, expected: dict[str, nn.Parameter], may_be_there: set[str]) -> None:
+        """Compare names and shapes.
+
+        Raises:
+            UserError: lists what is missing, surplus or of the wrong shape.
+        """
+        missing = sorted(expected.keys() - self._shapes.keys())
+        surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
+        wrong = [
+            f"{name} is {list(self._shapes[name])} instead of {list(parameter.shape)}"
+            for name, parameter in expected.items()
+            if name in self._shapes and self._shapes[name] != tuple(parameter.shape)
+        ]
+        faults = [
+            f"{what}: {_listed(names)}"
+            for what, names in (("missing", missing), ("not of this model", surplus), ("of another shape", wrong))
+            if names
+        ]
+        if faults:
+            raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}.")
+    try:
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{folder / INDEX} is not an index of shards: it has no object named weight_map.") from None
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(f"{folder} lacks {len(absent)} of its {len(files)} shards: {_listed(absent)}.")
+    return files
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
+
+
+def _published_name(name: str) -> str:
+    for ending, published in _PUBLISHED_NAMES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + published
+    return name
+
+
+def _set_parameter(model: nn.Module, name: str, weight: torch.Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
+
+
+@contextmanager
+def _complete_or_absent(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write to; it becomes `folder` when all went well, and is removed otherwise."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; choose another place to write to.")
+    partial = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        yield partial
+        partial.chmod(0o755)  # mkdtemp's folders are private
+        partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} could not be written ({error}); nothing was left behind.") from None
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_json(file: Path, values: dict) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
+    return ", ".join(names[:_LISTED_NAMES]) + more

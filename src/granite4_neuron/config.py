@@ -1,0 +1,326 @@
+"""What a model is: one dataclass, read from a Hugging Face ``config.json`` of class GraniteMoeHybridForCausalLM.
+
+Field names are Hugging Face's. Both spellings that transformers 4.57 and 5.x write are read; the published one is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from granite4_neuron.errors import UserError
+
+MODEL_TYPE = "granitemoehybrid"
+ARCHITECTURE = "GraniteMoeHybridForCausalLM"
+MAMBA = "mamba"
+ATTENTION = "attention"
+DTYPES = ("float32", "bfloat16", "float16")
+
+_LAYER_TYPE_SPELLINGS = {
+    "mamba": MAMBA,
+    "linear_attention": MAMBA,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class GraniteMoeHybridConfig:
+    """Dimensions and constants of one checkpoint.
+
+    Raises:
+        UserError: the values contradict each other or describe something that this package does not run.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # width of one expert; unused when num_local_experts is 0
+    shared_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_local_experts: int  # 0: a dense model, every layer has the shared MLP only
+    num_experts_per_tok: int
+    embedding_multiplier: float
+    attention_multiplier: float  # the softmax scale itself
+    residual_multiplier: float
+    logits_scaling: float  # logits are divided by it
+    rms_norm_eps: float
+    max_position_embeddings: int
+    layer_types: tuple[str, ...] = ()  # "mamba" or "attention"; empty: all "mamba", Hugging Face's default
+    num_key_value_heads: int = 0  # 0: as many as num_attention_heads
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    position_embedding_type: str | None = None  # "rope", or "nope" and None for no positions at all
+    rope_theta: float = 10000.0
+    mamba_n_heads: int = 0
+    mamba_d_head: int = 0  # 0: mamba_expand * hidden_size / mamba_n_heads
+    mamba_d_state: int = 0
+    mamba_n_groups: int = 1
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_chunk_size: int = 256  # carried along for other readers; results do not depend on it
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    tie_word_embeddings: bool = False
+    torch_dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (MAMBA,) * self.num_hidden_layers)
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if not self.mamba_d_head and self.mamba_n_heads > 0:
+            object.__setattr__(self, "mamba_d_head", self.mamba_intermediate_size // self.mamba_n_heads)
+        self._check()
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def mamba_intermediate_size(self) -> int:
+        """Width of the Mamba layers' x and z: d_inner of the Mamba-2 paper."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def mamba_conv_dim(self) -> int:
+        """Channels of the depthwise convolution: x, B and C side by side."""
+        return self.mamba_intermediate_size + 2 * self.mamba_n_groups * self.mamba_d_state
+
+    @property
+    def uses_rope(self) -> bool:
+        return self.position_embedding_type == "rope"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> GraniteMoeHybridConfig:
+        """Build from the content of a ``config.json``; unknown keys are ignored.
+
+        Args:
+            values: the parsed JSON object, in the spelling of transformers 4.57 or 5.x.
+            source: what to call the file in an error.
+
+        Raises:
+            UserError: not a Granite 4 hybrid, or a field is missing, of the wrong type, or contradicts another.
+        """
+        try:
+            return cls(**_fields_from_json(values))
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> GraniteMoeHybridConfig:
+        """Read a ``config.json``.
+
+        Raises:
+            UserError: see `from_dict`; also when the file is missing or is not JSON.
+        """
+        path = Path(path)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist; a checkpoint folder holds a config.json.") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not valid JSON ({error}).") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{path} holds a JSON {type(values).__name__}, where an object is expected.")
+        return cls.from_dict(values, source=str(path))
+
+    @classmethod
+    def from_family(cls, name: str) -> GraniteMoeHybridConfig:
+        """The real dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or ``h-350m``.
+
+        Raises:
+            UserError: no such member; the message lists them.
+        """
+        file = _family_folder() / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
+        if not file.is_file():
+            raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(family_names())}.")
+        return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a ``config.json`` in the published spelling, readable by transformers 4.57 and 5.x."""
+        values = dataclasses.asdict(self)
+        lower, upper = values.pop("time_step_limit")
+        if (lower, upper) != (0.0, math.inf):
+            values["time_step_limit"] = [lower, upper]
+        if isinstance(self.eos_token_id, tuple):
+            values["eos_token_id"] = list(self.eos_token_id)
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            **values,
+            "layer_types": list(self.layer_types),
+        }
+
+    def _check(self) -> None:
+        for name in ("vocab_size", "hidden_size", "shared_intermediate_size", "num_hidden_layers"):
+            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
+        self._require(
+            len(self.layer_types) == self.num_hidden_layers,
+            f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}",
+        )
+        self._require(self.hidden_act == "silu", f"hidden_act is {self.hidden_act!r}; only 'silu' is supported")
+        self._require(
+            self.position_embedding_type in ("rope", "nope", None),
+            f"position_embedding_type is {self.position_embedding_type!r}; it must be 'rope', 'nope' or null",
+        )
+        self._require(
+            self.torch_dtype in DTYPES, f"torch_dtype is {self.torch_dtype!r}; it must be one of {', '.join(DTYPES)}"
+        )
+        for name in ("logits_scaling", "rms_norm_eps", "max_position_embeddings"):
+            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be above 0")
+        self._check_experts()
+        if ATTENTION in self.layer_types:
+            self._check_attention()
+        if MAMBA in self.layer_types:
+            self._check_mamba()
+
+    def _check_experts(self) -> None:
+        experts, chosen = self.num_local_experts, self.num_experts_per_tok
+        self._require(experts >= 0, f"num_local_experts is {experts}, and must be 0 (a dense model) or more")
+        if experts:
+            self._require(
+                1 <= chosen <= experts,
+                f"num_experts_per_tok is {chosen}, and must be between 1 and num_local_experts ({experts})",
+            )
+            self._require(
+                self.intermediate_size > 0, f"intermediate_size is {self.intermediate_size}, and must be at least 1"
+            )
+
+    def _check_attention(self) -> None:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        self._require(
+            heads > 0 and self.hidden_size % heads == 0,
+            f"hidden_size ({self.hidden_size}) is not divisible by num_attention_heads ({heads})",
+        )
+        self._require(
+            kv_heads > 0 and heads % kv_heads == 0,
+            f"num_attention_heads ({heads}) is not divisible by num_key_value_heads ({kv_heads})",
+        )
+        if self.uses_rope:
+            self._require(self.head_dim % 2 == 0, f"the head width {self.head_dim} is odd, and rope needs an even one")
+            self._require(self.rope_theta > 0, f"rope_theta is {self.rope_theta}, and must be above 0")
+
+    def _check_mamba(self) -> None:
+        for name in ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_expand"):
+            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
+        self._require(self.mamba_d_conv >= 2, f"mamba_d_conv is {self.mamba_d_conv}, and must be at least 2")
+        self._require(
+            self.mamba_n_heads * self.mamba_d_head == self.mamba_intermediate_size,
+            f"mamba_n_heads * mamba_d_head ({self.mamba_n_heads} * {self.mamba_d_head}) must equal "
+            f"mamba_expand * hidden_size ({self.mamba_expand} * {self.hidden_size})",
+        )
+        self._require(
+            self.mamba_n_heads % self.mamba_n_groups == 0,
+            f"mamba_n_heads ({self.mamba_n_heads}) is not divisible by mamba_n_groups ({self.mamba_n_groups})",
+        )
+        lower, upper = self.time_step_limit
+        self._require(
+            0.0 <= lower < upper, f"time_step_limit is [{lower}, {upper}], and must satisfy 0 <= lower < upper"
+        )
+
+    @staticmethod
+    def _require(condition: bool, message: str) -> None:
+        if not condition:
+            raise UserError(message + ".")
+
+
+def family_names() -> list[str]:
+    """Names that `GraniteMoeHybridConfig.from_family` knows."""
+    return sorted(file.name.removesuffix(".json") for file in _family_folder().iterdir())
+
+
+def _family_folder():
+    return resources.files("granite4_neuron") / "family"
+
+
+def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
+    if values.get("model_type") != MODEL_TYPE:
+        raise UserError(f"model_type is {values.get('model_type')!r}, and must be {MODEL_TYPE!r} (a Granite 4 hybrid).")
+    fields = {field.name: field for field in dataclasses.fields(GraniteMoeHybridConfig)}
+    read = {name: value for name, value in _one_spelling(values).items() if name in fields and value is not None}
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in read]
+    if missing:
+        raise UserError(f"these fields are missing: {', '.join(missing)}.")
+    return {name: _typed(name, value, fields[name].type) for name, value in read.items()}
+
+
+def _one_spelling(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename and unwrap what transformers 5.x writes differently from 4.57, and 4.57 from the published files."""
+    values = dict(values)
+    if values.get("layer_types") is None:
+        values["layer_types"] = values.get("layers_block_type")
+    if values.get("torch_dtype") is None:
+        values["torch_dtype"] = values.get("dtype")
+    if values.get("mamba_d_head") == "auto":
+        values["mamba_d_head"] = None
+    if isinstance(values.get("torch_dtype"), str):
+        values["torch_dtype"] = values["torch_dtype"].removeprefix("torch.")
+    if values.get("layer_types") is not None:
+        values["layer_types"] = _layer_types(values["layer_types"])
+    if values.get("time_step_limit") is not None:
+        values["time_step_limit"] = _time_step_limit(values["time_step_limit"])
+    if isinstance(values.get("eos_token_id"), list):
+        values["eos_token_id"] = tuple(values["eos_token_id"])
+    if values.get("position_embedding_type") == "rope":
+        values["rope_theta"] = _rope_theta(values)
+    return values
+
+
+def _layer_types(spelled: Any) -> tuple[str, ...]:
+    if not isinstance(spelled, list):
+        raise UserError(f"layer_types is {spelled!r}, and must be a list with one name per layer.")
+    unknown = sorted({str(name) for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
+    if unknown:
+        raise UserError(
+            f"layer_types has unknown names ({', '.join(unknown)}); known are {', '.join(_LAYER_TYPE_SPELLINGS)}."
+        )
+    return tuple(_LAYER_TYPE_SPELLINGS[name] for name in spelled)
+
+
+def _time_step_limit(spelled: Any) -> tuple[float, float]:
+    if not isinstance(spelled, (list, tuple)) or len(spelled) != 2:
+        raise UserError(f"time_step_limit is {spelled!r}, and must be a pair of numbers.")
+    # JSON has no infinity: transformers 5.x writes {"__float__": "Infinity"}.
+    plain = [bound["__float__"] if isinstance(bound, dict) and "__float__" in bound else bound for bound in spelled]
+    try:
+        lower, upper = (float(bound) for bound in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"time_step_limit is {spelled!r}, and must be a pair of numbers.") from None
+    return lower, upper
+
+
+def _rope_theta(values: dict[str, Any]) -> Any:
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type != "default" or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"the rope parameters {parameters!r} are not supported; rope_type must be 'default'.")
+    return parameters.get("rope_theta", values.get("rope_theta"))
+
+
+def _typed(name: str, value: Any, annotation: str) -> Any:
+    """`value` as the type that `annotation` (the dataclass field's, a string) names."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation == "float" and is_number:
+        return float(value)
+    if annotation.startswith("int") and is_number and float(value).is_integer():
+        return int(value)
+    if annotation.startswith("tuple") and isinstance(value, tuple):
+        return value
+    if annotation.startswith("int | tuple") and isinstance(value, tuple):
+        return tuple(_typed(name, item, "int") for item in value)
+    if annotation == "bool" and isinstance(value, bool):
+        return value
+    if annotation.startswith("str") and isinstance(value, str):
+        return value
+    raise UserError(f"{name} is {value!r}, and must be of type {annotation}.")

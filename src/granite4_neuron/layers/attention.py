@@ -1,0 +1,48 @@
+"""Grouped-query attention over a cache kept per slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.step import Step
+from granite4_neuron.ops import apply_rotary, cached_attention, write_cache
+from granite4_neuron.state import KeyValueState
+
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Projections, rotary positions where the model has them, attention, projection.
+
+    The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
+    """
+
+    def __init__(self, config: GraniteMoeHybridConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scale = config.attention_multiplier
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    def forward(
+        self, hidden_states: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
+    ) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to the same shape; the step's keys and values are added to `state` in place."""
+        heads = (-1, self.head_dim)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key = self.k_proj(hidden_states).unflatten(-1, heads)
+        value = self.v_proj(hidden_states).unflatten(-1, heads)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+
+        where = (step.positions, step.lengths, step.slots)
+        write_cache(state.key, key, *where)
+        write_cache(state.value, value, *where)
+        output = cached_attention(query, state.key, state.value, *where, self.scale, step.kv_length)
+        return self.o_proj(output.flatten(-2))

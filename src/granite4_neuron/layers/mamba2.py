@@ -1,0 +1,96 @@
+"""The Mamba-2 layer: one forward for prefill, a further chunk, a verify step and decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.norm import RMSNormGated
+from granite4_neuron.layers.step import Step
+from granite4_neuron.ops import causal_conv1d, mamba_chunk_scan_combined, selective_state_update
+from granite4_neuron.state import MambaState
+
+PREFILL_SCANS = ("chunked", "quadratic")
+# Balances the decay matrices (their size grows with it) against the number of matrix products.
+CHUNK_SIZE = 64
+
+
+class Mamba2(nn.Module):
+    """Projection, causal convolution, selective scan, gated norm, projection.
+
+    Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
+
+    Args:
+        prefill_scan: "chunked", or "quadratic" for one decay matrix over all tokens of a step.
+    """
+
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str):
+        super().__init__()
+        self.num_heads = config.mamba_n_heads
+        self.head_dim = config.mamba_d_head
+        self.n_groups = config.mamba_n_groups
+        self.d_state = config.mamba_d_state
+        self.d_inner = config.mamba_intermediate_size
+        self.conv_dim = config.mamba_conv_dim
+        self.time_step_limit = config.time_step_limit
+        self.prefill_scan = prefill_scan
+
+        bias = config.mamba_proj_bias
+        self.in_proj = nn.Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
+        self.conv1d = _ConvWeights(self.conv_dim, config.mamba_d_conv, config.mamba_conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = RMSNormGated(self.d_inner, config.rms_norm_eps, self.n_groups)
+        self.out_proj = nn.Linear(self.d_inner, config.hidden_size, bias=bias)
+
+    def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
+        projected = self.in_proj(hidden_states)
+        z = projected[..., : self.d_inner]
+        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim]
+        dt = projected[..., self.d_inner + self.conv_dim :]
+
+        weight = self.conv1d.weight.squeeze(1)
+        xBC, conv_state = causal_conv1d(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
+        state.conv_state.index_copy_(0, step.slots, conv_state)
+
+        # A padded token must not touch the state: with dt = 0 the decay is 1 and the update 0, if its x and B are finite.
+        xBC = xBC.masked_fill(~step.is_real[..., None], 0.0)
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
+        dt = dt.masked_fill(~step.is_real[..., None], 0.0)
+
+        y = self._scan(xBC, dt, step, state)
+        return self.out_proj(self.norm(y, z))
+
+    def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        batch, tokens, _ = xBC.shape
+        group_width = self.n_groups * self.d_state
+        x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
+        B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
+        C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
+        A = -torch.exp(self.A_log.float())
+        ssm_state = step.read(state.ssm_state)
+
+        if tokens == 1:
+            y = selective_state_update(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], self.D)
+        else:
+            y, ssm_state = mamba_chunk_scan_combined(
+                x, dt, A, B, C, self._chunk_size(tokens), self.D, initial_states=ssm_state, return_final_states=True
+            )
+        state.ssm_state.index_copy_(0, step.slots, ssm_state)
+        return y.reshape(batch, tokens, self.d_inner)
+
+    def _chunk_size(self, tokens: int) -> int:
+        return tokens if self.prefill_scan == "quadratic" else CHUNK_SIZE
+
+
+class _ConvWeights(nn.Module):
+    """Weights under the checkpoint's names; `ops.causal_conv1d` does the work."""
+
+    def __init__(self, channels: int, width: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None

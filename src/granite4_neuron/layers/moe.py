@@ -1,0 +1,55 @@
+"""Feed-forward layers: the MLP that every token takes, and the experts of which each token takes a few."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.ops import fused_experts, topk_softmax
+
+
+class SharedMLP(nn.Module):
+    """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
+
+    def __init__(self, config: GraniteMoeHybridConfig):
+        super().__init__()
+        self.input_linear = nn.Linear(config.hidden_size, 2 * config.shared_intermediate_size, bias=False)
+        self.output_linear = nn.Linear(config.shared_intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = self.input_linear(hidden_states).chunk(2, dim=-1)
+        return self.output_linear(F.silu(gate) * up)
+
+
+class SparseMoe(nn.Module):
+    """A router and its experts; see `ops.topk_softmax` and `ops.fused_experts`."""
+
+    def __init__(self, config: GraniteMoeHybridConfig):
+        super().__init__()
+        experts, hidden, width = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.router = _Router(hidden, experts)
+        self.input_linear = _StackedWeights(experts, 2 * width, hidden)
+        self.output_linear = _StackedWeights(experts, hidden, width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.flatten(0, -2)
+        topk_weights, topk_ids = topk_softmax(self.router.layer(tokens), self.top_k)
+        output = fused_experts(tokens, self.input_linear.weight, self.output_linear.weight, topk_weights, topk_ids)
+        return output.view(hidden_states.shape)
+
+
+class _Router(nn.Module):
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__()
+        self.layer = nn.Linear(hidden_size, num_experts, bias=False)
+
+
+class _StackedWeights(nn.Module):
+    """Weights of all experts in one tensor, under the checkpoint's name."""
+
+    def __init__(self, num_experts: int, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))

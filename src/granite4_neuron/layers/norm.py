@@ -1,0 +1,33 @@
+"""Normalisation layers: the weights of the functions in ops.norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from granite4_neuron.ops import rms_norm, rms_norm_gated
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` with its weight."""
+
+    def __init__(self, channels: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+
+class RMSNormGated(nn.Module):
+    """`ops.rms_norm_gated` with its weight."""
+
+    def __init__(self, channels: int, eps: float, n_groups: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels))
+        self.eps = eps
+        self.n_groups = n_groups
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)

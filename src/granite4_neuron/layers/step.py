@@ -1,0 +1,41 @@
+"""What all layers of one step share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from granite4_neuron.state import NULL_SLOT
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which tokens a step adds to which sequences.
+
+    positions: [batch, tokens], each token's place in its sequence, consecutive within a row.
+    lengths: [batch], how many of a row's tokens are real; the rest is padding on the right.
+    slots: [batch], each row's slot in the state.
+    kv_length: how many cache entries attention visits; above every real position.
+    """
+
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    kv_length: int
+
+    @cached_property
+    def is_real(self) -> torch.Tensor:
+        """[batch, tokens], false for padding."""
+        return torch.arange(self.positions.shape[1], device=self.positions.device) < self.lengths[:, None]
+
+    @cached_property
+    def is_fresh(self) -> torch.Tensor:
+        """[batch], true for rows that start from zeros, whatever their slot holds: position 0, and the null slot."""
+        return (self.positions[:, 0] == 0) | (self.slots == NULL_SLOT)
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros for fresh rows."""
+        rows = state.index_select(0, self.slots)
+        return rows.masked_fill(self.is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)

@@ -1,0 +1,132 @@
+"""IBM Granite 4.0 hybrid: one decoder step, from tokens and state to logits and state.
+
+The module tree has the parameter names of the published checkpoints, so that a checkpoint's names are the model's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.layers.attention import Attention, RotaryTables
+from granite4_neuron.layers.mamba2 import PREFILL_SCANS, Mamba2
+from granite4_neuron.layers.moe import SharedMLP, SparseMoe
+from granite4_neuron.layers.norm import RMSNorm
+from granite4_neuron.layers.step import Step
+from granite4_neuron.ops import rotary_tables
+from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
+
+
+class GraniteMoeHybridForCausalLM(nn.Module):
+    """A Granite 4 hybrid with its language model head.
+
+    Args:
+        config: the model's dimensions and constants.
+        prefill_scan: how the Mamba layers scan more than one token: "chunked" (linear in the number of tokens) or
+            "quadratic" (one decay matrix over all of them).
+    """
+
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str = "chunked"):
+        super().__init__()
+        if prefill_scan not in PREFILL_SCANS:
+            raise ValueError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
+        self.config = config
+        self.model = _Decoder(config, prefill_scan)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head the embedding's transpose, for a config that says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        state: HybridState,
+        kv_length: int | None = None,
+        all_logits: bool = False,
+    ) -> torch.Tensor:
+        """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
+
+        Prefill, a further chunk of prefill, a verify step and decode are all this function: cutting a sequence anywhere
+        gives the same logits. A padded token changes nothing; a row of length 0 changes nothing but the null slot.
+
+        Args:
+            input_ids: [batch, tokens], int64; any valid id in padding.
+            positions: [batch, tokens], int64, each token's place in its sequence, consecutive within a row. A row whose
+                first position is 0 starts from zeros, whatever its slot held.
+            lengths: [batch], int64, 0 to tokens: how many of a row's tokens are real; the rest is padding on the right.
+            slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot.
+            state: updated in place.
+            kv_length: how many cache entries attention visits, above every real position; None for all of them.
+            all_logits: logits of every token rather than of each row's last real one.
+
+        Returns:
+            [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
+        """
+        slots = slots.where(lengths > 0, NULL_SLOT)
+        if kv_length is None:
+            kv_length = max((layer.key.shape[2] for layer in state.layers if isinstance(layer, KeyValueState)), default=0)
+        hidden_states = self.model(input_ids, Step(positions, lengths, slots, kv_length), state)
+        if not all_logits:
+            last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_states.shape[-1])
+            hidden_states = hidden_states.gather(1, last)[:, 0]
+        return self.lm_head(hidden_states).float() / self.config.logits_scaling
+
+
+class _Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_DecoderLayer(config, kind, prefill_scan) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
+        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
+        rotary = None
+        if self.config.uses_rope:
+            rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            hidden_states = layer(hidden_states, step, layer_state, rotary)
+        return self.norm(hidden_states)
+
+
+class _DecoderLayer(nn.Module):
+    """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
+
+    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, prefill_scan: str):
+        super().__init__()
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if layer_type == MAMBA:
+            self.mamba = Mamba2(config, prefill_scan)
+        else:
+            self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = SparseMoe(config) if config.num_local_experts else None
+        self.shared_mlp = SharedMLP(config)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        step: Step,
+        state: MambaState | KeyValueState,
+        rotary: RotaryTables | None,
+    ) -> torch.Tensor:
+        x = self.input_layernorm(hidden_states)
+        mixed = self.mamba(x, step, state) if isinstance(state, MambaState) else self.self_attn(x, step, state, rotary)
+        hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
+
+        x = self.post_attention_layernorm(hidden_states)
+        y = self.shared_mlp(x)
+        if self.block_sparse_moe is not None:
+            y = y + self.block_sparse_moe(x)
+        return torch.add(hidden_states, y, alpha=self.residual_multiplier)

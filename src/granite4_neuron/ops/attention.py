@@ -1,0 +1,81 @@
+"""Attention over keys and values that are kept per slot."""
+
+from __future__ import annotations
+
+import torch
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    kv_length: int,
+    block_size: int = 1024,
+) -> torch.Tensor:
+    """Causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
+
+    Keys are visited in blocks with a running softmax in float32, so that memory does not grow with the context. Cache
+    entries that the sequence has not written are selected away and may hold anything, NaN too.
+
+    Args:
+        query: [batch, tokens, num_heads, head_dim].
+        key_cache, value_cache: [slots, kv_heads, max_length, head_dim].
+        positions: [batch, tokens], the place of each token in its sequence; consecutive within a row.
+        lengths: [batch], how many of the tokens are real.
+        slots: [batch], the cache row of each sequence.
+        scale: multiplies the scores.
+        kv_length: how many cache entries to visit; above every real token's position.
+        block_size: entries per block.
+
+    Returns:
+        [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
+
+    Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022, algorithm 1).
+    """
+    batch, tokens, num_heads, head_dim = query.shape
+    kv_heads = key_cache.shape[1]
+    # Query heads that share a key head stand below one another: [batch, kv_heads, heads per kv head * tokens, head_dim]
+    q = (query.float() * scale).view(batch, tokens, kv_heads, -1, head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
+
+    lowest = torch.finfo(torch.float32).min
+    top = q.new_full((batch, num_heads, tokens, 1), lowest)
+    total = torch.zeros_like(top)
+    weighted = q.new_zeros(batch, num_heads, tokens, head_dim)
+    for start in range(0, kv_length, block_size):
+        stop = min(start + block_size, kv_length)
+        key = key_cache[:, :, start:stop].index_select(0, slots).float()
+        value = value_cache[:, :, start:stop].index_select(0, slots).float()
+        at = torch.arange(start, stop, device=query.device)
+        visible = (at <= positions[..., None]) & (at < written[..., None])
+        value = value.where((at < written)[:, None, :, None], 0.0)
+
+        scores = (q @ key.transpose(2, 3)).view(batch, num_heads, tokens, -1).where(visible[:, None], lowest)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - new_top)
+        rescale = torch.exp(top - new_top)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        sums = weights.view(batch, kv_heads, -1, stop - start) @ value
+        weighted = weighted * rescale + sums.view(weighted.shape)
+        top = new_top
+    return (weighted / total).transpose(1, 2).to(query.dtype)
+
+
+def write_cache(
+    cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store new keys or values at their positions, in place; those of padded tokens go to the null slot.
+
+    Args:
+        cache: [slots, kv_heads, max_length, head_dim].
+        values: [batch, tokens, kv_heads, head_dim].
+        positions, lengths, slots: as in `cached_attention`.
+    """
+    real = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
+    rows = slots[:, None].where(real, 0)
+    cache[rows, :, positions.where(real, 0)] = values

@@ -1,0 +1,158 @@
+"""The Mamba-2 recurrence over many tokens at once, as matrix products (state space duality, SSD).
+
+`ssd_quadratic` is the whole of the mathematics: one decay matrix over all tokens. `mamba_chunk_scan_combined` applies it
+chunk by chunk and carries the state, so that time and memory grow linearly with the length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence of `selective_state_update` over `length` tokens, chunk by chunk.
+
+    Arguments are those of mamba_ssm's function of the same name; arithmetic is float32. A token with dt = 0 after
+    softplus and limit leaves the state alone, and that is how padding is expressed; its x, B and C must be finite.
+
+    Args:
+        x: [batch, length, num_heads, head_dim].
+        dt: [batch, length, num_heads].
+        A: [num_heads], negative.
+        B, C: [batch, length, n_groups, d_state]; consecutive heads share a group.
+        chunk_size: tokens per chunk; any value gives the same result up to rounding.
+        D: [num_heads] or None.
+        z: like x, or None; y is multiplied by silu(z).
+        dt_bias: [num_heads] or None; added to dt before the softplus.
+        initial_states: [batch, num_heads, head_dim, d_state] or None for zeros.
+        dt_softplus: apply softplus to dt.
+        dt_limit: dt is clamped to it, after the softplus.
+        return_final_states: also return the state after the last token.
+
+    Returns:
+        y, [batch, length, num_heads, head_dim] in x's dtype; with `return_final_states` also the final states,
+        [batch, num_heads, head_dim, d_state] in float32.
+
+    Source: Dao and Gu 2024, section 6 (the block decomposition) and listing 1.
+    """
+    batch, length, num_heads, head_dim = x.shape
+    n_groups, d_state = B.shape[2:]
+    heads_per_group = num_heads // n_groups
+
+    if dt_bias is not None:
+        dt = dt.float() + dt_bias.float()
+    if dt_softplus:
+        dt = F.softplus(dt.float())
+    if dt_limit != (0.0, math.inf):
+        dt = dt.clamp(*dt_limit)
+
+    # Groups join the batch: within one of them B and C are shared by all heads, and every tensor has rank 4 at most.
+    rows = batch * n_groups
+    x_rows = _groups_to_rows(x.float().view(batch, length, n_groups, -1))
+    dt_rows = _groups_to_rows(dt.float().view(batch, length, n_groups, heads_per_group))
+    A_rows = A.float().view(1, n_groups, heads_per_group).expand(batch, -1, -1).reshape(rows, heads_per_group)
+    B_rows, C_rows = _groups_to_rows(B.float()), _groups_to_rows(C.float())
+    if initial_states is None:
+        states = x_rows.new_zeros(rows, heads_per_group * head_dim, d_state)
+    else:
+        states = initial_states.float().reshape(rows, heads_per_group * head_dim, d_state)
+
+    outputs = []
+    for start in range(0, length, chunk_size):
+        chunk = slice(start, start + chunk_size)
+        y, states = ssd_quadratic(
+            x_rows[:, chunk], dt_rows[:, chunk], A_rows, B_rows[:, chunk], C_rows[:, chunk], states
+        )
+        outputs.append(y)
+
+    y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    y = y.view(batch, n_groups, length, heads_per_group * head_dim).transpose(1, 2).reshape(x.shape)
+    if D is not None:
+        y = torch.addcmul(y, x.float(), D.float()[:, None])
+    if z is not None:
+        y = y * F.silu(z.float())
+    y = y.to(x.dtype)
+    return (y, states.view(batch, num_heads, head_dim, d_state)) if return_final_states else y
+
+
+def ssd_quadratic(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens of one chunk at once, through a length x length decay matrix per head.
+
+        y_i = sum_{j <= i} (C_i . B_j) exp(a_{j+1} + ... + a_i) dt_j x_j  +  exp(a_1 + ... + a_i) S_0 C_i
+        S   = exp(a_1 + ... + a_L) S_0 + sum_j exp(a_{j+1} + ... + a_L) dt_j x_j (outer) B_j,      a = dt * A
+
+    A row is one group of one sequence. All tensors are float32.
+
+    Args:
+        x: [rows, length, heads * head_dim].
+        dt: [rows, length, heads].
+        A: [rows, heads].
+        B, C: [rows, length, d_state].
+        states: [rows, heads * head_dim, d_state], S_0.
+
+    Returns:
+        (y, new states), shaped like x and states.
+    """
+    rows, length, heads = dt.shape
+    log_decay = (dt * A[:, None]).transpose(1, 2)  # [rows, heads, length]
+    decay = torch.exp(segment_sum(log_decay))
+    decay_from_start = torch.exp(log_decay.cumsum(-1)).transpose(1, 2)
+
+    dt_x = (x.view(rows, length, heads, -1) * dt[..., None]).transpose(1, 2)  # [rows, heads, length, head_dim]
+    scores = (C @ B.transpose(1, 2))[:, None] * decay
+    y = (scores @ dt_x).transpose(1, 2)
+    from_start = (C @ states.transpose(1, 2)).view(y.shape)
+    y = torch.addcmul(y, from_start, decay_from_start[..., None]).reshape(x.shape)
+
+    to_end = (dt_x * decay[:, :, -1, :, None]).transpose(1, 2).reshape(x.shape)
+    head_dim = x.shape[-1] // heads
+    carried = states * decay_from_start[:, -1].repeat_interleave(head_dim, dim=1)[..., None]
+    return y, torch.baddbmm(carried, to_end.transpose(1, 2), B)
+
+
+def segment_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and -inf for j > i.
+
+    Every entry is summed from its own terms. A difference of two cumulative sums would lose digits where the sums are
+    large, and for Granite's A they are.
+
+    Args:
+        values: [..., length].
+
+    Returns:
+        [..., length, length].
+    """
+    length = values.shape[-1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=values.device)
+    terms = values[..., None].masked_fill(~ones.tril(-1), 0.0)  # terms[k, j] = values[k] where k > j
+    return terms.cumsum(-2).masked_fill(~ones.tril(), -math.inf)
+
+
+def _groups_to_rows(values: torch.Tensor) -> torch.Tensor:
+    """[batch, length, n_groups, width] as [batch * n_groups, length, width]."""
+    batch, length, n_groups, width = values.shape
+    return values.transpose(1, 2).reshape(batch * n_groups, length, width)

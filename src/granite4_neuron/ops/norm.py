@@ -1,0 +1,34 @@
+"""Root mean square normalisation, plain and gated."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, the mean taken over each of `n_groups` equal parts of the last axis.
+
+    Args:
+        x: [..., channels].
+        weight: [channels].
+
+    Returns:
+        [..., channels] in weight's dtype; arithmetic is float32.
+    """
+    grouped = x.float().unflatten(-1, (n_groups, -1))
+    scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
+    return ((grouped * scale).flatten(-2) * weight.float()).to(weight.dtype)
+
+
+def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int) -> torch.Tensor:
+    """`rms_norm` of x * silu(z): the gate comes first (Mamba-2's norm_before_gate=False).
+
+    Args:
+        x, z: [..., channels].
+        weight: [channels].
+
+    Returns:
+        [..., channels] in weight's dtype; arithmetic is float32.
+    """
+    return rms_norm(x.float() * F.silu(z.float()), weight, eps, n_groups)

@@ -1,0 +1,100 @@
+"""What a sequence leaves behind: convolution windows, SSM states, keys and values, all addressed by slot.
+
+Slot 0 is the null slot: rows without a sequence and padded tokens read from it and write to it, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+
+NULL_SLOT = 0
+
+
+@dataclass
+class MambaState:
+    """State of one Mamba layer; its size does not depend on the context's length.
+
+    conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first.
+    ssm_state: [slots, num_heads, head_dim, d_state], float32.
+    """
+
+    conv_state: torch.Tensor
+    ssm_state: torch.Tensor
+
+
+@dataclass
+class KeyValueState:
+    """Cache of one attention layer: key and value, each [slots, kv_heads, max_length, head_dim], model dtype."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass
+class HybridState:
+    """One `MambaState` or `KeyValueState` per layer. A step updates the tensors in place.
+
+    A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
+    """
+
+    layers: list[MambaState | KeyValueState]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: GraniteMoeHybridConfig,
+        num_sequences: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> HybridState:
+        """Zeros for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`."""
+        layers: list[MambaState | KeyValueState] = []
+        for layer_type in config.layer_types:
+            if layer_type == MAMBA:
+                conv_shape, ssm_shape = mamba_state_shapes(config)
+                layers.append(
+                    MambaState(
+                        torch.zeros(num_sequences + 1, *conv_shape, dtype=dtype, device=device),
+                        torch.zeros(num_sequences + 1, *ssm_shape, dtype=torch.float32, device=device),
+                    )
+                )
+            else:
+                shape = (num_sequences + 1, config.num_key_value_heads, max_length, config.head_dim)
+                layers.append(
+                    KeyValueState(
+                        torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+                    )
+                )
+        return cls(layers)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every state tensor, layer by layer."""
+        for layer in self.layers:
+            yield from vars(layer).values()
+
+
+def mamba_state_shapes(config: GraniteMoeHybridConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Shapes of conv_state and ssm_state of one sequence in one Mamba layer."""
+    return (
+        (config.mamba_conv_dim, config.mamba_d_conv - 1),
+        (config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state),
+    )
+
+
+def sequence_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> int:
+    """Bytes of state that one sequence holds whatever its length: all its Mamba layers."""
+    (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config)
+    per_layer = conv_dim * window * dtype.itemsize + heads * head_dim * d_state * torch.float32.itemsize
+    return config.layer_types.count(MAMBA) * per_layer
+
+
+def token_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that each token of a sequence adds: all attention layers."""
+    attention_layers = len(config.layer_types) - config.layer_types.count(MAMBA)
+    return attention_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
