@@ -40,6 +40,7 @@ _PUBLISHED_NAMES = {
     "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
+_EMBEDDING = "model.embed_tokens.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LISTED_NAMES = 8
 
@@ -59,7 +60,7 @@ def find(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{model} is neither a folder here nor could be downloaded from Hugging Face: {reason}") from None
+        raise UserError(f"{model} is not a folder, and cannot be had from Hugging Face: {reason}") from None
 
 
 def load_model(
@@ -82,13 +83,18 @@ def load_model(
     stored = _StoredTensors(folder)
     expected = dict(model.named_parameters())
     stored.check(expected, may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set())
-    dtype = dtype or stored.read("model.embed_tokens.weight").dtype
+    dtype = dtype or stored.dtype()
     for name, parameter in expected.items():
         weight = torch.empty(parameter.shape, dtype=dtype)
         weight.copy_(stored.read(name))
         _set_parameter(model, name, weight)
     model.tie_weights()
     return model.eval()
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that a checkpoint's embedding, and with it the model, is stored in."""
+    return _StoredTensors(folder).dtype()
 
 
 def save_model(
@@ -129,7 +135,7 @@ class _StoredTensors:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in _weight_files(folder):
             with _open(file) as tensors:
-                for stored_name in tensors.keys():
+                for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
                     name = _published_name(stored_name)
                     self._files[name] = file
                     self._stored_names[name] = stored_name
@@ -139,6 +145,11 @@ class _StoredTensors:
         """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
         with _open(self._files[name]) as tensors:
             return tensors.get_tensor(self._stored_names[name])
+
+    def dtype(self) -> torch.dtype:
+        if _EMBEDDING not in self._files:
+            raise UserError(f"the weights in {self.folder} lack {_EMBEDDING}.")
+        return self.read(_EMBEDDING).dtype
 
     def check(self, expected: dict[str, nn.Parameter], may_be_there: set[str]) -> None:
         """Compare names and shapes.

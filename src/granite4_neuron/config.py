@@ -1,6 +1,6 @@
 """What a model is: one dataclass, read from a Hugging Face ``config.json`` of class GraniteMoeHybridForCausalLM.
 
-Field names are Hugging Face's. Both spellings that transformers 4.57 and 5.x write are read; the published one is written.
+Field names are Hugging Face's. The spellings of transformers 4.57 and of 5.x are read; the published one is written.
 """
 
 from __future__ import annotations

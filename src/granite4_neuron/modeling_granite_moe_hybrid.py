@@ -71,7 +71,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """
         slots = slots.where(lengths > 0, NULL_SLOT)
         if kv_length is None:
-            kv_length = max((layer.key.shape[2] for layer in state.layers if isinstance(layer, KeyValueState)), default=0)
+            kv_length = state.max_length
         hidden_states = self.model(input_ids, Step(positions, lengths, slots, kv_length), state)
         if not all_logits:
             last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_states.shape[-1])
@@ -90,7 +90,8 @@ class _Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
-        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
+        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
+        hidden_states = self.embed_tokens(input_ids).float() * self.config.embedding_multiplier
         rotary = None
         if self.config.uses_rope:
             rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
@@ -126,7 +127,7 @@ class _DecoderLayer(nn.Module):
         hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
 
         x = self.post_attention_layernorm(hidden_states)
-        y = self.shared_mlp(x)
+        hidden_states = torch.add(hidden_states, self.shared_mlp(x), alpha=self.residual_multiplier)
         if self.block_sparse_moe is not None:
-            y = y + self.block_sparse_moe(x)
-        return torch.add(hidden_states, y, alpha=self.residual_multiplier)
+            hidden_states = torch.add(hidden_states, self.block_sparse_moe(x), alpha=self.residual_multiplier)
+        return hidden_states

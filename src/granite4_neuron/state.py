@@ -43,6 +43,7 @@ class HybridState:
     """
 
     layers: list[MambaState | KeyValueState]
+    max_length: int
 
     @classmethod
     def allocate(
@@ -71,7 +72,7 @@ class HybridState:
                         torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
                     )
                 )
-        return cls(layers)
+        return cls(layers, max_length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every state tensor, layer by layer."""

@@ -57,7 +57,7 @@ class Mamba2(nn.Module):
         xBC, conv_state = causal_conv1d(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
         state.conv_state.index_copy_(0, step.slots, conv_state)
 
-        # A padded token must not touch the state: with dt = 0 the decay is 1 and the update 0, if its x and B are finite.
+        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, if x and B are finite.
         xBC = xBC.masked_fill(~step.is_real[..., None], 0.0)
         dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
         dt = dt.masked_fill(~step.is_real[..., None], 0.0)

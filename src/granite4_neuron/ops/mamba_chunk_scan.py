@@ -1,7 +1,7 @@
 """The Mamba-2 recurrence over many tokens at once, as matrix products (state space duality, SSD).
 
-`ssd_quadratic` is the whole of the mathematics: one decay matrix over all tokens. `mamba_chunk_scan_combined` applies it
-chunk by chunk and carries the state, so that time and memory grow linearly with the length.
+`ssd_quadratic` is the whole of the mathematics: one decay matrix over all tokens. `mamba_chunk_scan_combined` applies
+it chunk by chunk and carries the state, so that time and memory grow linearly with the length.
 """
 
 from __future__ import annotations

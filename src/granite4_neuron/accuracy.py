@@ -1,0 +1,153 @@
+"""Logit accuracy: this implementation against transformers, on the same weights and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron.runtime.cpu import CPURuntime, Row
+
+FLOAT32_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far logits lie from the reference, over some tokens."""
+
+    tokens: int
+    maximum: float
+    mean: float
+    top1_agreement: float
+    pearson: float
+
+    @classmethod
+    def between(cls, logits: torch.Tensor, reference: torch.Tensor) -> Difference:
+        """Both [tokens, vocab_size]."""
+        error = (logits.double() - reference.double()).abs()
+        return cls(
+            tokens=len(reference),
+            maximum=error.max().item(),
+            mean=error.mean().item(),
+            top1_agreement=(logits.argmax(-1) == reference.argmax(-1)).double().mean().item(),
+            pearson=torch.corrcoef(torch.stack([logits.flatten(), reference.flatten()]).double())[0, 1].item(),
+        )
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """Logits of each sequence, [tokens, vocab_size]: ours, the float32 reference's, and the reference's in our dtype.
+
+    The first prompt_lengths[i] tokens of a sequence went through prefill, the others through decode one by one.
+    """
+
+    prompt_lengths: list[int]
+    ours: list[torch.Tensor]
+    reference: list[torch.Tensor]
+    reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it is the reference itself
+
+    def phase(self, prefill: bool) -> Difference:
+        """Over all tokens of prefill, or of decode."""
+        parts = [slice(None, length) if prefill else slice(length, None) for length in self.prompt_lengths]
+        return self._difference(self.ours, parts)
+
+    def positions(self, start: int, stop: int) -> Difference | None:
+        """Over the tokens at positions start to stop - 1 of every sequence; None if there are none."""
+        if all(len(logits) <= start for logits in self.reference):
+            return None
+        return self._difference(self.ours, [slice(start, stop)] * len(self.ours))
+
+    def overall(self) -> Difference:
+        return self._difference(self.ours, [slice(None)] * len(self.ours))
+
+    def of_transformers(self) -> Difference | None:
+        """The error of transformers in our dtype."""
+        if self.reference_in_dtype is None:
+            return None
+        return self._difference(self.reference_in_dtype, [slice(None)] * len(self.ours))
+
+    def passed(self, tolerance: float = FLOAT32_TOLERANCE) -> bool:
+        """Whether `criterion` holds."""
+        of_transformers = self.of_transformers()
+        if of_transformers is None:
+            return self.overall().maximum <= tolerance
+        return self.overall().mean <= of_transformers.mean
+
+    def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
+        """What `passed` asks for."""
+        if self.reference_in_dtype is None:
+            return f"no logit further off than {tolerance:g}"
+        return "mean difference not above that of transformers in this dtype"
+
+    def _difference(self, logits: list[torch.Tensor], parts: list[slice]) -> Difference:
+        return Difference.between(
+            torch.cat([one[part] for one, part in zip(logits, parts, strict=True)]),
+            torch.cat([one[part] for one, part in zip(self.reference, parts, strict=True)]),
+        )
+
+
+def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, model: CPURuntime) -> AccuracyReport:
+    """Compare logits over prompts and the reference's own greedy continuation of them.
+
+    The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
+    prompts in one step, then token by token. So padding, slots and carried state are in what is compared.
+
+    Args:
+        folder: the checkpoint that `model` was loaded from.
+        prompts: token ids.
+        new_tokens: how many tokens of decode to compare, at least 1.
+        model: ours.
+    """
+    dtype = model.model.lm_head.weight.dtype
+    reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = [_greedy(reference, prompt, new_tokens) for prompt in prompts]
+    expected = _whole(reference, sequences)
+    del reference
+    in_dtype = None
+    if dtype != torch.float32:
+        in_dtype = _whole(Reference.from_pretrained(folder, dtype=dtype).eval(), sequences)
+    lengths = [len(prompt) for prompt in prompts]
+    return AccuracyReport(lengths, _stepwise(model, sequences, lengths), expected, in_dtype)
+
+
+def default_prompts(tokenizer) -> list[list[int]]:
+    """Texts of several lengths, one of them shorter than the convolution window, that any model can be checked on."""
+    texts = (
+        "A",
+        "The import statement",
+        "An assignment statement evaluates the expression list and assigns the single resulting object to each target.",
+        "Deletion of a target list recursively deletes each target, from left to right. " * 6,
+    )
+    return [tokenizer.encode(text) for text in texts]
+
+
+@torch.inference_mode()
+def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    tokens = torch.tensor([list(prompt)])
+    for _ in range(new_tokens):
+        logits = reference(tokens, use_cache=False, logits_to_keep=1).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokens[0].tolist()
+
+
+@torch.inference_mode()
+def _whole(reference: Reference, sequences: list[list[int]]) -> list[torch.Tensor]:
+    return [reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences]
+
+
+def _stepwise(model: CPURuntime, sequences: list[list[int]], prompt_lengths: list[int]) -> list[torch.Tensor]:
+    state = model.allocate(len(sequences), max(len(tokens) for tokens in sequences))
+    rows = [Row(i + 1, 0, tokens[:n]) for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))]
+    prefill = model.step(state, rows, all_logits=True)
+    logits = [[prefill[i, :n]] for i, n in enumerate(prompt_lengths)]
+    for step in range(len(sequences[0]) - prompt_lengths[0]):
+        rows = [
+            Row(i + 1, n + step, [tokens[n + step]])
+            for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))
+        ]
+        for one, row in zip(logits, model.step(state, rows), strict=True):
+            one.append(row[None])
+    return [torch.cat(one) for one in logits]

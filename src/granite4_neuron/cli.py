@@ -1,0 +1,358 @@
+"""The `granite4-neuron` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from granite4_neuron import accuracy, checkpoint
+from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family_names
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
+from granite4_neuron.layers.mamba2 import PREFILL_SCANS
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import sequence_bytes, token_bytes
+
+EXIT_CHECK_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+_EXAMPLES = """\
+examples:
+  granite4-neuron generate "An assignment statement"
+  granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
+  granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
+  granite4-neuron info --model granite-4.0-h-small
+  granite4-neuron check --model ./checkpoint --dtype bfloat16
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return options.run(options)
+    except UserError as error:
+        print(f"granite4-neuron: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone; keep the interpreter from complaining again when it flushes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _generate(options: argparse.Namespace) -> int:
+    texts = _prompt_texts(options)
+    model, tokenizer = load(_model_or_bundled(options), _dtype(options), options.prefill_scan)
+    prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
+    continuations = [""] * len(texts)
+    stats = GenerationStats()
+    with _PromptBar() as progress:
+        for response in stream_generate(
+            model,
+            tokenizer,
+            prompts,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+            progress=progress,
+        ):
+            stats = response.stats
+            continuations[response.index] += response.text
+            if len(texts) == 1:
+                print(response.text, end="", flush=True)
+    if len(texts) == 1:
+        print()
+    else:
+        for text, continuation in zip(texts, continuations, strict=True):
+            print(f"=== {text}\n{continuation}\n")
+    if options.verbose:
+        _print_stats(stats)
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    name = str(_model_or_bundled(options))
+    if name in family_names():
+        config = GraniteMoeHybridConfig.from_family(name)
+        dtype = getattr(torch, config.torch_dtype)
+    else:
+        folder = checkpoint.find(name)
+        config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+        dtype = checkpoint.stored_dtype(folder)
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config)
+    table = Table("", name, title="Granite 4 hybrid checkpoint", show_header=True)
+    for row in _info_rows(config, dtype, sum(parameter.numel() for parameter in model.parameters())):
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    if options.tokens < 1:
+        raise UserError(f"--tokens is {options.tokens}, and must be at least 1.")
+    folder = checkpoint.find(_model_or_bundled(options))
+    model, tokenizer = load(folder, _dtype(options), options.prefill_scan)
+    prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
+    if not all(prompts):
+        raise UserError("a prompt is empty; give at least one token of text.")
+    report = accuracy.measure(folder, prompts, options.tokens, model)
+    Console().print(_accuracy_table(report, model.model.lm_head.weight.dtype))
+    passed = report.passed(options.tolerance)
+    print("passed" if passed else "FAILED", f"({report.criterion(options.tolerance)})")
+    return 0 if passed else EXIT_CHECK_FAILED
+
+
+def _convert(options: argparse.Namespace) -> int:
+    folder = checkpoint.find(_model_or_bundled(options))
+    model = checkpoint.load_model(folder, _dtype(options))
+    checkpoint.save_model(model, options.output, files_from=folder)
+    print(f"wrote {options.output}", file=sys.stderr)
+    return 0
+
+
+def _model_or_bundled(options: argparse.Namespace) -> str | Path:
+    if options.model is not None:
+        return options.model
+    print("Using the small model that comes with the package; --model chooses another.", file=sys.stderr)
+    return bundled_checkpoint()
+
+
+def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+    return None if options.dtype is None else getattr(torch, options.dtype)
+
+
+def _prompt_texts(options: argparse.Namespace) -> list[str]:
+    if options.prompt and options.file is not None:
+        raise UserError("give the prompt either as an argument or with --file, not both.")
+    if options.system is not None and not options.chat:
+        raise UserError("--system is part of a conversation; give --chat too.")
+    if options.prompt:
+        return options.prompt
+    if options.file is None and sys.stdin.isatty():
+        raise UserError("there is no prompt; give one as an argument, with --file, or on standard input.")
+    try:
+        if options.file in (None, "-"):
+            return [sys.stdin.read()]
+        return [Path(options.file).read_text(encoding="utf-8")]
+    except OSError as error:
+        raise UserError(f"{options.file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{options.file or 'standard input'} is not text in UTF-8.") from None
+
+
+class _PromptBar:
+    """Shows how far prefill is, on standard error, when it takes more than one step."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def __enter__(self) -> _PromptBar:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._progress.tasks and done < total:
+            self._progress.add_task("", total=total)
+            self._progress.start()
+        if self._progress.tasks:
+            self._progress.update(self._progress.tasks[0].id, completed=done)
+        if done == total:
+            self._progress.stop()
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+def _print_stats(stats: GenerationStats) -> None:
+    print(
+        f"prefill: {stats.prompt_tokens} tokens, {stats.prompt_tokens_per_second:.1f} tokens/s\n"
+        f"decode: {stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s\n"
+        f"peak memory: {peak_memory_bytes() / 2**20:.0f} MiB",
+        file=sys.stderr,
+    )
+
+
+def _info_rows(config: GraniteMoeHybridConfig, dtype: torch.dtype, total: int) -> list[tuple[str, str]]:
+    mamba = config.layer_types.count(MAMBA)
+    attention = [index for index, kind in enumerate(config.layer_types) if kind != MAMBA]
+    expert = 3 * config.intermediate_size * config.hidden_size
+    idle = config.num_hidden_layers * (config.num_local_experts - config.num_experts_per_tok) * expert
+    active = total - idle if config.num_local_experts else total
+    rows = [
+        ("layers", f"{mamba} Mamba-2, {len(attention)} attention"),
+        ("attention at", "every layer" if not mamba else ", ".join(map(str, attention)) or "none"),
+        ("hidden size, vocabulary", f"{config.hidden_size}, {config.vocab_size}"),
+    ]
+    if mamba:
+        heads = f"{config.mamba_n_heads} x {config.mamba_d_head}, {config.mamba_d_state}, {config.mamba_n_groups}"
+        rows.append(("Mamba heads, state, groups", heads))
+    if attention:
+        rows.append(
+            (
+                "attention heads, key heads, width, positions",
+                f"{config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}, "
+                f"{'rope' if config.uses_rope else 'none'}",
+            )
+        )
+    if config.num_local_experts:
+        rows.append(("experts, per token", f"{config.num_local_experts}, {config.num_experts_per_tok}"))
+    return [
+        *rows,
+        ("parameters", f"{total:,}"),
+        ("active per token", f"{active:,}"),
+        ("weights", f"{_size(total * dtype.itemsize)} in {str(dtype).removeprefix('torch.')}"),
+        ("state per sequence", _size(sequence_bytes(config, dtype))),
+        ("KV cache per token", f"{token_bytes(config, dtype):,} bytes"),
+        ("longest context", f"{config.max_position_embeddings:,} tokens"),
+    ]
+
+
+def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    table = Table("", "tokens", "max diff", "mean diff", "top-1", "Pearson")
+    table.title = f"logits in {str(dtype).removeprefix('torch.')} against transformers in float32"
+
+    def add(label: str, difference: accuracy.Difference) -> None:
+        table.add_row(
+            label,
+            str(difference.tokens),
+            f"{difference.maximum:.2e}",
+            f"{difference.mean:.2e}",
+            f"{difference.top1_agreement:.1%}",
+            f"{difference.pearson:.9f}",
+        )
+
+    start, width = 0, 1
+    while (difference := report.positions(start, start + width)) is not None:
+        add(f"position {start}" if width == 1 else f"positions {start}-{start + width - 1}", difference)
+        start, width = start + width, start + width
+    table.add_section()
+    add("prefill", report.phase(prefill=True))
+    add("decode", report.phase(prefill=False))
+    add("all", report.overall())
+    if (of_transformers := report.of_transformers()) is not None:
+        add("transformers in this dtype", of_transformers)
+    return table
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="granite4-neuron",
+        description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command", title="commands")
+    _add_generate(commands)
+
+    info = commands.add_parser("info", help="what a checkpoint is: layers, parameters, bytes, state and cache sizes")
+    _add_model(info, family=True)
+    info.set_defaults(run=_info)
+
+    check = commands.add_parser(
+        "check",
+        help="compare logits with transformers",
+        description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
+        "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there.",
+    )
+    _add_model(check)
+    _add_arithmetic(check)
+    check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
+    check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
+    check.add_argument(
+        "--tolerance", type=float, default=accuracy.FLOAT32_TOLERANCE, help="for float32 (default: %(default)s)"
+    )
+    check.set_defaults(run=_check)
+
+    convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
+    _add_model(convert)
+    convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
+    convert.add_argument("--output", required=True, metavar="FOLDER", help="a folder that does not exist yet")
+    convert.set_defaults(run=_convert)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue one prompt, printing text as it comes, or several at once as a batch.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("prompt", nargs="*", help="the text to continue; several make a batch")
+    generate.add_argument("--file", help="read the prompt from this file, or from standard input with -")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
+    generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    _add_model(generate)
+    _add_arithmetic(generate)
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
+    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
+    sampling = generate.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="among the likeliest that make up probability P")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
+    sampling.add_argument("--seed", type=int, metavar="N", help="repeatable random numbers")
+    generate.add_argument("--verbose", action="store_true", help="report tokens per second and peak memory at the end")
+    generate.set_defaults(run=_generate)
+
+
+def _add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
+    names = f", or one of {', '.join(family_names())}" if family else ""
+    parser.add_argument(
+        "--model",
+        help=f"a checkpoint folder or a Hugging Face id{names} (default: the small model that comes with the package)",
+    )
+
+
+def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument(
+        "--prefill-scan",
+        choices=PREFILL_SCANS,
+        default="chunked",
+        help="how Mamba layers scan a prompt: linear in its length, or with one decay matrix per step",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Which token comes next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from granite4_neuron.errors import UserError
+
+
+def with_overrides(
+    defaults: GenerationConfig,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+) -> GenerationConfig:
+    """The checkpoint's defaults with what the caller has set; None leaves a default.
+
+    Temperature 0 means greedy. Any other sampling option given means sampling, also where the defaults are greedy.
+    """
+    config = copy.deepcopy(defaults)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    if temperature == 0:
+        config.do_sample = False
+        given = {}
+    elif given:
+        config.do_sample = True
+    if repetition_penalty is not None:
+        given["repetition_penalty"] = repetition_penalty
+    for name, value in given.items():
+        setattr(config, name, value)
+    return config
+
+
+class Sampler:
+    """Picks one sequence's next token, greedily or by chance, after transformers' logits processors.
+
+    Args:
+        config: do_sample, temperature, top_k, top_p, min_p, repetition_penalty.
+        seed: of this sequence's random numbers; None for different ones each time.
+
+    Raises:
+        UserError: an option is outside its range.
+    """
+
+    def __init__(self, config: GenerationConfig, seed: int | None):
+        try:
+            self._processors = _processors(config)
+        except ValueError as error:
+            raise UserError(str(error).replace("`", "").rstrip(".") + ".") from None
+        self._do_sample = config.do_sample
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
+        """The token to append.
+
+        Args:
+            logits: [vocab_size], float32.
+            tokens: the sequence so far, prompt included.
+        """
+        if self._processors:
+            logits = self._processors(torch.tensor([tokens]), logits[None])[0]
+        if not self._do_sample:
+            return int(logits.argmax())
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
+
+
+def _processors(config: GenerationConfig) -> LogitsProcessorList:
+    """In the order in which transformers' generate applies them."""
+    processors = LogitsProcessorList()
+    if config.repetition_penalty not in (None, 1.0):
+        processors.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+    if config.do_sample:
+        if config.temperature not in (None, 1.0):
+            processors.append(TemperatureLogitsWarper(float(config.temperature)))
+        if config.top_k not in (None, 0):
+            processors.append(TopKLogitsWarper(config.top_k))
+        if config.top_p not in (None, 1.0):
+            processors.append(TopPLogitsWarper(config.top_p))
+        if config.min_p is not None:
+            processors.append(MinPLogitsWarper(config.min_p))
+    return processors

@@ -1,0 +1,67 @@
+"""Runs steps of the model with plain torch on this machine's processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import HybridState
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens that a step adds to one sequence: the slot it lives in, its length so far, at least one new token."""
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+
+
+class CPURuntime:
+    """A model with its generation defaults, ready to run steps.
+
+    Args:
+        model: with weights.
+        generation_config: the checkpoint's defaults for generation.
+    """
+
+    # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
+    tokens_per_step = 512
+
+    def __init__(self, model: GraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
+        self.model = model
+        self.generation_config = generation_config
+
+    @property
+    def config(self) -> GraniteMoeHybridConfig:
+        return self.model.config
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""
+        return HybridState.allocate(self.config, num_sequences, max_length, self.model.lm_head.weight.dtype)
+
+    @torch.inference_mode()
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Add each row's tokens to its sequence.
+
+        Returns:
+            float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
+            [rows, longest row, vocab_size], unspecified where a row is shorter.
+        """
+        longest = max(len(row.tokens) for row in rows)
+        padded = [[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows]
+        starts = torch.tensor([[row.start] for row in rows])
+        return self.model(
+            torch.tensor(padded),
+            starts + torch.arange(longest),
+            torch.tensor([len(row.tokens) for row in rows]),
+            torch.tensor([row.slot for row in rows]),
+            state,
+            kv_length=max(row.start + len(row.tokens) for row in rows),
+            all_logits=all_logits,
+        )

@@ -1,0 +1,185 @@
+"""Logits against transformers, however a sequence is cut, batched, padded or placed."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import CASES, Case, small_config
+from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
+
+TRANSFORMERS_4 = Version(transformers.__version__) < Version("5")
+# transformers 4.57 normalises the gated output over all groups and does not know time_step_limit.
+DIFFERENT_IN_4 = {"two_groups", "time_step_limit"}
+
+CUTS = {
+    "halves": [150, 150],
+    "first step of one token": [1, 299],
+    "last step of one token": [299, 1],
+    "steps of one and two": [1, 1, 2, 1, 2, 93, 1, 1, 2, 196],
+    "shorter than the convolution window": [2, 1, 2, 295],
+    "at chunk boundaries": [64, 128, 64, 44],
+    "around chunk boundaries": [63, 2, 63, 65, 107],
+    "decode": [280] + [1] * 20,
+    "verify steps": [200] + [4] * 25,
+}
+
+
+@pytest.fixture
+def tokens(case_model):
+    return random_tokens(case_model.config.vocab_size, 2, 300)
+
+
+def test_prefill_equals_transformers(request, case_folder, case_model, tokens):
+    if TRANSFORMERS_4 and case_folder.name in DIFFERENT_IN_4:
+        pytest.skip("transformers 4.57 computes something else here; 5.x is the reference")
+    expected = reference_logits(case_folder, tokens)
+    assert expected.std() > 0.1
+    assert (run_cuts(case_model, tokens, [300]) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
+def test_any_cut_gives_the_uncut_logits(case_model, tokens, cuts):
+    uncut = run_cuts(case_model, tokens, [300])
+    assert (run_cuts(case_model, tokens, cuts) - uncut).abs().max() <= 1e-5
+
+
+def test_token_by_token_gives_the_uncut_logits(case_model):
+    tokens = random_tokens(case_model.config.vocab_size, 2, 90)
+    assert (run_cuts(case_model, tokens, [1] * 90) - run_cuts(case_model, tokens, [90])).abs().max() <= 1e-5
+
+
+def test_quadratic_scan_gives_the_chunked_logits(case_folder, case_model, tokens):
+    quadratic = load_model(case_folder, torch.float32, prefill_scan="quadratic")
+    assert (run_cuts(quadratic, tokens, [300]) - run_cuts(case_model, tokens, [300])).abs().max() <= 1e-5
+
+
+def test_slots_do_not_matter(case_model, tokens):
+    in_order = run_cuts(case_model, tokens, [100, 200])
+    assert (run_cuts(case_model, tokens, [100, 200], slots=[7, 3]) - in_order).abs().max() <= 1e-5
+
+
+@torch.inference_mode()
+def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
+    """Three ragged steps over poisoned memory; one row idles in each step, and slots are out of order."""
+    lengths = [[40, 23, 1, 0, 3], [2, 0, 1, 17, 30], [1, 1, 0, 1, 1]]
+    slots = torch.tensor([4, 2, 5, 1, 3])
+    vocab_size = case_model.config.vocab_size
+    tokens = random_tokens(vocab_size, 5, 80)
+    alone = [
+        run_cuts(case_model, tokens[row : row + 1, :total], [total])[0]
+        for row, total in enumerate(map(sum, zip(*lengths, strict=True)))
+    ]
+    state = poisoned_state(case_model, 5, 100)
+    done = [0] * 5
+    for step in lengths:
+        width = max(step)
+        ids = random_tokens(vocab_size, 5, width, seed=1)  # padding is not zeros
+        for row, length in enumerate(step):
+            ids[row, :length] = tokens[row, done[row] : done[row] + length]
+        positions = torch.tensor(done)[:, None] + torch.arange(width)
+        logits = case_model(ids, positions, torch.tensor(step), slots, state, all_logits=True)
+        last = case_model_last(case_model, logits, step)
+        assert torch.isfinite(last).all(), "an idle row must stay finite"
+        for row, length in enumerate(step):
+            expected = alone[row][done[row] : done[row] + length]
+            assert torch.isfinite(logits[row, :length]).all()
+            assert (logits[row, :length] - expected).abs().max().item() <= 1e-5 if length else True
+            done[row] += length
+
+
+def case_model_last(model, logits, lengths):
+    """Logits at each row's last real token, or its first where it has none."""
+    return torch.stack([logits[row, max(length - 1, 0)] for row, length in enumerate(lengths)])
+
+
+@torch.inference_mode()
+def test_a_step_leaves_other_slots_alone(case_model):
+    """Bit by bit, also when rows idle and tokens are padding."""
+    vocab_size = case_model.config.vocab_size
+    state = poisoned_state(case_model, 4, 50)
+    everyone = torch.tensor([1, 2, 3, 4])
+    positions = torch.arange(20).expand(4, -1)
+    case_model(random_tokens(vocab_size, 4, 20), positions, torch.full((4,), 20), everyone, state)
+    before = [tensor.clone() for tensor in state.tensors()]
+
+    ids, lengths = random_tokens(vocab_size, 2, 9, seed=1), torch.tensor([5, 0])
+    case_model(ids, torch.arange(20, 29).expand(2, -1), lengths, torch.tensor([3, 2]), state)
+    for old, new in zip(before, state.tensors(), strict=True):
+        untouched = torch.tensor([1, 2, 4])
+        assert torch.equal(old[untouched].nan_to_num(), new[untouched].nan_to_num())
+        assert not torch.equal(old[3].nan_to_num(), new[3].nan_to_num())
+
+
+@torch.inference_mode()
+def test_a_reused_slot_starts_from_zeros(case_model):
+    vocab_size = case_model.config.vocab_size
+    first, second = random_tokens(vocab_size, 1, 40), random_tokens(vocab_size, 1, 30, seed=1)
+    alone = run_cuts(case_model, second, [30])
+    state = poisoned_state(case_model, 1, 64)
+    one = torch.tensor([1])
+    case_model(first, torch.arange(40)[None], torch.tensor([40]), one, state)
+    again = case_model(second, torch.arange(30)[None], torch.tensor([30]), one, state, all_logits=True)
+    assert (again - alone).abs().max() <= 1e-5
+
+
+@torch.inference_mode()
+def test_last_logits_are_those_of_the_last_real_token(case_model):
+    tokens = random_tokens(case_model.config.vocab_size, 3, 12)
+    positions, lengths, slots = torch.arange(12).expand(3, -1), torch.tensor([12, 1, 5]), torch.tensor([1, 2, 3])
+    everything = case_model(tokens, positions, lengths, slots, poisoned_state(case_model, 3, 12), all_logits=True)
+    last = case_model(tokens, positions, lengths, slots, poisoned_state(case_model, 3, 12))
+    assert last.shape == (3, case_model.config.vocab_size)
+    assert (last - everything[torch.arange(3), lengths - 1]).abs().max() <= 1e-5
+
+
+def test_padded_tokens_of_a_layer_may_be_nan():
+    """Hidden states of padding, poisoned, do not reach a real token through any layer."""
+    model = random_model(small_config())
+    tokens = random_tokens(model.config.vocab_size, 2, 20)
+    lengths = torch.tensor([20, 7])
+    padding = torch.arange(20) >= lengths[:, None]
+
+    def poison(module, arguments, output):
+        return output.masked_fill(padding[..., None], math.nan)
+
+    def run():
+        state = poisoned_state(model, 2, 20)
+        with torch.inference_mode():
+            logits = model(
+                tokens, torch.arange(20).expand(2, -1), lengths, torch.tensor([1, 2]), state, all_logits=True
+            )
+        return logits[~padding], [tensor[1:] for tensor in state.tensors()]
+
+    clean_logits, clean_state = run()
+    hook = model.model.embed_tokens.register_forward_hook(poison)
+    poisoned_logits, new_state = run()
+    hook.remove()
+    # Not bit by bit: experts see their tokens in groups, and the poisoned tokens choose other experts.
+    assert (poisoned_logits - clean_logits).abs().max() <= 1e-5
+    for clean, poisoned in zip(clean_state, new_state, strict=True):
+        assert torch.equal(clean.isnan(), poisoned.isnan())
+        assert (clean.nan_to_num() - poisoned.nan_to_num()).abs().max() <= 1e-5
+
+
+def _error(logits, exact):
+    return (logits.double() - exact.double()).abs()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "time_step_limit"], ids=lambda case: case.name)
+def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints):
+    if TRANSFORMERS_4 and case.name in DIFFERENT_IN_4:
+        pytest.skip("transformers 4.57 computes something else here; 5.x is the reference")
+    folder = random_checkpoints(Case(f"{case.name}_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
+    model = load_model(folder)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    tokens = random_tokens(model.config.vocab_size, 4, 300)
+    exact = reference_logits(folder, tokens)
+    theirs = _error(reference_logits(folder, tokens, torch.bfloat16), exact)
+    for cuts in ([300], [200] + [1] * 100):
+        ours = _error(run_cuts(model, tokens, cuts), exact)
+        assert ours.mean() <= theirs.mean()

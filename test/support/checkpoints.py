@@ -1,0 +1,71 @@
+"""Small random checkpoints that between them cover what a GraniteMoeHybrid config can say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+
+MIXED = ("mamba", "attention", "mamba", "mamba", "attention", "mamba")
+
+
+def small_config(**changes) -> GraniteMoeHybridConfig:
+    """A hybrid MoE model a few hundred thousand parameters large, with `changes`."""
+    values = dict(
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=48,
+        shared_intermediate_size=80,
+        num_hidden_layers=len(changes.get("layer_types", MIXED)),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.09,
+        residual_multiplier=0.4,
+        logits_scaling=1.1,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        layer_types=MIXED,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_chunk_size=32,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return GraniteMoeHybridConfig(**{**values, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random checkpoint of the parity tests."""
+
+    name: str
+    changes: dict = field(default_factory=dict)
+    max_A: float = 16.0
+
+    def config(self) -> GraniteMoeHybridConfig:
+        return small_config(**self.changes)
+
+
+DENSE = dict(num_local_experts=0, num_experts_per_tok=0)
+CASES = (
+    Case("moe"),
+    Case("dense", DENSE),
+    Case("fast_decay", max_A=128.0),
+    Case("two_groups", dict(mamba_n_groups=2, mamba_d_state=32)),
+    Case("conv3_no_bias", dict(mamba_d_conv=3, mamba_conv_bias=False)),
+    Case("conv2_state128", dict(mamba_d_conv=2, mamba_d_state=128)),
+    Case("projection_bias", dict(mamba_proj_bias=True, attention_bias=True)),
+    Case("rope", dict(position_embedding_type="rope", rope_theta=1e7)),
+    Case("untied_head", dict(tie_word_embeddings=False, **DENSE)),
+    Case("attention_only_rope", dict(layer_types=("attention",) * 3, position_embedding_type="rope", **DENSE)),
+    Case("attention_only_nope", dict(layer_types=("attention",) * 3, num_key_value_heads=4)),
+    Case("mamba_only", dict(layer_types=("mamba",) * 4, mamba_d_state=64)),
+    Case("time_step_limit", dict(time_step_limit=(0.01, 0.2))),
+    Case("one_expert_per_token", dict(num_experts_per_tok=1, num_key_value_heads=1)),
+    Case("two_wide_mamba_heads", dict(mamba_n_heads=2, mamba_d_head=64)),
+)

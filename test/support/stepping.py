@@ -1,0 +1,52 @@
+"""Run the model step by step, the way a runtime does, and the oracle beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import HybridState
+
+
+def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
+    """State full of NaN: whatever is read before it was written shows."""
+    dtype = model.lm_head.weight.dtype
+    state = HybridState.allocate(model.config, num_sequences, max_length, dtype)
+    for tensor in state.tensors():
+        tensor.fill_(math.nan)
+    return state
+
+
+@torch.inference_mode()
+def run_cuts(
+    model: GraniteMoeHybridForCausalLM, tokens: torch.Tensor, cuts: Sequence[int], slots: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Logits of tokens [batch, length], the sequences cut into steps of the given sizes."""
+    batch, length = tokens.shape
+    assert sum(cuts) == length
+    slots = torch.tensor(slots if slots is not None else range(1, batch + 1))
+    state = poisoned_state(model, int(slots.max()), length)
+    logits, start = [], 0
+    for size in cuts:
+        positions = torch.arange(start, start + size).expand(batch, -1)
+        lengths = torch.full((batch,), size)
+        step = tokens[:, start : start + size]
+        logits.append(model(step, positions, lengths, slots, state, kv_length=start + size, all_logits=True))
+        start += size
+    return torch.cat(logits, dim=1)
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """transformers' logits of whole sequences, without a cache."""
+    model = Reference.from_pretrained(folder, dtype=dtype).eval()
+    return model(tokens, use_cache=False).logits.float()
+
+
+def random_tokens(vocab_size: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
