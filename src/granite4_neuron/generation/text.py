@@ -13,12 +13,12 @@ class TextStream:
     possible stop string.
 
     Args:
-        tokenizer: a fast tokenizer.
+        tokenizer: a fast tokenizer, or None for no text at all.
         stop: strings that end the text; the text ends before the first of them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]):
-        self._tokenizer = tokenizer.backend_tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, stop: Sequence[str]):
+        self._tokenizer = tokenizer and tokenizer.backend_tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._held = ""
@@ -26,6 +26,8 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """The text that became certain; sets `stopped` when a stop string is complete."""
+        if self._tokenizer is None:
+            return ""
         self._held += self._decoder.step(self._tokenizer, token) or ""
         ends = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
         if ends:

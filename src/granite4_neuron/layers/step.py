@@ -38,4 +38,4 @@ class Step:
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros for fresh rows."""
         rows = state.index_select(0, self.slots)
-        return rows.masked_fill(self.is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+        return rows.masked_fill_(self.is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)

@@ -52,13 +52,15 @@ def selective_state_update(
         A = A[:, None, None]
     decay = torch.exp(dt[..., None] * A.float())
 
-    # Heads in groups, so that B and C are broadcast and never copied per head.
+    # Heads in groups, so that B and C are broadcast and never copied per head. In place: a temporary of the state's
+    # size costs more than the arithmetic.
     grouped = (batch, n_groups, num_heads // n_groups * head_dim)
-    dt_x = (dt * x.float()).reshape(*grouped, 1)
-    update = (dt_x * B.float()[:, :, None, :]).view(state.shape)
-    state.copy_(state * decay + update)
+    new_state = state.float().mul_(decay).view(*grouped, d_state)
+    new_state.addcmul_((dt * x.float()).reshape(*grouped, 1), B.float()[:, :, None, :])
+    if state.dtype != torch.float32:
+        state.copy_(new_state.view(state.shape))
 
-    y = (state.float().view(*grouped, d_state) @ C.float()[..., None]).view(batch, num_heads, head_dim)
+    y = (new_state @ C.float()[..., None]).view(batch, num_heads, head_dim)
     if D is not None:
         y = y + _per_head(D.float(), batch_dims=1) * x
     if z is not None:

@@ -1,0 +1,335 @@
+"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers.
+
+    python benchmark_latency.py
+    python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
+
+For each batch size and prompt length: time to first token (prefill and the choice of one token), time per output token,
+tokens per second of both phases, peak memory. Every point runs in processes of its own, one per implementation; with
+--compare the two take turns, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from granite4_neuron import UserError, checkpoint, stream_generate
+from granite4_neuron.cli import EXIT_BAD_INPUT, peak_memory_bytes
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+
+OURS = "granite4-neuron"
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured: `batch_size` random prompts of one length, and as many new tokens for each."""
+
+    batch_size: int
+    prompt_length: int
+    output_length: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak."""
+
+    implementation: str
+    batch_size: int
+    prompt_length: int
+    output_length: int
+    first_token_ms: float  # median
+    token_ms_p50: float
+    token_ms_p90: float
+    token_ms_p99: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    peak_memory_mib: float
+
+
+class Ours:
+    """This package's CPU runtime, through its public generation loop."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None):
+        model = checkpoint.load_model(folder, dtype)
+        self._runtime = CPURuntime(model, transformers.GenerationConfig())
+
+    def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
+        """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
+        times, started = [], time.perf_counter()
+        for number, _ in enumerate(
+            stream_generate(self._runtime, None, prompts, max_tokens=output_length, temperature=0, ignore_eos=True)
+        ):
+            if number % len(prompts) == len(prompts) - 1:
+                times.append(time.perf_counter() - started)
+        return times
+
+
+class Transformers:
+    """transformers' GraniteMoeHybridForCausalLM, one cached forward pass per step."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None):
+        dtype = dtype or checkpoint.stored_dtype(folder)
+        self._model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
+        """As `Ours.run`."""
+        times, started = [], time.perf_counter()
+        tokens, cache = torch.tensor(prompts), None
+        for _ in range(output_length):
+            output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            times.append(time.perf_counter() - started)
+        return times
+
+
+IMPLEMENTATIONS = {OURS: Ours, TRANSFORMERS: Transformers}
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        _check(options)
+        with _checkpoint(options) as folder:
+            results = _measure_all(folder, options)
+    except UserError as error:
+        print(f"benchmark_latency.py: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    machine = _machine(options.threads)
+    _print(results, machine, options)
+    if options.json:
+        record = {"machine": machine, "results": [dataclasses.asdict(result) for result in results]}
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if options.plot:
+        _plot(results, machine, options.plot)
+    return 0
+
+
+def _measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
+    points = [
+        Point(batch_size, prompt_length, options.output_length)
+        for batch_size in options.batch_size
+        for prompt_length in options.prompt_length
+    ]
+    names = [OURS, options.compare] if options.compare else [OURS]
+    results = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for point in progress.track(points, description="measuring"):
+            results += _measure(folder, point, names, options)
+    return results
+
+
+def _measure(folder: Path, point: Point, names: list[str], options: argparse.Namespace) -> list[Result]:
+    """All implementations at one point, taking turns."""
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(_worker(name, folder, options)) for name in names}
+        runs: dict[str, list[list[float]]] = {name: [] for name in names}
+        peaks = dict.fromkeys(names, 0)
+        for turn in range(options.warmup + options.repeats):
+            for name, worker in workers.items():
+                worker.send((point, turn))
+                times, peaks[name] = worker.recv()
+                if turn >= options.warmup:
+                    runs[name].append(times)
+    return [_result(name, point, runs[name], peaks[name]) for name in names]
+
+
+@contextmanager
+def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (theirs, name, folder, options.dtype, options.threads)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    except EOFError:
+        raise UserError(f"the process that ran {name} died; is there enough memory?") from None
+    finally:
+        ours.close()
+        process.join()
+
+
+def _serve(connection: Connection, name: str, folder: Path, dtype: str | None, threads: int) -> None:
+    """In a process of its own: run points until the other side hangs up."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    implementation = IMPLEMENTATIONS[name](folder, dtype and getattr(torch, dtype))
+    vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
+    while True:
+        try:
+            point, turn = connection.recv()
+        except EOFError:
+            return
+        generator = torch.Generator().manual_seed(turn)
+        prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
+        times = implementation.run(prompts.tolist(), point.output_length)
+        connection.send((times, peak_memory_bytes()))
+
+
+def _result(name: str, point: Point, runs: list[list[float]], peak: int) -> Result:
+    first = statistics.median(times[0] for times in runs)
+    steps = sorted(after - before for times in runs for before, after in itertools.pairwise(times))
+
+    def percentile(share: float) -> float:
+        return steps[min(len(steps) - 1, int(share * len(steps)))] if steps else 0.0
+
+    return Result(
+        implementation=name,
+        **dataclasses.asdict(point),
+        first_token_ms=1e3 * first,
+        token_ms_p50=1e3 * percentile(0.5),
+        token_ms_p90=1e3 * percentile(0.9),
+        token_ms_p99=1e3 * percentile(0.99),
+        prefill_tokens_per_second=point.batch_size * point.prompt_length / first,
+        decode_tokens_per_second=point.batch_size / percentile(0.5) if steps else 0.0,
+        peak_memory_mib=peak / 2**20,
+    )
+
+
+def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
+    source = options.random_weights or options.model or "the small model that comes with the package"
+    table = Table(title=f"{source}, {options.dtype or 'dtype as stored'}\n{', '.join(machine.values())}")
+    for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
+        table.add_column(column, justify="right" if column else "left")
+    for column in ("prefill tok/s", "decode tok/s", "peak MiB"):
+        table.add_column(column, justify="right")
+    for number, result in enumerate(results):
+        table.add_row(
+            result.implementation,
+            str(result.batch_size),
+            str(result.prompt_length),
+            f"{result.first_token_ms:.1f}",
+            f"{result.token_ms_p50:.2f}",
+            f"{result.token_ms_p90:.2f}",
+            f"{result.token_ms_p99:.2f}",
+            f"{result.prefill_tokens_per_second:.1f}",
+            f"{result.decode_tokens_per_second:.1f}",
+            f"{result.peak_memory_mib:.0f}",
+        )
+        if result.implementation == TRANSFORMERS:
+            table.add_row(*_ratios(results[number - 1], result), end_section=True)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _ratios(ours: Result, theirs: Result) -> list[str]:
+    prefill = f"{ours.prefill_tokens_per_second / theirs.prefill_tokens_per_second:.2f}x"
+    decode = "" if not theirs.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
+    memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
+    return ["  ratio", "", "", prefill, decode, "", "", prefill, decode, memory]
+
+
+def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for name in dict.fromkeys(result.implementation for result in results):
+        for batch_size in dict.fromkeys(result.batch_size for result in results):
+            line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
+            lengths = [r.prompt_length for r in line]
+            style = dict(marker="o", linestyle="-" if name == OURS else "--", label=f"{name}, batch {batch_size}")
+            panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
+            panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
+    for panel, title in zip(panels, ("prefill", "decode"), strict=True):
+        panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
+        panel.legend()
+    figure.suptitle(", ".join(machine.values()), fontsize="small")
+    figure.savefig(file, dpi=120)
+
+
+@contextmanager
+def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
+    """The folder to measure; one with random weights is written for the time of the run."""
+    if options.random_weights is None:
+        yield checkpoint.find(options.model or bundled_checkpoint())
+        return
+    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / options.random_weights
+        dtype = getattr(torch, options.dtype or config.torch_dtype)
+        checkpoint.save_model(random_model(config, dtype=dtype), path)
+        yield path
+
+
+def _machine(threads: int) -> dict[str, str]:
+    return {
+        "processor": f"{_processor()}, {threads} threads",
+        "python": f"Python {platform.python_version()}",
+        "torch": f"torch {torch.__version__}",
+        "transformers": f"transformers {transformers.__version__}",
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("batch_size", "prompt_length", "output_length", "repeats", "threads"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    if options.warmup < 0:
+        raise UserError("--warmup must be at least 0.")
+    if options.model and options.random_weights:
+        raise UserError("give either --model or --random-weights, not both.")
+    if options.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise UserError("--plot needs matplotlib; install it with: pip install -e '.[plot]'.") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="checkpoint folder or Hugging Face id (default: the small bundled model)")
+    parser.add_argument(
+        "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
+    parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
+    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: all")
+    parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

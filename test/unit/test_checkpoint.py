@@ -1,0 +1,210 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron import checkpoint
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.errors import UserError
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import CASES, small_config
+
+MOE = CASES[0]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A small MoE checkpoint in one file: (folder, its model)."""
+    model = random_model(small_config())
+    save_model(model, tmp_path / "model")
+    return tmp_path / "model", model
+
+
+def assert_same_weights(model, other):
+    expected = dict(other.named_parameters())
+    assert dict(model.named_parameters()).keys() == expected.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def change_weights(folder, change):
+    """Rewrite model.safetensors after `change` has edited its dictionary of tensors."""
+    tensors = load_file(folder / checkpoint.WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / checkpoint.WEIGHTS)
+
+
+def test_what_is_written_is_read_back(case_folder, case_model, tmp_path):
+    save_model(case_model, tmp_path / "again")
+    assert_same_weights(load_model(tmp_path / "again"), case_model)
+    assert load_model(tmp_path / "again").config == load_model(case_folder).config
+
+
+def test_shards(saved, tmp_path):
+    folder, model = saved
+    save_model(model, tmp_path / "shards", max_shard_size="100KB")
+    assert not (tmp_path / "shards" / checkpoint.WEIGHTS).exists()
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    assert_same_weights(load_model(tmp_path / "shards"), model)
+    assert (
+        Reference.from_pretrained(tmp_path / "shards").num_parameters()
+        == Reference.from_pretrained(folder).num_parameters()
+    )
+
+
+def test_what_transformers_writes_is_read(case_folder, case_model, tmp_path):
+    Reference.from_pretrained(case_folder, dtype=torch.float32).save_pretrained(tmp_path)
+    assert_same_weights(load_model(tmp_path), case_model)
+
+
+def test_names_that_transformers_5_uses_in_memory(saved):
+    folder, model = saved
+    new_names = {published: name for name, published in checkpoint._PUBLISHED_NAMES.items()}
+
+    def rename(tensors):
+        for name in list(tensors):
+            for published, ending in new_names.items():
+                if name.endswith(published):
+                    tensors[name.removesuffix(published) + ending] = tensors.pop(name)
+
+    change_weights(folder, rename)
+    assert any("experts.gate_up_proj" in name for name in load_file(folder / checkpoint.WEIGHTS))
+    assert_same_weights(load_model(folder), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtype_is_kept_or_converted(tmp_path, dtype):
+    save_model(random_model(small_config(), dtype=dtype), tmp_path / "model")
+    assert {parameter.dtype for parameter in load_model(tmp_path / "model").parameters()} == {dtype}
+    assert {parameter.dtype for parameter in load_model(tmp_path / "model", torch.float32).parameters()} == {
+        torch.float32
+    }
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == str(dtype)[len("torch.") :]
+
+
+def test_a_tied_head_may_be_stored_too(saved):
+    folder, model = saved
+    change_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))
+    assert_same_weights(load_model(folder), model)
+
+
+def test_names_and_shapes_that_do_not_fit_are_listed(saved):
+    folder, _ = saved
+
+    def damage(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mamba.extra"] = torch.zeros(1)
+        tensors["model.layers.0.mamba.D"] = torch.zeros(3)
+
+    change_weights(folder, damage)
+    with pytest.raises(UserError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "missing: model.norm.weight" in message
+    assert "not of this model: model.layers.0.mamba.extra" in message
+    assert "of another shape: model.layers.0.mamba.D is [3] instead of [8]" in message
+
+
+def test_a_long_list_is_cut(saved):
+    folder, _ = saved
+    change_weights(folder, lambda tensors: [tensors.pop(name) for name in list(tensors)[:20]])
+    with pytest.raises(UserError, match="and 12 more"):
+        load_model(folder)
+
+
+def test_truncated_file(saved):
+    folder, _ = saved
+    file = folder / checkpoint.WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged or incomplete"):
+        load_model(folder)
+
+
+def test_missing_shard(saved, tmp_path):
+    save_model(saved[1], tmp_path / "shards", max_shard_size="100KB")
+    lost = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(UserError, match=f"lacks 1 of its .* shards: {lost.name}"):
+        load_model(tmp_path / "shards")
+
+
+def test_index_that_is_none(saved):
+    folder, _ = saved
+    (folder / checkpoint.WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
+        load_model(folder)
+    for content in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        (folder / checkpoint.INDEX).write_text(content)
+        with pytest.raises(UserError, match="is not an index of shards"):
+            load_model(folder)
+
+
+def test_no_such_folder_and_no_download(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="is not a folder"):
+        checkpoint.find(tmp_path / "nothing")
+    with pytest.raises(UserError, match="no-one/no-model is not a folder, and cannot be had from Hugging Face"):
+        checkpoint.find("no-one/no-model")
+
+
+def test_a_folder_in_use_is_not_written_to(saved):
+    folder, model = saved
+    before = sorted(file.name for file in folder.iterdir())
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        save_model(model, folder)
+    assert sorted(file.name for file in folder.iterdir()) == before
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    """Files may not grow past 100 kB here, which fails as a full disk does: in the middle of writing."""
+    program = f"""
+import resource, signal, sys
+from granite4_neuron.checkpoint import save_model
+from granite4_neuron.errors import UserError
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import small_config
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    save_model(random_model(small_config()), {str(tmp_path / "model")!r})
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "could not be written" in done.stdout and "nothing was left behind" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
+    """180 MB in bfloat16, of which no tensor is large; also when it is converted to float32 on the way in."""
+    config = small_config(
+        hidden_size=512,
+        mamba_d_head=128,
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        num_hidden_layers=20,
+        layer_types=("mamba",) * 20,
+    )
+    save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
+    size = (tmp_path / "model" / checkpoint.WEIGHTS).stat().st_size
+    assert size > 150e6
+    program = f"""
+import resource, torch
+from granite4_neuron.checkpoint import load_model
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load_model({str(tmp_path / "model")!r}, {{dtype}})
+print(peak() - before)
+"""
+
+    def peak(dtype):
+        command = [sys.executable, "-c", program.format(dtype=dtype)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    slack = 30e6
+    assert peak("None") <= size + slack
+    assert peak("torch.float32") <= 2 * size + slack
