@@ -2,9 +2,10 @@ import pytest
 import torch
 import transformers
 
+from granite4_neuron import load
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.random_weights import random_model
-from test.support.checkpoints import CASES
+from test.support.checkpoints import CASES, save_byte_tokenizer, small_config
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -35,3 +36,23 @@ def case_folder(request, random_checkpoints):
 def case_model(case_folder):
     """Each random checkpoint in turn, loaded in float32."""
     return load_model(case_folder, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def texting_folder(tmp_path_factory):
+    """A random checkpoint with a tokenizer of one token per byte and a chat template."""
+    folder = tmp_path_factory.mktemp("texting") / "model"
+    save_model(
+        random_model(
+            small_config(vocab_size=264, tie_word_embeddings=False, max_position_embeddings=600, eos_token_id=1)
+        ),
+        folder,
+    )
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texting(texting_folder):
+    """That checkpoint, loaded: (model, tokenizer)."""
+    return load(texting_folder)

@@ -220,7 +220,9 @@ def _complete_or_absent(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         yield partial
-        partial.chmod(0o755)  # mkdtemp's folders are private
+        # mkdtemp and safetensors make private files; a checkpoint is as readable as anything else its owner writes.
+        for path in (partial, *partial.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         partial.replace(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} could not be written ({error}); nothing was left behind.") from None

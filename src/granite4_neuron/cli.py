@@ -186,10 +186,11 @@ class _PromptBar:
         if self._progress.tasks:
             self._progress.update(self._progress.tasks[0].id, completed=done)
         if done == total:
-            self._progress.stop()
+            self.__exit__()
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if self._progress.live.is_started:
+            self._progress.stop()
 
 
 def _print_stats(stats: GenerationStats) -> None:

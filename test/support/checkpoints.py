@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 
@@ -69,3 +76,22 @@ CASES = (
     Case("one_expert_per_token", dict(num_experts_per_tok=1, num_key_value_heads=1)),
     Case("two_wide_mamba_heads", dict(mamba_n_heads=2, mamba_d_head=64)),
 )
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_byte_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """A tokenizer with one token per byte and a few special ones, 262 in all."""
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|bos|>"]
+    vocabulary = {token: number for number, token in enumerate(special + sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)

@@ -42,6 +42,7 @@ def test_what_is_written_is_read_back(case_folder, case_model, tmp_path):
     save_model(case_model, tmp_path / "again")
     assert_same_weights(load_model(tmp_path / "again"), case_model)
     assert load_model(tmp_path / "again").config == load_model(case_folder).config
+    assert (tmp_path / "again" / checkpoint.WEIGHTS).stat().st_mode & 0o777 == 0o644
 
 
 def test_shards(saved, tmp_path):

@@ -1,13 +1,13 @@
 """From prompts to text: loading, sampling, the loop, stop strings."""
 
-from granite4_neuron.generation.generate import (
+from granite4_neuron.generation.loading import bundled_checkpoint, load
+from granite4_neuron.generation.loop import (
     GenerationResponse,
     GenerationStats,
     chat_prompt,
     generate,
     stream_generate,
 )
-from granite4_neuron.generation.loading import bundled_checkpoint, load
 
 __all__ = [
     "GenerationResponse",

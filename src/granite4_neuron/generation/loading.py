@@ -50,8 +50,8 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
         raise UserError(f"{folder} has no tokenizer.json.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).strip().splitlines()[0]}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer in {folder} has {len(tokenizer)} entries and the model only {config.vocab_size}; "
@@ -62,13 +62,18 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
 
 def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
     eos = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else config.eos_token_id
-    # transformers 4.57 samples with top_k = 50 where a checkpoint says nothing, 5.x with none.
-    values = {"top_k": 0, "bos_token_id": config.bos_token_id, "eos_token_id": eos}
+    values = {"bos_token_id": config.bos_token_id, "eos_token_id": eos}
     file = folder / checkpoint.GENERATION_CONFIG
     if file.is_file():
         try:
             values |= json.loads(file.read_text(encoding="utf-8"))
-            return GenerationConfig.from_dict(values)
         except (ValueError, TypeError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from None
-    return GenerationConfig.from_dict(values)
+            raise UserError(f"{file} cannot be read ({_first_line(error)}).") from None
+    generation_config = GenerationConfig.from_dict(values)
+    # transformers 4.57 would sample among 50 tokens where a checkpoint says nothing, 5.x among all.
+    generation_config.top_k = values.get("top_k")
+    return generation_config
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"

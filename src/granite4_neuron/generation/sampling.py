@@ -66,8 +66,10 @@ class Sampler:
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
-        else:
+        elif 0 <= seed < 2**63:
             self._generator.manual_seed(seed)
+        else:
+            raise UserError(f"seed is {seed}, and must be between 0 and 2**63 - 1.")
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """The token to append.

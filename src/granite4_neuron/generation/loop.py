@@ -240,8 +240,9 @@ def _encode(
     tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], vocab_size: int, limit: int
 ) -> list[list[int]]:
     encoded = []
-    for number, one in enumerate(_as_list(prompt), start=1):
-        which = f"prompt {number}" if _is_several(prompt) else "the prompt"
+    prompts = _as_list(prompt)
+    for number, one in enumerate(prompts, start=1):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
         tokens = tokenizer.encode(one) if isinstance(one, str) else [int(token) for token in one]
         if not tokens:
             raise UserError(f"{which} is empty; give at least one token of text.")

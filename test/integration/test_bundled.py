@@ -1,0 +1,173 @@
+"""The small trained checkpoint: real text, transformers' tokens, and a bug anywhere shows in them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron import generate, load, stream_generate
+from granite4_neuron.generation import bundled_checkpoint, chat_prompt
+from granite4_neuron.layers import moe, norm
+from granite4_neuron.ops import rms_norm
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state import KeyValueState, MambaState
+
+PROMPTS = [
+    "A *formatted string literal* or *f-string* is a string literal that is prefixed with",
+    "Called when the instance is about to be destroyed.  This is also called a",
+    "The import statement is used to find a module and",
+    "A lambda expression yields an anonymous function, which",
+    "When an exception is raised in the body of a loop,",
+    "Coroutine objects are awaitable objects. A coroutine's execution",
+    "The difference between a list and a tuple is that",
+    "Assert statements are a convenient way to insert debugging assertions",
+]
+NEW_TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load(dtype=torch.float32)
+
+
+def greedy(model, tokenizer, new_tokens=NEW_TOKENS) -> list[list[int]]:
+    """New tokens for PROMPTS, run as one ragged batch."""
+    tokens = [[] for _ in PROMPTS]
+    for response in stream_generate(model, tokenizer, PROMPTS, max_tokens=new_tokens, temperature=0, ignore_eos=True):
+        tokens[response.index].append(response.token)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(bundled):
+    return greedy(*bundled)
+
+
+def test_greedy_tokens_are_those_of_transformers(bundled, expected):
+    reference = Reference.from_pretrained(bundled_checkpoint(), dtype=torch.float32).eval()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        ids = torch.tensor([bundled[1].encode(prompt)])
+        output = reference.generate(
+            ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1
+        )
+        assert output[0, ids.shape[1] :].tolist() == tokens
+
+
+def test_bfloat16_gives_the_same_tokens(bundled, expected):
+    model, tokenizer = load()
+    assert model.model.lm_head.weight.dtype == torch.bfloat16
+    assert greedy(model, tokenizer) == expected
+
+
+def test_text_reads_like_text(bundled):
+    text = generate(*bundled, "An assignment statement", max_tokens=60)
+    assert text.startswith(
+        " evaluates the expression list (remember that\nthis can be a single expression or a comma-sep"
+    )
+
+
+def test_chat_answers_and_stops(bundled):
+    model, tokenizer = bundled
+    prompt = chat_prompt(tokenizer, "What is the assert statement?")
+    *_, last = stream_generate(model, tokenizer, prompt, max_tokens=400)
+    assert last.finish_reason == "stop"
+    assert generate(model, tokenizer, prompt, max_tokens=400).startswith("Assert statements are a convenient way")
+
+
+def drop_state_before_decode(monkeypatch, kind, names):
+    """Zero some state before every step of one token."""
+    original = CPURuntime.step
+
+    def step(self, state, rows, all_logits=False):
+        if all(len(row.tokens) == 1 for row in rows):
+            for layer in state.layers:
+                for name in names if isinstance(layer, kind) else ():
+                    getattr(layer, name).zero_()
+        return original(self, state, rows, all_logits)
+
+    monkeypatch.setattr(CPURuntime, "step", step)
+
+
+def mamba_layers(model):
+    return [layer.mamba for layer in model.model.model.layers if hasattr(layer, "mamba")]
+
+
+def zero_weights(name):
+    def plant(monkeypatch, model):
+        for layer in mamba_layers(model):
+            getattr(layer, name).data.zero_()
+
+    return plant
+
+
+def plant_norm_before_gate(monkeypatch, model):
+    def norm_first(x, z, weight, eps, n_groups):
+        return (rms_norm(x, weight, eps, n_groups).float() * F.silu(z.float())).to(weight.dtype)
+
+    monkeypatch.setattr(norm, "rms_norm_gated", norm_first)
+
+
+def plant_usual_attention_scale(monkeypatch, model):
+    for layer in model.model.model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.scale = layer.self_attn.head_dim**-0.5
+
+
+def plant_softmax_before_top_k(monkeypatch, model):
+    monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
+
+
+BUGS = {
+    "ssm state dropped": lambda patch, _: drop_state_before_decode(patch, MambaState, ["ssm_state"]),
+    "conv window dropped": lambda patch, _: drop_state_before_decode(patch, MambaState, ["conv_state"]),
+    "kv cache dropped": lambda patch, _: drop_state_before_decode(patch, KeyValueState, ["key", "value"]),
+    "D dropped": zero_weights("D"),
+    "dt_bias dropped": zero_weights("dt_bias"),
+    "norm before gate": plant_norm_before_gate,
+    "attention scale 1/sqrt(head_dim)": plant_usual_attention_scale,
+    "router softmax before top-k": plant_softmax_before_top_k,
+}
+
+
+@pytest.mark.parametrize("plant", BUGS.values(), ids=BUGS.keys())
+def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
+    model, tokenizer = load(dtype=torch.float32)
+    plant(monkeypatch, model)
+    changed = [
+        sum(a != b for a, b in zip(broken, right, strict=True))
+        for broken, right in zip(greedy(model, tokenizer), expected, strict=True)
+    ]
+    print(f"{sum(changed) / (len(PROMPTS) * NEW_TOKENS):.0%} of the tokens changed, by prompt {changed}")
+    assert sum(changed) >= 0.1 * len(PROMPTS) * NEW_TOKENS
+    assert sum(count > 0 for count in changed) >= 3
+
+
+def test_40000_tokens_of_prompt():
+    """Memory grows with the cache of the attention layers and not otherwise; the text goes on."""
+    program = """
+import pydoc_data.topics, resource, sys, torch
+from granite4_neuron import load, stream_generate
+from granite4_neuron.state import token_bytes
+length = int(sys.argv[1])
+model, tokenizer = load(dtype=torch.float32)
+text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+prompt = tokenizer.encode(text[: 10 * length])[:length]
+out = "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens=40))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(model.config, torch.float32))
+print(repr(out))
+"""
+
+    def run(length):
+        command = [sys.executable, "-c", program, str(length)]
+        numbers, text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return *map(int, numbers.split()), text
+
+    short_peak, short_cache, _ = run(8_000)
+    long_peak, long_cache, text = run(40_000)
+    # The slack is for the allocator; one [tokens, 40,000] matrix of scores per head would take 300 MB.
+    assert long_peak - short_peak <= long_cache - short_cache + 100e6
+    words = text.split()
+    assert len(words) > 15 and len(set(words)) > 10

@@ -1,0 +1,285 @@
+"""The command as a person types it: what it prints, its exit status, and one sentence for every bad input."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from granite4_neuron import checkpoint
+from granite4_neuron.cli import main
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """A function from arguments to (status, standard output, standard error)."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*arguments, stdin=None):
+        monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit:  # argparse
+            status = exit.code
+        return status, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def folder(texting_folder, tmp_path):
+    """A copy of the random checkpoint with a tokenizer, to damage."""
+    return shutil.copytree(texting_folder, tmp_path / "model")
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+class TestGenerate:
+    def test_prompt_as_argument_file_and_standard_input(self, run, texting_folder, tmp_path):
+        (tmp_path / "prompt.txt").write_text("Some text")
+        common = ("generate", "--model", texting_folder, "--max-tokens", 6, "--ignore-eos")
+        status, expected, _ = run(*common, "Some text")
+        assert status == 0 and len(expected) > 1
+        assert run(*common, "--file", tmp_path / "prompt.txt")[:2] == (0, expected)
+        assert run(*common, "--file", "-", stdin="Some text")[:2] == (0, expected)
+        assert run(*common, stdin="Some text")[:2] == (0, expected)
+
+    def test_several_prompts(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 6, "--ignore-eos")
+        alone = [run(*common, prompt)[1] for prompt in ("one", "another one")]
+        assert run(*common, "one", "another one")[1] == f"=== one\n{alone[0]}\n=== another one\n{alone[1]}\n"
+
+    def test_options_reach_the_sampler(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text", "--temperature", 2)
+        first, again, other = (run(*common, "--seed", seed)[1] for seed in (1, 1, 2))
+        assert first == again != other
+        greedy = run("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text")[1]
+        assert run(*common, "--top-k", 1)[1] == greedy == run(*common, "--top-p", 1e-9)[1]
+        assert run(*common, "--min-p", 1)[1] == greedy
+        longer = (*common, "--seed", 1, "--max-tokens", 80)
+        assert run(*longer)[1] != run(*longer, "--repetition-penalty", 1000)[1]
+
+    def test_chat_and_system(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 8, "--ignore-eos", "--verbose")
+        status, output, error = run(*common, "--chat", "hi")
+        assert status == 0 and output == run(*common, "<|user|>hi<|end|><|assistant|>")[1]
+        assert "prefill: 5 tokens" in error
+        assert "prefill: 15 tokens" in run(*common, "--chat", "--system", "be brief", "hi")[2]
+
+    def test_stop(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text")
+        text = run(*common)[1]
+        assert run(*common, "--stop", text[3:5])[1] == text[: text.index(text[3:5])] + "\n"
+
+    def test_verbose(self, run, texting_folder):
+        status, _, error = run("generate", "--model", texting_folder, "--max-tokens", 5, "--verbose", "text")
+        assert status == 0
+        for part in ("prefill: 4 tokens, ", "tokens/s", "decode: ", "peak memory: ", "MiB"):
+            assert part in error
+
+    def test_dtype(self, run, texting_folder):
+        assert run("generate", "--model", texting_folder, "--dtype", "bfloat16", "--max-tokens", 3, "text")[0] == 0
+
+    def test_without_a_model_the_bundled_one_is_used_and_named(self, run):
+        status, output, error = run("generate", "An assignment statement", "--max-tokens", 8)
+        assert status == 0 and "evaluates the expression list" in output
+        assert "small model that comes with the package" in error
+
+
+class TestBadInput:
+    """One sentence on standard error, status 2, nothing on standard output."""
+
+    def refused(self, result, message):
+        status, output, error = result
+        assert status == 2 and output == ""
+        assert message in error.replace("\n", " "), error
+        assert "Traceback" not in error
+        if error.startswith("granite4-neuron: "):
+            assert error.count("\n") == 1 and error.rstrip().endswith(".")
+
+    def test_no_such_folder(self, run, tmp_path):
+        self.refused(run("generate", "--model", tmp_path / "none", "x"), "is not a folder")
+
+    def test_a_file_instead_of_a_folder(self, run, folder):
+        self.refused(run("generate", "--model", folder / "config.json", "x"), "is not a folder")
+
+    def test_an_empty_folder(self, run, tmp_path):
+        self.refused(run("generate", "--model", tmp_path, "x"), "config.json does not exist")
+
+    def test_not_a_granite_hybrid(self, run, folder):
+        edit_config(folder, model_type="llama")
+        self.refused(run("generate", "--model", folder, "x"), "model_type is 'llama'")
+
+    def test_truncated_weights(self, run, folder):
+        os.truncate(folder / checkpoint.WEIGHTS, 5000)
+        self.refused(run("generate", "--model", folder, "x"), "damaged or incomplete")
+
+    def test_missing_shard(self, run, folder, tmp_path):
+        checkpoint.save_model(checkpoint.load_model(folder), tmp_path / "shards", folder, max_shard_size="200KB")
+        next((tmp_path / "shards").glob("model-00002*")).unlink()
+        self.refused(run("generate", "--model", tmp_path / "shards", "x"), "lacks 1 of its")
+
+    def test_empty_prompt(self, run, texting_folder):
+        self.refused(run("generate", "--model", texting_folder, ""), "the prompt is empty")
+        self.refused(run("generate", "--model", texting_folder, stdin=""), "the prompt is empty")
+
+    def test_no_prompt(self, run, texting_folder):
+        self.refused(run("generate", "--model", texting_folder), "there is no prompt")
+
+    def test_prompt_too_long(self, run, texting_folder):
+        self.refused(run("generate", "--model", texting_folder, "x" * 600), "at most 599")
+
+    @pytest.mark.parametrize(
+        "option, value, message",
+        [
+            ("--max-tokens", "-3", "max_tokens is -3"),
+            ("--max-tokens", "many", "invalid int value"),
+            ("--temperature", "-1", "temperature"),
+            ("--temperature", "nan", "temperature"),
+            ("--top-p", "7", "top_p"),
+            ("--top-k", "-2", "top_k"),
+            ("--min-p", "2", "min_p"),
+            ("--repetition-penalty", "-1", "penalty"),
+            ("--seed", "-1", "seed is -1"),
+            ("--stop", "", "a stop string is empty"),
+            ("--dtype", "int3", "invalid choice"),
+            ("--prefill-scan", "fast", "invalid choice"),
+            ("--system", "be brief", "give --chat too"),
+            ("--file", "/no/such/file", "cannot be read"),
+        ],
+    )
+    def test_absurd_options(self, run, texting_folder, option, value, message):
+        prompt = [] if option == "--file" else ["text"]
+        self.refused(run("generate", "--model", texting_folder, *prompt, f"{option}={value}"), message)
+
+    def test_prompt_twice(self, run, folder):
+        self.refused(run("generate", "--model", folder, "x", "--file", folder / "config.json"), "not both")
+
+    def test_a_prompt_that_is_not_text(self, run, folder, tmp_path):
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+        self.refused(run("generate", "--model", folder, "--file", tmp_path / "binary"), "is not text in UTF-8")
+
+    def test_a_tokenizer_of_another_model(self, run, folder):
+        edit_config(folder, vocab_size=100)
+        self.refused(run("generate", "--model", folder, "x"), "has 262 entries and the model only 100")
+
+    def test_no_tokenizer(self, run, folder):
+        (folder / "tokenizer.json").unlink()
+        self.refused(run("generate", "--model", folder, "x"), "has no tokenizer.json")
+
+    def test_a_broken_tokenizer(self, run, folder):
+        (folder / "tokenizer.json").write_text("{}")
+        self.refused(run("generate", "--model", folder, "x"), "the tokenizer in")
+
+    def test_a_broken_generation_config(self, run, folder):
+        (folder / checkpoint.GENERATION_CONFIG).write_text("{")
+        self.refused(run("generate", "--model", folder, "x"), "generation_config.json cannot be read")
+
+    def test_chat_without_a_template(self, run, folder):
+        for name in ("chat_template.jinja", "tokenizer_config.json"):
+            (folder / name).unlink(missing_ok=True)
+        self.refused(run("generate", "--model", folder, "--chat", "x"), "no chat template")
+
+    def test_an_unwritable_place(self, run, folder):
+        self.refused(run("convert", "--model", folder, "--output", folder), "not an empty folder")
+        self.refused(
+            run("convert", "--model", folder, "--output", folder / "config.json" / "x"), "could not be written"
+        )
+
+    def test_nonsense(self, run):
+        self.refused(run("sing"), "invalid choice")
+        self.refused(run(), "required")
+        self.refused(run("check", "--tokens", "0"), "--tokens is 0")
+
+
+class TestInfo:
+    def test_family_member(self, run):
+        status, output, _ = run("info", "--model", "granite-4.0-h-small")
+        assert status == 0
+        for part in (
+            "32,207,337,984",
+            "8,803,121,664",
+            "145.7 MiB",
+            "16,384 bytes",
+            "36 Mamba-2, 4 attention",
+            "131,072",
+        ):
+            assert part in output
+
+    def test_folder(self, run, texting_folder):
+        status, output, _ = run("info", "--model", texting_folder)
+        assert status == 0 and "float32" in output and "6, 3" in output
+
+
+class TestCheck:
+    def test_passes(self, run, texting_folder):
+        status, output, _ = run("check", "--model", texting_folder, "--tokens", 5)
+        assert status == 0 and "passed" in output
+        for part in ("max diff", "mean diff", "top-1", "Pearson", "position 0", "positions 4-7", "prefill", "decode"):
+            assert part in output
+
+    def test_bfloat16_is_compared_with_transformers_own_error(self, run, texting_folder):
+        status, output, _ = run(
+            "check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16", "--prompt", "a b"
+        )
+        assert status == 0 and "transformers in this dtype" in output
+
+    def test_fails_with_a_planted_bug(self, run, texting_folder, monkeypatch):
+        original = checkpoint.load_model
+
+        def without_D(*arguments):
+            model = original(*arguments)
+            model.model.layers[0].mamba.D.zero_()
+            return model
+
+        monkeypatch.setattr(checkpoint, "load_model", without_D)
+        status, output, _ = run("check", "--model", texting_folder, "--tokens", 5)
+        assert status == 1 and "FAILED" in output
+
+
+def test_convert(run, texting_folder, tmp_path):
+    status, _, _ = run("convert", "--model", texting_folder, "--dtype", "bfloat16", "--output", tmp_path / "new")
+    assert status == 0
+    assert run("generate", "--model", tmp_path / "new", "--max-tokens", 3, "text")[0] == 0
+    assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
+
+
+def test_help_names_every_command_and_option(run):
+    status, output, _ = run("--help")
+    assert status == 0
+    for command in ("generate", "info", "check", "convert", "examples:"):
+        assert command in output
+    _, output, _ = run("generate", "--help")
+    for option in ("--model", "--chat", "--system", "--file", "--max-tokens", "--temperature", "--top-p", "--seed"):
+        assert option in output
+
+
+def test_a_reader_that_goes_away_is_no_error(texting_folder):
+    """As in `granite4-neuron generate ... | head -c 1`."""
+    command = [sys.executable, "-m", "granite4_neuron.cli", "generate", "--model", str(texting_folder), "text"]
+    process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(1)
+    process.stdout.close()
+    error = process.stderr.read()
+    assert process.wait() == 141 and error == ""
+
+
+def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
+    """The bar goes to standard error, and only when there is more than one step to wait for."""
+    monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime.tokens_per_step", 64)
+    monkeypatch.setattr("granite4_neuron.cli.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
+    short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
+    long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
+    assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]

@@ -1,0 +1,224 @@
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.generation import chat_prompt
+from granite4_neuron.generation.sampling import Sampler, with_overrides
+from granite4_neuron.generation.text import TextStream
+
+PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
+
+REFUSED = {
+    "empty": (dict(prompt=""), "the prompt is empty"),
+    "none": (dict(prompt=[]), "there is no prompt"),
+    "one of several empty": (dict(prompt=["a", ""]), "prompt 2 is empty"),
+    "too long": (dict(prompt=[1] * 600), "the prompt has 600 tokens; this model takes at most 599"),
+    "token id": (dict(prompt=[264]), "outside the vocabulary"),
+    "negative token id": (dict(prompt=[-1]), "outside the vocabulary"),
+    "max_tokens": (dict(max_tokens=0), "max_tokens is 0"),
+    "temperature": (dict(temperature=-1.0), "temperature"),
+    "top_k": (dict(top_k=-1), "top_k"),
+    "top_p": (dict(top_p=1.5), "top_p"),
+    "min_p": (dict(min_p=-0.1), "min_p"),
+    "repetition_penalty": (dict(repetition_penalty=0.0), "penalty"),
+    "stop": (dict(stop=["a", ""]), "a stop string is empty"),
+    "seed": (dict(seed=2**64, temperature=1.0), "seed"),
+}
+
+
+def tokens_of(model, prompt, **options):
+    """New token ids per prompt."""
+    found = [[] for _ in (prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt])]
+    for response in stream_generate(model, None, prompt, **options):
+        found[response.index].append(response.token)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ids(texting):
+    return [texting[1].encode(text) for text in PROMPTS]
+
+
+class TestLoop:
+    def test_greedy_equals_transformers(self, texting, texting_folder, ids):
+        reference = Reference.from_pretrained(texting_folder).eval()
+        for prompt, new in zip(ids, tokens_of(texting[0], ids, max_tokens=20, ignore_eos=True), strict=True):
+            tokens = torch.tensor([prompt])
+            for _ in range(20):
+                with torch.inference_mode():
+                    tokens = torch.cat([tokens, reference(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            assert tokens[0, len(prompt) :].tolist() == new
+
+    @pytest.mark.parametrize("options", [{}, dict(temperature=0.9, seed=5), dict(repetition_penalty=1.3)])
+    def test_batch_gives_what_each_prompt_gives_alone(self, texting, ids, options):
+        batch = tokens_of(texting[0], ids, max_tokens=16, ignore_eos=True, **options)
+        for index, prompt in enumerate(ids):
+            alone = dict(options, seed=options["seed"] + index) if "seed" in options else options
+            assert tokens_of(texting[0], prompt, max_tokens=16, ignore_eos=True, **alone) == [batch[index]]
+
+    def test_chunked_prefill_equals_one_step(self, texting, monkeypatch, ids):
+        expected = tokens_of(texting[0], ids, max_tokens=8, ignore_eos=True)
+        seen = []
+        monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 1)
+        monkeypatch.setattr("granite4_neuron.generation.loop._LEAST_TOKENS_OF_A_PROMPT", 7)
+        chunked = tokens_of(
+            texting[0], ids, max_tokens=8, ignore_eos=True, progress=lambda done, total: seen.append((done, total))
+        )
+        assert chunked == expected
+        total = sum(map(len, ids))
+        assert len(seen) == -(-max(map(len, ids)) // 7) and seen[-1] == (total, total)
+        assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
+
+    def test_finish_reasons_and_counts(self, texting, ids):
+        *_, last = stream_generate(texting[0], texting[1], ids[0], max_tokens=5, ignore_eos=True)
+        assert last.finish_reason == "length"
+        assert (last.stats.prompt_tokens, last.stats.generated_tokens) == (len(ids[0]), 5)
+        assert last.stats.decode_tokens == 4 and last.stats.decode_tokens_per_second > 0
+
+    def test_stop_tokens_end_one_sequence_and_not_the_others(self, texting, ids):
+        free = tokens_of(texting[0], ids, max_tokens=12, ignore_eos=True)
+        stop = free[0][3]
+        stopped = tokens_of(texting[0], ids, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+        for with_stop, without in zip(stopped, free, strict=True):
+            end = without.index(stop) + 1 if stop in without else len(without)
+            assert with_stop == without[:end]
+
+    def test_eos_comes_from_the_checkpoint(self, texting, ids, monkeypatch):
+        token = tokens_of(texting[0], ids[0], max_tokens=3, ignore_eos=True)[0][2]
+        monkeypatch.setattr(texting[0].generation_config, "eos_token_id", [token, 1])
+        responses = list(stream_generate(texting[0], texting[1], ids[0], max_tokens=9))
+        assert responses[-1].token == token and responses[-1].finish_reason == "stop" and responses[-1].text == ""
+        assert len(tokens_of(texting[0], ids[0], max_tokens=9, ignore_eos=True)[0]) == 9
+
+    def test_the_limit_of_the_model(self, texting):
+        limit = texting[0].config.max_position_embeddings
+        prompt = [9] * (limit - 3)
+        assert len(tokens_of(texting[0], prompt, max_tokens=50, ignore_eos=True)[0]) == 3
+
+    def test_text_and_lists(self, texting):
+        model, tokenizer = texting
+        options = dict(max_tokens=10, ignore_eos=True)
+        several = generate(model, tokenizer, PROMPTS, **options)
+        assert several == [generate(model, tokenizer, prompt, **options) for prompt in PROMPTS]
+        assert generate(model, tokenizer, tokenizer.encode(PROMPTS[0]), **options) == several[0]
+        new = tokens_of(model, tokenizer.encode(PROMPTS[0]), **options)[0]
+        assert tokenizer.decode(new, skip_special_tokens=True).rstrip("\ufffd").startswith(several[0])
+
+    @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())
+    def test_bad_input_is_refused_before_anything_runs(self, texting, arguments, message):
+        with pytest.raises(UserError, match=message) as error:
+            stream_generate(*texting, **{"prompt": "text", **arguments})
+        assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+class TestSampling:
+    def test_equals_transformers_processors(self):
+        """The distribution that tokens are drawn from, against the processors applied by hand."""
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(50, generator=generator)
+        sequence = [3, 3, 7, 11]
+        options = dict(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
+        processors = LogitsProcessorList(
+            [
+                RepetitionPenaltyLogitsProcessor(1.4),
+                TemperatureLogitsWarper(0.7),
+                TopKLogitsWarper(20),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.02),
+            ]
+        )
+        expected = processors(torch.tensor([sequence]), logits[None].clone()).softmax(-1)[0]
+        sampler = Sampler(with_overrides(GenerationConfig(top_k=0), **options), seed=1)
+        counts = torch.zeros(50)
+        for _ in range(4000):
+            counts[sampler(logits, sequence)] += 1
+        assert ((counts > 0) <= (expected > 0)).all()
+        assert (counts / 4000 - expected).abs().max() < 0.03
+        assert 1 < (expected > 0).sum() < 20
+
+    def test_which_options_mean_sampling(self):
+        greedy = GenerationConfig(top_k=0)
+        sampled = GenerationConfig(do_sample=True, temperature=0.6, top_k=0)
+        assert not with_overrides(greedy).do_sample
+        assert with_overrides(greedy, top_p=0.9).do_sample and with_overrides(greedy, temperature=1.0).do_sample
+        assert not with_overrides(greedy, repetition_penalty=1.2).do_sample
+        assert with_overrides(sampled).temperature == 0.6
+        assert not with_overrides(sampled, temperature=0, top_p=0.5).do_sample
+        assert sampled.do_sample and sampled.temperature == 0.6, "the defaults are not changed"
+
+    def test_seeds(self):
+        logits = torch.zeros(1000)
+        config = GenerationConfig(do_sample=True, top_k=0)
+
+        def draw(seed):
+            sampler = Sampler(config, seed)
+            return [sampler(logits, [0]) for _ in range(8)]
+
+        assert draw(3) == draw(3) != draw(4)
+        assert draw(None) != draw(None)
+
+
+class TestText:
+    def stream(self, tokenizer, text, stop=()):
+        """Pieces of text as the tokens of `text` come in, and whether it stopped."""
+        stream = TextStream(tokenizer, stop)
+        pieces = []
+        for token in tokenizer.encode(text):
+            pieces.append(stream.add(token))
+            if stream.stopped:
+                break
+        return [*pieces, stream.finish()], stream.stopped
+
+    def test_pieces_make_the_text(self, texting):
+        text = "Zwölf 😀 naïve\n  chars"
+        pieces, stopped = self.stream(texting[1], text)
+        assert "".join(pieces) == text and not stopped
+        assert all("\ufffd" not in piece for piece in pieces)
+
+    @pytest.mark.parametrize(
+        "text, stop, expected",
+        [
+            ("one two three", ["two"], "one "),
+            ("one two three", ["three", "two"], "one "),
+            ("aaab", ["aab"], "a"),
+            ("abcabd", ["abd"], "abc"),
+            ("one", ["on", "one"], ""),
+            ("no stop here", ["xyz"], "no stop here"),
+            ("ends with a beginning: xy", ["xyz"], "ends with a beginning: xy"),
+            ("one 😀 two", ["😀"], "one "),
+        ],
+    )
+    def test_stop_strings(self, texting, text, stop, expected):
+        pieces, stopped = self.stream(texting[1], text, stop)
+        assert "".join(pieces) == expected
+        assert stopped == (expected != text)
+
+    def test_nothing_of_a_stop_string_is_given_out_early(self, texting):
+        stream, given = TextStream(texting[1], ["STOP"]), ""
+        for token in texting[1].encode("go STOP"):
+            given += stream.add(token)
+            assert "S" not in given
+
+
+class TestChat:
+    def test_template(self, texting):
+        tokens = chat_prompt(texting[1], "hi", system="be brief")
+        assert texting[1].decode(tokens) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+        assert texting[1].decode(chat_prompt(texting[1], "hi")) == "<|user|>hi<|end|><|assistant|>"
+
+    def test_no_template(self, texting, monkeypatch):
+        monkeypatch.setattr(texting[1], "chat_template", None)
+        with pytest.raises(UserError, match="no chat template"):
+            chat_prompt(texting[1], "hi")
