@@ -54,7 +54,11 @@ class HybridState:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> HybridState:
-        """Zeros for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`."""
+        """State for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
+
+        Keys and values are not cleared: attention reads none that was not written, and a large tensor that is not
+        touched takes no memory of the operating system, which makes the null slot free.
+        """
         layers: list[MambaState | KeyValueState] = []
         for layer_type in config.layer_types:
             if layer_type == MAMBA:
@@ -67,11 +71,8 @@ class HybridState:
                 )
             else:
                 shape = (num_sequences + 1, config.num_key_value_heads, max_length, config.head_dim)
-                layers.append(
-                    KeyValueState(
-                        torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-                    )
-                )
+                key, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+                layers.append(KeyValueState(key, value))
         return cls(layers, max_length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
