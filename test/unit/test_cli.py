@@ -188,8 +188,10 @@ class TestBadInput:
         self.refused(run("generate", "--model", folder, "x"), "generation_config.json cannot be read")
 
     def test_chat_without_a_template(self, run, folder):
-        for name in ("chat_template.jinja", "tokenizer_config.json"):
-            (folder / name).unlink(missing_ok=True)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer_config.pop("chat_template", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
         self.refused(run("generate", "--model", folder, "--chat", "x"), "no chat template")
 
     def test_an_unwritable_place(self, run, folder):
