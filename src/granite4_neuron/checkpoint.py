@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 WEIGHTS = "model.safetensors"
@@ -40,6 +42,77 @@ _PUBLISHED_NAMES = {
     "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Consecutive rows (or columns) of a stored tensor, cut into `parts` equal parts.
+
+    Every rank takes one part. With fewer parts than ranks, neighbouring ranks take the same one; with one, all take it.
+    """
+
+    size: int
+    parts: int
+
+    def of_rank(self, rank: int, degree: int) -> slice:
+        length = self.size // self.parts
+        start = rank * self.parts // degree * length
+        return slice(start, start + length)
+
+
+def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[_Segment]] | None:
+    """What a rank loads: the axis along which a tensor is split and its segments there; None for the whole tensor.
+
+    This is the only place that says so, for every backend.
+    """
+    inner = _Segment(config.mamba_intermediate_size, degree)
+    groups = _Segment(config.mamba_n_groups * config.mamba_d_state, min(degree, config.mamba_n_groups))
+    heads = _Segment(config.mamba_n_heads, degree)
+    query = _Segment(config.num_attention_heads * config.head_dim, degree)
+    key = _Segment(config.num_key_value_heads * config.head_dim, min(degree, config.num_key_value_heads))
+    shared = _Segment(config.shared_intermediate_size, degree)
+    expert = _Segment(config.intermediate_size, degree)
+    vocabulary = _Segment(config.vocab_size, degree)
+    table = {
+        "mamba.in_proj.weight": (0, [inner, inner, groups, groups, heads]),  # z, x, B, C, dt
+        "mamba.in_proj.bias": (0, [inner, inner, groups, groups, heads]),
+        "mamba.conv1d.weight": (0, [inner, groups, groups]),  # x, B, C
+        "mamba.conv1d.bias": (0, [inner, groups, groups]),
+        "mamba.A_log": (0, [heads]),
+        "mamba.D": (0, [heads]),
+        "mamba.dt_bias": (0, [heads]),
+        "mamba.norm.weight": (0, [inner]),
+        "mamba.out_proj.weight": (1, [inner]),
+        "self_attn.q_proj.weight": (0, [query]),
+        "self_attn.q_proj.bias": (0, [query]),
+        "self_attn.k_proj.weight": (0, [key]),
+        "self_attn.k_proj.bias": (0, [key]),
+        "self_attn.v_proj.weight": (0, [key]),
+        "self_attn.v_proj.bias": (0, [key]),
+        "self_attn.o_proj.weight": (1, [query]),
+        "shared_mlp.input_linear.weight": (0, [shared, shared]),  # gate, up
+        "shared_mlp.output_linear.weight": (1, [shared]),
+        "block_sparse_moe.input_linear.weight": (1, [expert, expert]),  # gate, up
+        "block_sparse_moe.output_linear.weight": (2, [expert]),
+        "model.embed_tokens.weight": (0, [vocabulary]),
+        "lm_head.weight": (0, [vocabulary]),
+    }
+    return table.get(re.sub(r"^model\.layers\.\d+\.", "", name))
+
+
+def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
+    """One rank's part of a stored tensor: a view where it can be."""
+    split = _segments(name, config, degree)
+    if split is None or degree == 1:
+        return tensor
+    axis, segments = split
+    parts = []
+    for segment, whole in zip(segments, tensor.split([segment.size for segment in segments], dim=axis), strict=True):
+        part = segment.of_rank(rank, degree)
+        parts.append(whole.narrow(axis, part.start, part.stop - part.start))
+    return torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
+
+
 _EMBEDDING = "model.embed_tokens.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LISTED_NAMES = 8
@@ -64,7 +137,10 @@ def find(model: str | Path) -> Path:
 
 
 def load_model(
-    folder: str | Path, dtype: torch.dtype | None = None, prefill_scan: str = "chunked"
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    prefill_scan: str = "chunked",
+    parallel: Parallel = Parallel(),  # noqa: B008
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
@@ -72,6 +148,7 @@ def load_model(
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         prefill_scan: see `GraniteMoeHybridForCausalLM`.
+        parallel: the rank whose part is read.
 
     Raises:
         UserError: the folder is not a complete Granite 4 hybrid checkpoint; the message lists what is wrong.
@@ -79,14 +156,16 @@ def load_model(
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, prefill_scan)
+        whole = GraniteMoeHybridForCausalLM(config)
+        model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel)
     stored = _StoredTensors(folder)
-    expected = dict(model.named_parameters())
-    stored.check(expected, may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set())
+    stored.check(
+        dict(whole.named_parameters()), may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set()
+    )
     dtype = dtype or stored.dtype()
-    for name, parameter in expected.items():
+    for name, parameter in list(model.named_parameters()):
         weight = torch.empty(parameter.shape, dtype=dtype)
-        weight.copy_(stored.read(name))
+        weight.copy_(rank_slice(name, stored.read(name), config, parallel.rank, parallel.degree))
         _set_parameter(model, name, weight)
     model.tie_weights()
     return model.eval()

@@ -30,6 +30,21 @@ _LAYER_TYPE_SPELLINGS = {
 
 
 @dataclass(frozen=True)
+class RankDimensions:
+    """What one of `tp_degree` ranks holds of each layer."""
+
+    mamba_heads: int
+    mamba_groups: int
+    mamba_intermediate_size: int
+    mamba_conv_dim: int
+    attention_heads: int
+    key_value_heads: int
+    shared_intermediate_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class GraniteMoeHybridConfig:
     """Dimensions and constants of one checkpoint.
 
@@ -93,13 +108,47 @@ class GraniteMoeHybridConfig:
         return self.mamba_expand * self.hidden_size
 
     @property
-    def mamba_conv_dim(self) -> int:
-        """Channels of the depthwise convolution: x, B and C side by side."""
-        return self.mamba_intermediate_size + 2 * self.mamba_n_groups * self.mamba_d_state
-
-    @property
     def uses_rope(self) -> bool:
         return self.position_embedding_type == "rope"
+
+    def rank_dimensions(self, tp_degree: int = 1) -> RankDimensions:
+        """The share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.
+
+        Raises:
+            UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
+        """
+        if not self._divides(tp_degree):
+            possible = [str(degree) for degree in range(1, self.vocab_size + 1) if self._divides(degree)]
+            raise UserError(f"tp_degree is {tp_degree}; this model can be split by {', '.join(possible)}.")
+        groups = max(1, self.mamba_n_groups // tp_degree)
+        width = self.mamba_intermediate_size // tp_degree
+        return RankDimensions(
+            mamba_heads=self.mamba_n_heads // tp_degree,
+            mamba_groups=groups,
+            mamba_intermediate_size=width,
+            mamba_conv_dim=width + 2 * groups * self.mamba_d_state,
+            attention_heads=self.num_attention_heads // tp_degree,
+            key_value_heads=max(1, self.num_key_value_heads // tp_degree),
+            shared_intermediate_size=self.shared_intermediate_size // tp_degree,
+            intermediate_size=self.intermediate_size // tp_degree,
+            vocab_size=self.vocab_size // tp_degree,
+        )
+
+    def _divides(self, tp_degree: int) -> bool:
+        if tp_degree < 1:
+            return False
+        split = [self.vocab_size, self.shared_intermediate_size]
+        if self.num_local_experts:
+            split.append(self.intermediate_size)
+        if MAMBA in self.layer_types:
+            split.append(self.mamba_n_heads)
+            if self.mamba_n_groups > 1:
+                split.append(self.mamba_n_groups)
+        if ATTENTION in self.layer_types:
+            split.append(self.num_attention_heads)
+            if self.num_key_value_heads % tp_degree and tp_degree % self.num_key_value_heads:
+                return False
+        return all(size % tp_degree == 0 for size in split)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> GraniteMoeHybridConfig:

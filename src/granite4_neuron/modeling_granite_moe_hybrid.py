@@ -13,6 +13,7 @@ from granite4_neuron.layers.attention import Attention, RotaryTables
 from granite4_neuron.layers.mamba2 import PREFILL_SCANS, Mamba2
 from granite4_neuron.layers.moe import SharedMLP, SparseMoe
 from granite4_neuron.layers.norm import RMSNorm
+from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import Step
 from granite4_neuron.ops import rotary_tables
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
@@ -25,15 +26,23 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         config: the model's dimensions and constants.
         prefill_scan: how the Mamba layers scan more than one token: "chunked" (linear in the number of tokens) or
             "quadratic" (one decay matrix over all of them).
+        parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str = "chunked"):
+    def __init__(
+        self,
+        config: GraniteMoeHybridConfig,
+        prefill_scan: str = "chunked",
+        parallel: Parallel = Parallel(),  # noqa: B008
+    ):
         super().__init__()
         if prefill_scan not in PREFILL_SCANS:
             raise ValueError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
         self.config = config
-        self.model = _Decoder(config, prefill_scan)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.parallel = parallel
+        self.model = _Decoder(config, prefill_scan, parallel)
+        vocab_size = config.rank_dimensions(parallel.degree).vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -72,26 +81,29 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         slots = slots.where(lengths > 0, NULL_SLOT)
         if kv_length is None:
             kv_length = state.max_length
-        hidden_states = self.model(input_ids, Step(positions, lengths, slots, kv_length), state)
+        step = Step(positions, lengths, slots, kv_length)
+        hidden_states = self.model(input_ids, step, state)
         if not all_logits:
-            last = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden_states.shape[-1])
-            hidden_states = hidden_states.gather(1, last)[:, 0]
-        return self.lm_head(hidden_states).float() / self.config.logits_scaling
+            # Selected by a mask and not by an index: what a compiler for static shapes handles well.
+            hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
+        logits = self.lm_head(hidden_states).float() / self.config.logits_scaling
+        return self.parallel.all_gather(logits)
 
 
 class _Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str):
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_DecoderLayer(config, kind, prefill_scan) for kind in config.layer_types)
+        vocab_size = config.rank_dimensions(parallel.degree).vocab_size
+        self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(_DecoderLayer(config, kind, prefill_scan, parallel) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
-        hidden_states = self.embed_tokens(input_ids).float() * self.config.embedding_multiplier
+        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
         rotary = None
         if self.config.uses_rope:
             rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
@@ -103,17 +115,17 @@ class _Decoder(nn.Module):
 class _DecoderLayer(nn.Module):
     """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, prefill_scan: str):
+    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, prefill_scan: str, parallel: Parallel):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if layer_type == MAMBA:
-            self.mamba = Mamba2(config, prefill_scan)
+            self.mamba = Mamba2(config, prefill_scan, parallel)
         else:
-            self.self_attn = Attention(config)
+            self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SparseMoe(config) if config.num_local_experts else None
-        self.shared_mlp = SharedMLP(config)
+        self.block_sparse_moe = SparseMoe(config, parallel) if config.num_local_experts else None
+        self.shared_mlp = SharedMLP(config, parallel)
 
     def forward(
         self,

@@ -53,8 +53,9 @@ class HybridState:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        tp_degree: int = 1,
     ) -> HybridState:
-        """State for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
+        """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
 
         Keys and values are not cleared: attention reads none that was not written, and a large tensor that is not
         touched takes no memory of the operating system, which makes the null slot free.
@@ -62,7 +63,7 @@ class HybridState:
         layers: list[MambaState | KeyValueState] = []
         for layer_type in config.layer_types:
             if layer_type == MAMBA:
-                conv_shape, ssm_shape = mamba_state_shapes(config)
+                conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree)
                 layers.append(
                     MambaState(
                         torch.zeros(num_sequences + 1, *conv_shape, dtype=dtype, device=device),
@@ -70,7 +71,8 @@ class HybridState:
                     )
                 )
             else:
-                shape = (num_sequences + 1, config.num_key_value_heads, max_length, config.head_dim)
+                kv_heads = config.rank_dimensions(tp_degree).key_value_heads
+                shape = (num_sequences + 1, kv_heads, max_length, config.head_dim)
                 key, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
                 layers.append(KeyValueState(key, value))
         return cls(layers, max_length)
@@ -80,12 +82,23 @@ class HybridState:
         for layer in self.layers:
             yield from vars(layer).values()
 
+    def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
+        """Which output of a compiled step is the new value of which state tensor, and takes its memory.
 
-def mamba_state_shapes(config: GraniteMoeHybridConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Shapes of conv_state and ssm_state of one sequence in one Mamba layer."""
+        Args:
+            first: the index of the first state tensor among the step's outputs, after the logits.
+        """
+        return {tensor: index for index, tensor in enumerate(self.tensors(), start=first)}
+
+
+def mamba_state_shapes(
+    config: GraniteMoeHybridConfig, tp_degree: int = 1
+) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
+    dimensions = config.rank_dimensions(tp_degree)
     return (
-        (config.mamba_conv_dim, config.mamba_d_conv - 1),
-        (config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state),
+        (dimensions.mamba_conv_dim, config.mamba_d_conv - 1),
+        (dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state),
     )
 
 

@@ -16,7 +16,7 @@ from granite4_neuron.state import HybridState
 def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
     """State full of NaN: whatever is read before it was written shows."""
     dtype = model.lm_head.weight.dtype
-    state = HybridState.allocate(model.config, num_sequences, max_length, dtype)
+    state = HybridState.allocate(model.config, num_sequences, max_length, dtype, tp_degree=model.parallel.degree)
     for tensor in state.tensors():
         tensor.fill_(math.nan)
     return state

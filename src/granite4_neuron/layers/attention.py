@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
 from granite4_neuron.layers.step import Step
 from granite4_neuron.ops import apply_rotary, cached_attention, write_cache
 from granite4_neuron.state import KeyValueState
@@ -14,21 +15,22 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Projections, rotary positions where the model has them, attention, projection.
+    """Projections, rotary positions where the model has them, attention, projection; heads are split over the ranks.
 
     The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
+        dimensions = config.rank_dimensions(parallel.degree)
         self.head_dim = config.head_dim
         self.scale = config.attention_multiplier
-        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        width, kv_width = dimensions.attention_heads * self.head_dim, dimensions.key_value_heads * self.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        self.o_proj = RowParallelLinear(width, config.hidden_size, bias, parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.norm import RMSNormGated
+from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
 from granite4_neuron.ops import causal_conv1d, mamba_chunk_scan_combined, selective_state_update
 from granite4_neuron.state import MambaState
@@ -18,7 +19,7 @@ CHUNK_SIZE = 64
 
 
 class Mamba2(nn.Module):
-    """Projection, causal convolution, selective scan, gated norm, projection.
+    """Projection, causal convolution, selective scan, gated norm, projection; heads are split over the ranks.
 
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
 
@@ -26,14 +27,15 @@ class Mamba2(nn.Module):
         prefill_scan: "chunked", or "quadratic" for one decay matrix over all tokens of a step.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str):
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel):
         super().__init__()
-        self.num_heads = config.mamba_n_heads
+        dimensions = config.rank_dimensions(parallel.degree)
+        self.num_heads = dimensions.mamba_heads
         self.head_dim = config.mamba_d_head
-        self.n_groups = config.mamba_n_groups
+        self.n_groups = dimensions.mamba_groups
         self.d_state = config.mamba_d_state
-        self.d_inner = config.mamba_intermediate_size
-        self.conv_dim = config.mamba_conv_dim
+        self.d_inner = dimensions.mamba_intermediate_size
+        self.conv_dim = dimensions.mamba_conv_dim
         self.time_step_limit = config.time_step_limit
         self.prefill_scan = prefill_scan
 
@@ -44,26 +46,24 @@ class Mamba2(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
         self.D = nn.Parameter(torch.empty(self.num_heads))
         self.norm = RMSNormGated(self.d_inner, config.rms_norm_eps, self.n_groups)
-        self.out_proj = nn.Linear(self.d_inner, config.hidden_size, bias=bias)
+        self.out_proj = _NormedProjection(config, self.d_inner, parallel)
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
         projected = self.in_proj(hidden_states)
         z = projected[..., : self.d_inner]
-        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim]
-        dt = projected[..., self.d_inner + self.conv_dim :]
+        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, if x and B are finite.
+        padding = ~step.is_real[..., None]
+        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim].masked_fill(padding, 0.0)
+        dt = projected[..., self.d_inner + self.conv_dim :].float() + self.dt_bias.float()
+        dt = F.softplus(dt).clamp(*self.time_step_limit).masked_fill(padding, 0.0)
 
         weight = self.conv1d.weight.squeeze(1)
         xBC, conv_state = causal_conv1d(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
-        state.conv_state.index_copy_(0, step.slots, conv_state)
-
-        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, if x and B are finite.
-        xBC = xBC.masked_fill(~step.is_real[..., None], 0.0)
-        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
-        dt = dt.masked_fill(~step.is_real[..., None], 0.0)
+        step.write(state.conv_state, conv_state)
 
         y = self._scan(xBC, dt, step, state)
-        return self.out_proj(self.norm(y, z))
+        return self.out_proj(y, z, self.norm)
 
     def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         batch, tokens, _ = xBC.shape
@@ -80,7 +80,7 @@ class Mamba2(nn.Module):
             y, ssm_state = mamba_chunk_scan_combined(
                 x, dt, A, B, C, self._chunk_size(tokens), self.D, initial_states=ssm_state, return_final_states=True
             )
-        state.ssm_state.index_copy_(0, step.slots, ssm_state)
+        step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 
     def _chunk_size(self, tokens: int) -> int:
@@ -94,3 +94,31 @@ class _ConvWeights(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+
+class _NormedProjection(nn.Linear):
+    """out_proj behind the gated norm. Where a norm's channels are spread over ranks, one all-reduce serves both.
+
+    The norm divides a token by a scalar, and that commutes with the projection: the sum of squares rides along as one
+    more column of the partial sums, in float32 like them, and the division comes after.
+    """
+
+    def __init__(self, config: GraniteMoeHybridConfig, in_features: int, parallel: Parallel):
+        super().__init__(in_features, config.hidden_size, bias=config.mamba_proj_bias)
+        self.parallel = parallel
+        self.norm_is_split = parallel.degree > 1 and config.mamba_n_groups == 1
+        self.norm_channels = config.mamba_intermediate_size
+
+    def forward(self, y: torch.Tensor, z: torch.Tensor, norm: RMSNormGated) -> torch.Tensor:
+        """y and z [..., d_inner of this rank] to [..., hidden_size]."""
+        if self.parallel.degree == 1:
+            return super().forward(norm(y, z))
+        if not self.norm_is_split:
+            total = self.parallel.all_reduce(F.linear(norm(y, z), self.weight).float())
+        else:
+            gated = y.float() * F.silu(z.float())
+            partial = F.linear((gated * norm.weight.float()).to(self.weight.dtype), self.weight)
+            squares = gated.square().sum(-1, keepdim=True)
+            total = self.parallel.all_reduce(torch.cat([partial.float(), squares], dim=-1))
+            total = total[..., :-1] * torch.rsqrt(total[..., -1:] / self.norm_channels + norm.eps)
+        return total if self.bias is None else total + self.bias.float()

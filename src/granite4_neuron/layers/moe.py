@@ -7,16 +7,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
 from granite4_neuron.ops import fused_experts, topk_softmax
 
 
 class SharedMLP(nn.Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
 
-    def __init__(self, config: GraniteMoeHybridConfig):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
-        self.input_linear = nn.Linear(config.hidden_size, 2 * config.shared_intermediate_size, bias=False)
-        self.output_linear = nn.Linear(config.shared_intermediate_size, config.hidden_size, bias=False)
+        width = config.rank_dimensions(parallel.degree).shared_intermediate_size
+        self.input_linear = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.output_linear = RowParallelLinear(width, config.hidden_size, False, parallel)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self.input_linear(hidden_states).chunk(2, dim=-1)
@@ -24,11 +26,13 @@ class SharedMLP(nn.Module):
 
 
 class SparseMoe(nn.Module):
-    """A router and its experts; see `ops.topk_softmax` and `ops.fused_experts`."""
+    """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
 
-    def __init__(self, config: GraniteMoeHybridConfig):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
-        experts, hidden, width = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.parallel = parallel
+        experts, hidden = config.num_local_experts, config.hidden_size
+        width = config.rank_dimensions(parallel.degree).intermediate_size
         self.top_k = config.num_experts_per_tok
         self.router = _Router(hidden, experts)
         self.input_linear = _StackedWeights(experts, 2 * width, hidden)
@@ -38,7 +42,7 @@ class SparseMoe(nn.Module):
         tokens = hidden_states.flatten(0, -2)
         topk_weights, topk_ids = topk_softmax(self.router.layer(tokens), self.top_k)
         output = fused_experts(tokens, self.input_linear.weight, self.output_linear.weight, topk_weights, topk_ids)
-        return output.view(hidden_states.shape)
+        return self.parallel.all_reduce(output.view(hidden_states.shape))
 
 
 class _Router(nn.Module):

@@ -35,7 +35,17 @@ class Step:
         """[batch], true for rows that start from zeros, whatever their slot holds: position 0, and the null slot."""
         return (self.positions[:, 0] == 0) | (self.slots == NULL_SLOT)
 
+    @cached_property
+    def is_last(self) -> torch.Tensor:
+        """[batch, tokens], true for each row's last real token; for the first where a row has none."""
+        tokens = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return tokens == (self.lengths - 1).clamp(min=0)[:, None]
+
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros for fresh rows."""
         rows = state.index_select(0, self.slots)
         return rows.masked_fill_(self.is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
+    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put rows [batch, ...] back to where `read` took them from, in place."""
+        state.index_copy_(0, self.slots, rows)

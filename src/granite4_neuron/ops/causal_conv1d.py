@@ -19,7 +19,7 @@ def causal_conv1d(
     prompt are the same computation.
 
     Args:
-        x: [batch, tokens, channels]; row b has lengths[b] real tokens, then padding, which may hold anything.
+        x: [batch, tokens, channels]; row b has lengths[b] real tokens, then padding of any finite value.
         conv_state: [batch, channels, d_conv - 1], the inputs before x[:, 0], oldest first.
         weight: [channels, d_conv], the last tap multiplies the current token.
         bias: [channels] or None.
@@ -39,12 +39,14 @@ def causal_conv1d(
     window = inputs.float()
     y = window[:, :tokens] * taps[:, 0]
     for tap in range(1, width):
-        y = torch.addcmul(y, window[:, tap : tap + tokens], taps[:, tap])
+        y += window[:, tap : tap + tokens] * taps[:, tap]
     if bias is not None:
-        y = y + bias.float()
+        y += bias.float()
 
     # The window after `length` tokens is inputs[length : length + d_conv - 1]: it reaches back into the previous
-    # window when fewer than d_conv - 1 tokens are real.
-    last = lengths[:, None] + torch.arange(width - 1, device=x.device)
-    new_state = inputs.gather(1, last[:, :, None].expand(-1, -1, x.shape[2])).transpose(1, 2)
+    # window when fewer than d_conv - 1 tokens are real. A product with ones and zeros picks it, exactly: an index that
+    # depends on data is what a compiler for static shapes handles badly.
+    wanted = lengths[:, None] + torch.arange(width - 1, device=x.device)
+    picked = wanted[:, :, None] == torch.arange(tokens + width - 1, device=x.device)
+    new_state = (picked.to(inputs.dtype) @ inputs).transpose(1, 2)
     return F.silu(y), new_state

@@ -85,7 +85,7 @@ def mamba_chunk_scan_combined(
     y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     y = y.view(batch, n_groups, length, heads_per_group * head_dim).transpose(1, 2).reshape(x.shape)
     if D is not None:
-        y = torch.addcmul(y, x.float(), D.float()[:, None])
+        y = y + x.float() * D.float()[:, None]
     if z is not None:
         y = y * F.silu(z.float())
     y = y.to(x.dtype)
@@ -120,22 +120,21 @@ def ssd_quadratic(
     rows, length, heads = dt.shape
     log_decay = (dt * A[:, None]).transpose(1, 2)  # [rows, heads, length]
     decay = torch.exp(segment_sum(log_decay))
-    decay_from_start = torch.exp(log_decay.cumsum(-1)).transpose(1, 2)
+    decay_from_start = torch.exp(log_decay.cumsum(-1)).transpose(1, 2)[..., None]
 
     dt_x = (x.view(rows, length, heads, -1) * dt[..., None]).transpose(1, 2)  # [rows, heads, length, head_dim]
-    scores = (C @ B.transpose(1, 2))[:, None] * decay
-    y = (scores @ dt_x).transpose(1, 2)
-    from_start = (C @ states.transpose(1, 2)).view(y.shape)
-    y = torch.addcmul(y, from_start, decay_from_start[..., None]).reshape(x.shape)
+    causal_scores = (C @ B.transpose(1, 2)).tril()  # once per group: heads differ in their decay only
+    within = ((causal_scores[:, None] * decay) @ dt_x).transpose(1, 2)
+    from_start = (C @ states.transpose(1, 2)).view(within.shape)
+    y = (within + from_start * decay_from_start).reshape(x.shape)
 
     to_end = (dt_x * decay[:, :, -1, :, None]).transpose(1, 2).reshape(x.shape)
-    head_dim = x.shape[-1] // heads
-    carried = states * decay_from_start[:, -1].repeat_interleave(head_dim, dim=1)[..., None]
-    return y, torch.baddbmm(carried, to_end.transpose(1, 2), B)
+    carried = states.view(rows, heads, -1) * decay_from_start[:, -1]
+    return y, torch.baddbmm(carried.view(states.shape), to_end.transpose(1, 2), B)
 
 
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sums over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and -inf for j > i.
+    """Sums over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and 0 for j > i.
 
     Every entry is summed from its own terms. A difference of two cumulative sums would lose digits where the sums are
     large, and for Granite's A they are.
@@ -147,9 +146,8 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
         [..., length, length].
     """
     length = values.shape[-1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=values.device)
-    terms = values[..., None].masked_fill(~ones.tril(-1), 0.0)  # terms[k, j] = values[k] where k > j
-    return terms.cumsum(-2).masked_fill(~ones.tril(), -math.inf)
+    below_diagonal = torch.ones(length, length, dtype=values.dtype, device=values.device).tril(-1)
+    return (values[..., None] * below_diagonal).cumsum(-2)  # the terms at [k, j] are values[k] where k > j
 
 
 def _groups_to_rows(values: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,7 @@ def fused_experts(
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * w2[e] (silu(gate) * up), with (gate, up) = w1[e] x.
 
-    Leading arguments are those of vLLM's function of the same name. Tokens are sorted by expert and multiplied group by
-    group: one token reads the weights of its own experts only, and nothing depends on the host knowing the choice.
+    Leading arguments are those of vLLM's function of the same name. No form of it lets the host know the choice.
 
     Args:
         hidden_states: [tokens, hidden_size].
@@ -44,6 +43,15 @@ def fused_experts(
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
+    if hidden_states.device.type == "cpu":
+        return _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
+    if topk_ids.numel() < w1.shape[0]:
+        return _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+    return _all_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+
+
+def _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
+    """Tokens are sorted by expert and multiplied group by group: only the weights of chosen experts are read."""
     tokens, top_k = topk_ids.shape
     flat_ids = topk_ids.reshape(-1)
     order = flat_ids.argsort(stable=True)
@@ -57,3 +65,23 @@ def fused_experts(
     weighted = torch.empty(y.shape, dtype=torch.float32, device=y.device)
     weighted[order] = y.float() * topk_weights.reshape(-1)[order, None]
     return weighted.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
+    """Static shapes, for few tokens: fetch the weights of each choice."""
+    tokens, top_k = topk_ids.shape
+    flat_ids = topk_ids.reshape(-1)
+    x = hidden_states[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1, 1)
+    gate, up = (w1.index_select(0, flat_ids) @ x).chunk(2, dim=1)
+    y = w2.index_select(0, flat_ids) @ (F.silu(gate) * up)
+    weighted = y.float().view(tokens, top_k, -1) * topk_weights[..., None]
+    return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _all_experts(hidden_states, w1, w2, topk_weights, topk_ids):
+    """Static shapes, for many tokens: every expert for every token, then the weights of the chosen ones."""
+    experts = torch.arange(w1.shape[0], device=topk_ids.device)
+    weights = (topk_weights[..., None] * (topk_ids[..., None] == experts)).sum(1)  # [tokens, num_experts]
+    gate, up = (hidden_states @ w1.transpose(1, 2)).chunk(2, dim=-1)  # [num_experts, tokens, intermediate_size]
+    y = (F.silu(gate) * up) @ w2.transpose(1, 2)
+    return (y.float() * weights.T[..., None]).sum(0).to(hidden_states.dtype)

@@ -43,7 +43,8 @@ class CPURuntime:
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""
-        return HybridState.allocate(self.config, num_sequences, max_length, self.model.lm_head.weight.dtype)
+        dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
+        return HybridState.allocate(self.config, num_sequences, max_length, dtype, tp_degree=degree)
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:

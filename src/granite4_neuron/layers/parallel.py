@@ -1,0 +1,69 @@
+"""Tensor parallelism: what the ranks that share a model say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank's place among `degree` ranks.
+
+    With `group` None and a degree above 1 the rank is alone: it computes its partial sums and nobody adds the others'.
+    That is for looking at a rank's graph, not for results.
+    """
+
+    rank: int = 0
+    degree: int = 1
+    group: torch.distributed.ProcessGroup | None = None
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks; may be taken in place."""
+        if self.group is not None:
+            torch.distributed.all_reduce(partial, group=self.group)
+        return partial
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts side by side on the last axis."""
+        if self.group is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.degree)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection whose input is split over the ranks: float32 partial sums are added, then the bias, once."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel):
+        super().__init__(in_features, out_features, bias=bias)
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features of this rank] to [..., out_features]."""
+        if self.parallel.degree == 1:
+            return super().forward(x)
+        total = self.parallel.all_reduce(F.linear(x, self.weight).float())
+        return total if self.bias is None else total + self.bias.float()
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which each rank holds an equal run of rows."""
+
+    def __init__(self, rows: int, width: int, parallel: Parallel):
+        super().__init__(rows, width)
+        self.parallel = parallel
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] token ids to [..., width] in float32."""
+        if self.parallel.degree == 1:
+            return super().forward(ids).float()
+        local = ids - self.parallel.rank * self.num_embeddings
+        here = (local >= 0) & (local < self.num_embeddings)
+        rows = super().forward(local.where(here, 0)).float()
+        return self.parallel.all_reduce(rows.masked_fill(~here[..., None], 0.0))

@@ -1,0 +1,81 @@
+"""A model split over processes gives the logits of the whole one; the processes talk through gloo."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.errors import UserError
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.state import HybridState
+from test.support.checkpoints import DENSE, small_config
+from test.support.stepping import random_tokens, run_cuts
+
+CUTS = [40, 1, 7, 1, 1, 30]
+MODELS = {
+    "moe, 2 ranks": (2, {}),
+    "kv heads replicated, 4 ranks": (4, {}),
+    "groups split, biases, rope": (
+        2,
+        dict(mamba_n_groups=2, mamba_proj_bias=True, attention_bias=True, position_embedding_type="rope"),
+    ),
+    "untied dense": (2, dict(tie_word_embeddings=False, **DENSE)),
+}
+
+
+def run_rank(rank, degree, folder, port, results):
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=degree)
+    model = load_model(folder, torch.float32, parallel=Parallel(rank, degree, torch.distributed.group.WORLD))
+    logits = run_cuts(model, random_tokens(model.config.vocab_size, 2, sum(CUTS)), CUTS)
+    torch.save(logits, f"{results}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("degree, changes", MODELS.values(), ids=MODELS.keys())
+def test_every_rank_has_the_whole_models_logits(tmp_path, degree, changes):
+    model = random_model(small_config(**changes))
+    save_model(model, tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = (degree, tmp_path / "model", port, str(tmp_path))
+    torch.multiprocessing.start_processes(run_rank, args=arguments, nprocs=degree, start_method="spawn")
+    expected = run_cuts(model, random_tokens(model.config.vocab_size, 2, sum(CUTS)), CUTS)
+    for rank in range(degree):
+        assert (torch.load(tmp_path / f"{rank}.pt") - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_rank_holds_its_share(name, degree):
+    """Of every family member at its real size: parameters and state of a rank, without allocating them."""
+    config = GraniteMoeHybridConfig.from_family(name)
+    with torch.device("meta"):
+        whole = GraniteMoeHybridForCausalLM(config)
+        part = GraniteMoeHybridForCausalLM(config, parallel=Parallel(1, degree))
+        state = HybridState.allocate(config, 1, 64, torch.bfloat16, "meta", degree)
+        whole_state = HybridState.allocate(config, 1, 64, torch.bfloat16, "meta")
+
+    def size(tensors):
+        return sum(tensor.numel() for tensor in tensors)
+
+    # What is not split: B and C of the one group, the router, the norms.
+    assert 1 / degree <= size(part.parameters()) / size(whole.parameters()) <= 1.05 / degree
+    assert 1 / degree <= size(state.tensors()) / size(whole_state.tensors()) <= 1.02 / degree
+
+
+def test_degrees_that_do_not_divide_are_refused():
+    config = GraniteMoeHybridConfig.from_family("granite-4.0-h-350m")
+    with pytest.raises(UserError, match=r"tp_degree is 5; this model can be split by 1, 2, 4\."):
+        GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, 5))
+    with pytest.raises(UserError, match="tp_degree is 0"):
+        config.rank_dimensions(0)
