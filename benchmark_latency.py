@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -30,11 +31,12 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from granite4_neuron import UserError, checkpoint, stream_generate
-from granite4_neuron.cli import EXIT_BAD_INPUT, peak_memory_bytes
+from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.random_weights import random_model
@@ -115,14 +117,24 @@ def main() -> int:
     try:
         _check(options)
         with _checkpoint(options) as folder:
+            _check_lengths(folder, options)
             results = _measure_all(folder, options)
     except UserError as error:
         print(f"benchmark_latency.py: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     machine = _machine(options.threads)
     _print(results, machine, options)
     if options.json:
-        record = {"machine": machine, "results": [dataclasses.asdict(result) for result in results]}
+        record = {
+            "machine": machine,
+            "model": _source(options),
+            "dtype": options.dtype or "as stored",
+            "warmup": options.warmup,
+            "repeats": options.repeats,
+            "results": [dataclasses.asdict(result) for result in results],
+        }
         options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if options.plot:
         _plot(results, machine, options.plot)
@@ -151,11 +163,22 @@ def _measure(folder: Path, point: Point, names: list[str], options: argparse.Nam
         peaks = dict.fromkeys(names, 0)
         for turn in range(options.warmup + options.repeats):
             for name, worker in workers.items():
-                worker.send((point, turn))
-                times, peaks[name] = worker.recv()
+                times, peaks[name] = _ask(worker, name, point, turn)
                 if turn >= options.warmup:
                     runs[name].append(times)
     return [_result(name, point, runs[name], peaks[name]) for name in names]
+
+
+def _ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[float], int]:
+    """Have a worker run a point: the moments of its tokens, and the most memory that it has held."""
+    try:
+        worker.send((point, turn))
+        answer = worker.recv()
+    except (EOFError, OSError):
+        raise UserError(f"the process that ran {name} died; is there enough memory?") from None
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
 
 
 @contextmanager
@@ -168,8 +191,6 @@ def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Co
     theirs.close()
     try:
         yield ours
-    except EOFError:
-        raise UserError(f"the process that ran {name} died; is there enough memory?") from None
     finally:
         ours.close()
         process.join()
@@ -177,10 +198,15 @@ def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Co
 
 def _serve(connection: Connection, name: str, folder: Path, dtype: str | None, threads: int) -> None:
     """In a process of its own: run points until the other side hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side hears of it too, and hangs up
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(threads)
-    implementation = IMPLEMENTATIONS[name](folder, dtype and getattr(torch, dtype))
+    try:
+        implementation = IMPLEMENTATIONS[name](folder, dtype and getattr(torch, dtype))
+    except UserError as error:
+        connection.send(error)
+        return
     vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
     while True:
         try:
@@ -214,8 +240,8 @@ def _result(name: str, point: Point, runs: list[list[float]], peak: int) -> Resu
 
 
 def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
-    source = options.random_weights or options.model or "the small model that comes with the package"
-    table = Table(title=f"{source}, {options.dtype or 'dtype as stored'}\n{', '.join(machine.values())}")
+    title = f"{_source(options)}, {options.dtype or 'dtype as stored'}\n{', '.join(machine.values())}"
+    table = Table(title=escape(title))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
         table.add_column(column, justify="right" if column else "left")
     for column in ("prefill tok/s", "decode tok/s", "peak MiB"):
@@ -278,6 +304,10 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
         yield path
 
 
+def _source(options: argparse.Namespace) -> str:
+    return options.random_weights or options.model or "the small model that comes with the package"
+
+
 def _machine(threads: int) -> dict[str, str]:
     return {
         "processor": f"{_processor()}, {threads} threads",
@@ -296,6 +326,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def _check_lengths(folder: Path, options: argparse.Namespace) -> None:
+    limit = GraniteMoeHybridConfig.from_file(folder / "config.json").max_position_embeddings
+    longest = max(options.prompt_length) + options.output_length
+    if longest > limit:
+        raise UserError(f"prompt and output make {longest} tokens; this model takes at most {limit}.")
+
+
 def _check(options: argparse.Namespace) -> None:
     for name in ("batch_size", "prompt_length", "output_length", "repeats", "threads"):
         value = getattr(options, name)
@@ -303,13 +340,21 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
     if options.warmup < 0:
         raise UserError("--warmup must be at least 0.")
+    if options.compare and int(transformers.__version__.split(".")[0]) < 5:
+        raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
+    for file in (options.json, options.plot):
+        if file and not file.absolute().parent.is_dir():
+            raise UserError(f"{file} cannot be written: there is no such folder.")
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
     if options.plot:
         try:
-            import matplotlib  # noqa: F401
+            from matplotlib.figure import Figure
         except ImportError:
             raise UserError("--plot needs matplotlib; install it with: pip install -e '.[plot]'.") from None
+        formats = Figure().canvas.get_supported_filetypes()
+        if options.plot.suffix[1:] not in formats:
+            raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
 
 
 def _parser() -> argparse.ArgumentParser:

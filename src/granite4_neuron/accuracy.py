@@ -93,7 +93,8 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, mod
     """Compare logits over prompts and the reference's own greedy continuation of them.
 
     The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
-    prompts in one step, then token by token. So padding, slots and carried state are in what is compared.
+    prompts in steps as generation takes them, then token by token. So padding, slots and carried state are in what is
+    compared.
 
     Args:
         folder: the checkpoint that `model` was loaded from.
@@ -140,9 +141,13 @@ def _whole(reference: Reference, sequences: list[list[int]]) -> list[torch.Tenso
 
 def _stepwise(model: CPURuntime, sequences: list[list[int]], prompt_lengths: list[int]) -> list[torch.Tensor]:
     state = model.allocate(len(sequences), max(len(tokens) for tokens in sequences))
-    rows = [Row(i + 1, 0, tokens[:n]) for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))]
-    prefill = model.step(state, rows, all_logits=True)
-    logits = [[prefill[i, :n]] for i, n in enumerate(prompt_lengths)]
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for start in range(0, max(prompt_lengths), model.tokens_per_step):
+        stop = start + model.tokens_per_step
+        running = [i for i, n in enumerate(prompt_lengths) if n > start]
+        rows = [Row(i + 1, start, sequences[i][start : min(stop, prompt_lengths[i])]) for i in running]
+        for i, row, part in zip(running, rows, model.step(state, rows, all_logits=True), strict=True):
+            logits[i].append(part[: len(row.tokens)])
     for step in range(len(sequences[0]) - prompt_lengths[0]):
         rows = [
             Row(i + 1, n + step, [tokens[n + step]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import hf_hub_download, snapshot_download, split_torch_state_dict_into_shards
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -116,21 +117,24 @@ def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, 
 _EMBEDDING = "model.embed_tokens.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LISTED_NAMES = 8
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
 def find(model: str | Path) -> Path:
     """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
 
     Raises:
-        UserError: no such folder, or the id cannot be downloaded.
+        UserError: no such folder, or the id cannot be downloaded or is not a Granite 4 hybrid.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not _HUB_ID.fullmatch(str(model)):
+    if os.path.isdir(model):
+        return Path(model)
+    if os.path.exists(model) or not _HUB_ID.fullmatch(str(model)):
         raise UserError(f"{model} is not a folder; give the folder of a checkpoint or a Hugging Face id (owner/name).")
     try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+        # The config first: a model that this package does not run is not worth the download of its weights.
+        GraniteMoeHybridConfig.from_file(hf_hub_download(str(model), "config.json"))
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{model} is not a folder, and cannot be had from Hugging Face: {reason}") from None
@@ -163,6 +167,8 @@ def load_model(
         dict(whole.named_parameters()), may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set()
     )
     dtype = dtype or stored.dtype()
+    if dtype not in _DTYPES.values():
+        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
     for name, parameter in list(model.named_parameters()):
         weight = torch.empty(parameter.shape, dtype=dtype)
         weight.copy_(rank_slice(name, stored.read(name), config, parallel.rank, parallel.degree))
@@ -212,6 +218,7 @@ class _StoredTensors:
         self._files: dict[str, Path] = {}
         self._stored_names: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for file in _weight_files(folder):
             with _open(file) as tensors:
                 for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
@@ -219,6 +226,7 @@ class _StoredTensors:
                     self._files[name] = file
                     self._stored_names[name] = stored_name
                     self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
+                    self._dtypes[name] = tensors.get_slice(stored_name).get_dtype()
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
@@ -226,9 +234,9 @@ class _StoredTensors:
             return tensors.get_tensor(self._stored_names[name])
 
     def dtype(self) -> torch.dtype:
-        if _EMBEDDING not in self._files:
-            raise UserError(f"the weights in {self.folder} lack {_EMBEDDING}.")
-        return self.read(_EMBEDDING).dtype
+        if self._dtypes.get(_EMBEDDING) not in _DTYPES:
+            raise UserError(f"the weights in {self.folder} have no {_EMBEDDING} of dtype {', '.join(_DTYPES)}.")
+        return _DTYPES[self._dtypes[_EMBEDDING]]
 
     def check(self, expected: dict[str, nn.Parameter], may_be_there: set[str]) -> None:
         """Compare names and shapes.
@@ -236,6 +244,7 @@ class _StoredTensors:
         Raises:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
+        strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
         missing = sorted(expected.keys() - self._shapes.keys())
         surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
         wrong = [
@@ -245,7 +254,12 @@ class _StoredTensors:
         ]
         faults = [
             f"{what}: {_listed(names)}"
-            for what, names in (("missing", missing), ("not of this model", surplus), ("of another shape", wrong))
+            for what, names in (
+                ("missing", missing),
+                ("not of this model", surplus),
+                ("of another shape", wrong),
+                ("of a dtype that is not supported", strange),
+            )
             if names
         ]
         if faults:
@@ -260,7 +274,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = [folder / name for name in sorted(set(weight_map.values()))]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder / INDEX} is not an index of shards: it has no object named weight_map.") from None
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -296,12 +310,13 @@ def _complete_or_absent(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder} exists and is not an empty folder; choose another place to write to.")
     partial = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         yield partial
         # mkdtemp and safetensors make private files; a checkpoint is as readable as anything else its owner writes.
+        mask = os.umask(0)
+        os.umask(mask)
         for path in (partial, *partial.iterdir()):
-            path.chmod(0o755 if path.is_dir() else 0o644)
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         partial.replace(folder)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} could not be written ({error}); nothing was left behind.") from None

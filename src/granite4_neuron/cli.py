@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import resource
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -43,17 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"granite4-neuron: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone; keep the interpreter from complaining again when it flushes standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        _drop_output()
+        print(f"granite4-neuron: the output cannot be written ({error.strerror}).", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from complaining again when it flushes what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def peak_memory_bytes() -> int:
@@ -100,7 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     name = str(_model_or_bundled(options))
-    if name in family_names():
+    if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name):
         config = GraniteMoeHybridConfig.from_family(name)
         dtype = getattr(torch, config.torch_dtype)
     else:
@@ -109,23 +123,25 @@ def _info(options: argparse.Namespace) -> int:
         dtype = checkpoint.stored_dtype(folder)
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config)
-    table = Table("", name, title="Granite 4 hybrid checkpoint", show_header=True)
+    table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
     for row in _info_rows(config, dtype, sum(parameter.numel() for parameter in model.parameters())):
         table.add_row(*row)
-    Console().print(table)
+    _print_table(table)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     if options.tokens < 1:
         raise UserError(f"--tokens is {options.tokens}, and must be at least 1.")
+    if not options.tolerance > 0:
+        raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
     folder = checkpoint.find(_model_or_bundled(options))
     model, tokenizer = load(folder, _dtype(options), options.prefill_scan)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     report = accuracy.measure(folder, prompts, options.tokens, model)
-    Console().print(_accuracy_table(report, model.model.lm_head.weight.dtype))
+    _print_table(_accuracy_table(report, model.model.lm_head.weight.dtype))
     passed = report.passed(options.tolerance)
     print("passed" if passed else "FAILED", f"({report.criterion(options.tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
@@ -157,12 +173,11 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
         raise UserError("--system is part of a conversation; give --chat too.")
     if options.prompt:
         return options.prompt
-    if options.file is None and sys.stdin.isatty():
+    if options.file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UserError("there is no prompt; give one as an argument, with --file, or on standard input.")
     try:
-        if options.file in (None, "-"):
-            return [sys.stdin.read()]
-        return [Path(options.file).read_text(encoding="utf-8")]
+        text = sys.stdin.read() if options.file in (None, "-") else Path(options.file).read_text(encoding="utf-8")
+        return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
     except OSError as error:
         raise UserError(f"{options.file} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError:
@@ -174,7 +189,8 @@ class _PromptBar:
 
     def __init__(self) -> None:
         columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
     def __enter__(self) -> _PromptBar:
         return self
@@ -191,6 +207,14 @@ class _PromptBar:
     def __exit__(self, *exception: object) -> None:
         if self._progress.live.is_started:
             self._progress.stop()
+
+
+def _print_table(table: Table) -> None:
+    """Through print: rich would turn a closed pipe into an exit status of its own."""
+    console = Console()
+    with console.capture() as text:
+        console.print(table)
+    print(text.get(), end="")
 
 
 def _print_stats(stats: GenerationStats) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -178,11 +179,18 @@ class GraniteMoeHybridConfig:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"{path} does not exist; a checkpoint folder holds a config.json.") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}).") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not valid JSON ({error}).") from None
         if not isinstance(values, dict):
             raise UserError(f"{path} holds a JSON {type(values).__name__}, where an object is expected.")
         return cls.from_dict(values, source=str(path))
+
+    @staticmethod
+    def is_family_member(name: str) -> bool:
+        """Whether `from_family` knows the name."""
+        return f"granite-4.0-{name.removeprefix('granite-4.0-')}" in family_names()
 
     @classmethod
     def from_family(cls, name: str) -> GraniteMoeHybridConfig:
@@ -192,7 +200,7 @@ class GraniteMoeHybridConfig:
             UserError: no such member; the message lists them.
         """
         file = _family_folder() / f"granite-4.0-{name.removeprefix('granite-4.0-')}.json"
-        if not file.is_file():
+        if not cls.is_family_member(name):
             raise UserError(f"there is no family member {name!r}; choose one of: {', '.join(family_names())}.")
         return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
 
@@ -212,7 +220,13 @@ class GraniteMoeHybridConfig:
         }
 
     def _check(self) -> None:
-        for name in ("vocab_size", "hidden_size", "shared_intermediate_size", "num_hidden_layers"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "shared_intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        ):
             self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
         self._require(
             len(self.layer_types) == self.num_hidden_layers,
@@ -327,9 +341,9 @@ def _one_spelling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(spelled: Any) -> tuple[str, ...]:
-    if not isinstance(spelled, list):
+    if not isinstance(spelled, list) or not all(isinstance(name, str) for name in spelled):
         raise UserError(f"layer_types is {spelled!r}, and must be a list with one name per layer.")
-    unknown = sorted({str(name) for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
+    unknown = sorted({name for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
     if unknown:
         raise UserError(
             f"layer_types has unknown names ({', '.join(unknown)}); known are {', '.join(_LAYER_TYPE_SPELLINGS)}."
@@ -351,6 +365,8 @@ def _time_step_limit(spelled: Any) -> tuple[float, float]:
 
 def _rope_theta(values: dict[str, Any]) -> Any:
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"the rope parameters are {parameters!r}, and must be an object.")
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type != "default" or parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"the rope parameters {parameters!r} are not supported; rope_type must be 'default'.")
@@ -360,9 +376,9 @@ def _rope_theta(values: dict[str, Any]) -> Any:
 def _typed(name: str, value: Any, annotation: str) -> Any:
     """`value` as the type that `annotation` (the dataclass field's, a string) names."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation == "float" and is_number:
+    if annotation == "float" and is_number and -sys.float_info.max <= value <= sys.float_info.max:
         return float(value)
-    if annotation.startswith("int") and is_number and float(value).is_integer():
+    if annotation.startswith("int") and is_number and (isinstance(value, int) or value.is_integer()):
         return int(value)
     if annotation.startswith("tuple") and isinstance(value, tuple):
         return value

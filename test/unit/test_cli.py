@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from granite4_neuron import checkpoint
 from granite4_neuron.cli import main
@@ -48,7 +49,7 @@ def edit_config(folder, **changes):
 
 class TestGenerate:
     def test_prompt_as_argument_file_and_standard_input(self, run, texting_folder, tmp_path):
-        (tmp_path / "prompt.txt").write_text("Some text")
+        (tmp_path / "prompt.txt").write_text("Some text\n")
         common = ("generate", "--model", texting_folder, "--max-tokens", 6, "--ignore-eos")
         status, expected, _ = run(*common, "Some text")
         assert status == 0 and len(expected) > 1
@@ -200,6 +201,41 @@ class TestBadInput:
             run("convert", "--model", folder, "--output", folder / "config.json" / "x"), "could not be written"
         )
 
+    def test_a_checkpoint_with_broken_numbers(self, run, folder):
+        model = checkpoint.load_model(folder)
+        model.model.norm.weight.fill_(float("nan"))
+        shutil.rmtree(folder.parent / "nan", ignore_errors=True)
+        checkpoint.save_model(model, folder.parent / "nan", files_from=folder)
+        for options in ([], ["--temperature", "1"]):
+            result = run("generate", "--model", folder.parent / "nan", "x", *options)
+            self.refused(result, "logits, under the sampling options, are not finite")
+
+    def test_options_that_leave_no_token(self, run, texting_folder):
+        self.refused(run("generate", "--model", texting_folder, "x", "--temperature", "1e-42"), "are not finite")
+
+    @pytest.mark.parametrize("field, value", [("temperature", "hot"), ("eos_token_id", [[1]]), ("do_sample", 1)])
+    def test_a_generation_config_of_wrong_types(self, run, folder, field, value):
+        (folder / checkpoint.GENERATION_CONFIG).write_text(json.dumps({field: value}))
+        self.refused(run("generate", "--model", folder, "x"), f"{field} is {value!r}")
+
+    def test_a_chat_template_that_refuses(self, run, folder):
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        file = folder / "tokenizer_config.json"
+        template = "{{ raise_exception('no system message, please') }}"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        self.refused(run("generate", "--model", folder, "--chat", "x"), "no system message, please")
+
+    def test_a_prompt_of_undecodable_bytes(self, run, texting_folder):
+        self.refused(run("generate", "--model", texting_folder, "abc\udcff"), "is not text in UTF-8")
+
+    def test_a_very_long_name(self, run):
+        self.refused(run("generate", "--model", "x" * 5000, "x"), "is not a folder")
+
+    def test_weights_of_an_unsupported_dtype(self, run, folder):
+        tensors = {name: tensor.double() for name, tensor in load_file(folder / checkpoint.WEIGHTS).items()}
+        save_file(tensors, folder / checkpoint.WEIGHTS)
+        self.refused(run("generate", "--model", folder, "x"), "of a dtype that is not supported")
+
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")
         self.refused(run(), "required")
@@ -219,6 +255,15 @@ class TestInfo:
             "131,072",
         ):
             assert part in output
+
+    def test_a_folder_comes_before_a_family_member(self, run, folder, monkeypatch):
+        assert "4,096 bytes" in run("info", "--model", "h-350m")[1]
+        monkeypatch.chdir(folder.parent)
+        folder.rename("h-350m")
+        assert "4,096 bytes" not in run("info", "--model", "h-350m")[1]
+
+    def test_a_name_with_brackets(self, run, folder):
+        assert "m[red]x" in run("info", "--model", folder.rename(folder.parent / "m[red]x"))[1].replace("\n", "")
 
     def test_folder(self, run, texting_folder):
         status, output, _ = run("info", "--model", texting_folder)
@@ -266,6 +311,16 @@ def test_help_names_every_command_and_option(run):
     _, output, _ = run("generate", "--help")
     for option in ("--model", "--chat", "--system", "--file", "--max-tokens", "--temperature", "--top-p", "--seed"):
         assert option in output
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_standard_output(texting_folder):
+    command = [sys.executable, "-m", "granite4_neuron.cli", "generate", "--model", str(texting_folder), "text"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "granite4-neuron: the output cannot be written (No space left on device).\n"
+    )
 
 
 def test_a_reader_that_goes_away_is_no_error(texting_folder):

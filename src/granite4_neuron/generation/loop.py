@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.errors import UserError
@@ -16,7 +18,7 @@ from granite4_neuron.runtime.cpu import CPURuntime, Row
 from granite4_neuron.state import HybridState
 
 Prompt = str | Sequence[int]
-# With many prompts a step takes fewer tokens of each, but not so few that the scan becomes a loop over tokens.
+# A step takes tokens of several prompts, but of so few that the scan does not become a loop over tokens.
 _LEAST_TOKENS_OF_A_PROMPT = 64
 
 
@@ -141,13 +143,16 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | Non
     """Tokens of a conversation's beginning, by the tokenizer's chat template, up to where the assistant speaks.
 
     Raises:
-        UserError: the tokenizer has no chat template.
+        UserError: the tokenizer has no chat template, or the template refuses the messages.
     """
     if not tokenizer.chat_template:
         raise UserError("this checkpoint's tokenizer has no chat template; give the prompt without --chat.")
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"this checkpoint's chat template refuses the conversation ({error}).") from None
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -197,16 +202,16 @@ def _prefill(
     waiting = sequences
     while waiting:
         started = time.perf_counter()
-        most = max(_LEAST_TOKENS_OF_A_PROMPT, model.tokens_per_step // len(waiting))
-        rows = [sequence.row(most) for sequence in waiting]
+        now = waiting[: max(1, model.tokens_per_step // _LEAST_TOKENS_OF_A_PROMPT)]
+        rows = [sequence.row(max(1, model.tokens_per_step // len(now))) for sequence in now]
         logits = model.step(state, rows)
-        for sequence, row in zip(waiting, rows, strict=True):
+        for sequence, row in zip(now, rows, strict=True):
             sequence.stored += len(row.tokens)
             stats.prompt_tokens += len(row.tokens)
         stats.prompt_seconds += time.perf_counter() - started
         if progress is not None:
             progress(stats.prompt_tokens, total)
-        done = [(s, row) for s, row in zip(waiting, logits, strict=True) if s.stored == s.prompt_length]
+        done = [(s, row) for s, row in zip(now, logits, strict=True) if s.stored == s.prompt_length]
         waiting = [sequence for sequence in waiting if sequence.stored < sequence.prompt_length]
         yield from done
 
@@ -243,6 +248,8 @@ def _encode(
     prompts = _as_list(prompt)
     for number, one in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+        if isinstance(one, str) and not _is_utf8(one):
+            raise UserError(f"{which} is not text in UTF-8.")
         tokens = tokenizer.encode(one) if isinstance(one, str) else [int(token) for token in one]
         if not tokens:
             raise UserError(f"{which} is empty; give at least one token of text.")
@@ -257,7 +264,12 @@ def _encode(
 
 
 def _is_several(prompt: Prompt | Sequence[Prompt]) -> bool:
-    return not isinstance(prompt, str) and (len(prompt) == 0 or not isinstance(prompt[0], int))
+    return not isinstance(prompt, str) and (len(prompt) == 0 or not isinstance(prompt[0], Integral))
+
+
+def _is_utf8(text: str) -> bool:
+    """False for text that came from bytes in another encoding, which Python keeps as lone surrogates."""
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,15 +35,16 @@ def with_overrides(
     config = copy.deepcopy(defaults)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in given.items() if value is not None}
-    if temperature == 0:
-        config.do_sample = False
-        given = {}
-    elif given:
+    if given:
         config.do_sample = True
     if repetition_penalty is not None:
         given["repetition_penalty"] = repetition_penalty
     for name, value in given.items():
+        if math.isnan(value):
+            raise UserError(f"{name} is not a number.")
         setattr(config, name, value)
+    if config.temperature == 0:
+        config.do_sample = False
     return config
 
 
@@ -80,6 +82,8 @@ class Sampler:
         """
         if self._processors:
             logits = self._processors(torch.tensor([tokens]), logits[None])[0]
+        if not logits.max().isfinite():
+            raise UserError("no token can be chosen: the model's logits, under the sampling options, are not finite.")
         if not self._do_sample:
             return int(logits.argmax())
         return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
@@ -89,14 +93,14 @@ def _processors(config: GenerationConfig) -> LogitsProcessorList:
     """In the order in which transformers' generate applies them."""
     processors = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):
-        processors.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        processors.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
     if config.do_sample:
         if config.temperature not in (None, 1.0):
             processors.append(TemperatureLogitsWarper(float(config.temperature)))
         if config.top_k not in (None, 0):
             processors.append(TopKLogitsWarper(config.top_k))
         if config.top_p not in (None, 1.0):
-            processors.append(TopPLogitsWarper(config.top_p))
+            processors.append(TopPLogitsWarper(float(config.top_p)))
         if config.min_p is not None:
-            processors.append(MinPLogitsWarper(config.min_p))
+            processors.append(MinPLogitsWarper(float(config.min_p)))
     return processors

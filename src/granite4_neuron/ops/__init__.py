@@ -1,4 +1,7 @@
-"""The mathematics, as functions of tensors: plain torch, float32 inside."""
+"""The mathematics, as functions of tensors, in plain torch.
+
+Products with the experts' weights are in the weights' dtype, all else in float32.
+"""
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d

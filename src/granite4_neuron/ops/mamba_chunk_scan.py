@@ -29,8 +29,10 @@ def mamba_chunk_scan_combined(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The recurrence of `selective_state_update` over `length` tokens, chunk by chunk.
 
-    Arguments are those of mamba_ssm's function of the same name; arithmetic is float32. A token with dt = 0 after
-    softplus and limit leaves the state alone, and that is how padding is expressed; its x, B and C must be finite.
+    Arguments have the names, shapes and meaning of those of mamba_ssm's function of the same name, which also takes
+    seq_idx and cu_seqlens: pass what follows initial_states by keyword. Arithmetic is float32. A token with dt = 0
+    after softplus and limit leaves the state alone, and that is how padding is expressed; its x, B and C must be
+    finite.
 
     Args:
         x: [batch, length, num_heads, head_dim].
@@ -38,7 +40,7 @@ def mamba_chunk_scan_combined(
         A: [num_heads], negative.
         B, C: [batch, length, n_groups, d_state]; consecutive heads share a group.
         chunk_size: tokens per chunk; any value gives the same result up to rounding.
-        D: [num_heads] or None.
+        D: [num_heads], or [num_heads, head_dim], or None.
         z: like x, or None; y is multiplied by silu(z).
         dt_bias: [num_heads] or None; added to dt before the softplus.
         initial_states: [batch, num_heads, head_dim, d_state] or None for zeros.
@@ -65,8 +67,8 @@ def mamba_chunk_scan_combined(
 
     # Groups join the batch: within one of them B and C are shared by all heads, and every tensor has rank 4 at most.
     rows = batch * n_groups
-    x_rows = _groups_to_rows(x.float().view(batch, length, n_groups, -1))
-    dt_rows = _groups_to_rows(dt.float().view(batch, length, n_groups, heads_per_group))
+    x_rows = _groups_to_rows(x.float().reshape(batch, length, n_groups, -1))
+    dt_rows = _groups_to_rows(dt.float().reshape(batch, length, n_groups, heads_per_group))
     A_rows = A.float().view(1, n_groups, heads_per_group).expand(batch, -1, -1).reshape(rows, heads_per_group)
     B_rows, C_rows = _groups_to_rows(B.float()), _groups_to_rows(C.float())
     if initial_states is None:
@@ -85,7 +87,7 @@ def mamba_chunk_scan_combined(
     y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
     y = y.view(batch, n_groups, length, heads_per_group * head_dim).transpose(1, 2).reshape(x.shape)
     if D is not None:
-        y = y + x.float() * D.float()[:, None]
+        y = y + x.float() * (D.float()[:, None] if D.dim() == 1 else D.float())
     if z is not None:
         y = y * F.silu(z.float())
     y = y.to(x.dtype)

@@ -22,7 +22,7 @@ def selective_state_update(
 
         state <- exp(dt * A) * state + dt * x (outer) B;    y = state . C + D * x;    y <- y * silu(z)
 
-    Arguments are those of mamba_ssm's function of the same name; arithmetic is float32.
+    Arguments are those of mamba_ssm's function of the same name, without state_batch_indices; arithmetic is float32.
 
     Args:
         state: [batch, num_heads, head_dim, d_state], updated in place.

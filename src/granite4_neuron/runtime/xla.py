@@ -1,0 +1,122 @@
+"""Runs steps of the model as compiled XLA graphs, over state that stays on the device.
+
+There is a fixed set of graphs: one for each length bucket of prefill and one for decode, each for every bucket of the
+cache's length. All work on the same state buffers: a step's new state takes the memory of the old one
+(`HybridState.input_output_aliases`), and nothing of it passes through the host.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.state import NULL_SLOT, HybridState
+
+try:
+    import torch_xla
+except ImportError:
+    torch_xla = None
+
+PREFILL_BUCKETS = (128, 512, 2048)
+SHORTEST_CACHE = 1024
+
+
+class XLARuntime:
+    """A model on an XLA device, with the interface of `runtime.cpu.CPURuntime`.
+
+    Args:
+        model: with weights; moved to the device.
+        generation_config: the checkpoint's defaults for generation.
+        prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
+            one, a longer one is cut.
+
+    Raises:
+        UserError: torch_xla is not installed.
+    """
+
+    def __init__(
+        self,
+        model: GraniteMoeHybridForCausalLM,
+        generation_config: GenerationConfig,
+        prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+    ):
+        if torch_xla is None:
+            raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
+        self.device = torch_xla.device()
+        self.model = model.to(self.device)
+        self.model.tie_weights()
+        self.generation_config = generation_config
+        self.prefill_buckets = sorted(prefill_buckets)
+        torch_xla.sync()
+
+    @property
+    def config(self) -> GraniteMoeHybridConfig:
+        return self.model.config
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.prefill_buckets[-1]
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """State on the device for slots 1 to `num_sequences`."""
+        dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
+        length = cache_buckets(max_length)[-1]
+        state = HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree)
+        torch_xla.sync()
+        return state
+
+    @torch.no_grad()
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """As `CPURuntime.step`. Rows of one token are decoded together; others are prefilled one after another."""
+        if all(len(row.tokens) == 1 for row in rows):
+            return self._decode(state, rows)[:, None] if all_logits else self._decode(state, rows)
+        logits = [self._prefill(state, row, all_logits) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.stack(logits)
+
+    def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
+        """One token of each row, in a graph for all slots; those without a row idle in the null slot."""
+        idle = [Row(NULL_SLOT, 0, [])] * (state.num_sequences - len(rows))
+        return self._run(state, [*rows, *idle], 1, all_logits=False)[: len(rows)]
+
+    def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
+        """A row's tokens, in pieces of at most the largest bucket."""
+        logits = []
+        for start in range(0, len(row.tokens), self.tokens_per_step):
+            piece = row.tokens[start : start + self.tokens_per_step]
+            bucket = self.prefill_buckets[bisect.bisect_left(self.prefill_buckets, len(piece))]
+            output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)[0]
+            logits.append(output[: len(piece)] if all_logits else output)
+        return torch.cat(logits) if all_logits else logits[-1]
+
+    def _run(self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool) -> torch.Tensor:
+        """One graph. Its shapes depend on the number of rows, on `tokens` and on the cache's bucket only."""
+        longest = max(row.start + len(row.tokens) for row in rows)
+        buckets = cache_buckets(state.max_length)
+        kv_length = buckets[bisect.bisect_left(buckets, longest)]
+        ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
+        positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+        slots = torch.tensor([row.slot for row in rows])
+        inputs = [tensor.to(self.device) for tensor in (ids, positions, lengths, slots)]
+
+        logits = self.model(*inputs, state, kv_length=kv_length, all_logits=all_logits)
+        aliases = state.input_output_aliases(first=1)
+        outputs = [logits, *sorted(aliases, key=aliases.get)]
+        # These, in this order, are the graph's outputs; each state tensor was written in place and is donated.
+        torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
+        return logits.cpu()
+
+
+def cache_buckets(max_length: int) -> list[int]:
+    """Lengths of cache that graphs are made for: powers of four times the shortest, up to one that holds max_length."""
+    buckets = [min(SHORTEST_CACHE, max_length)]
+    while buckets[-1] < max_length:
+        buckets.append(min(4 * buckets[-1], max_length))
+    return buckets

@@ -1,0 +1,56 @@
+"""benchmark_latency.py as it is run; what it measures is not looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+SCRIPT = Path(__file__).parents[2] / "benchmark_latency.py"
+SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
+
+
+def run(*arguments):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="--compare needs transformers 5")
+def test_table_json_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ("--json", tmp_path / "numbers.json", "--plot", tmp_path / "plot.png")
+    done = run(*SMALL, "--batch-size", "1", "2", "--compare", "transformers", *files)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ratio") == 4 and "prefill tok/s" in done.stdout
+    record = json.loads((tmp_path / "numbers.json").read_text())
+    points = [(r["implementation"], r["batch_size"], r["prompt_length"]) for r in record["results"]]
+    assert points == [
+        (name, batch, length) for batch in (1, 2) for length in (9, 20) for name in ("granite4-neuron", "transformers")
+    ]
+    assert all(value > 0 for result in record["results"] for value in list(result.values())[1:])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--prompt-length", "131072"), "this model takes at most 131072"),
+        (("--batch-size", "0"), "--batch-size must be at least 1"),
+        (("--model", "/no/such/folder"), "is not a folder"),
+        (("--model", "x", "--random-weights", "h-350m"), "not both"),
+        (("--random-weights", "h-9b"), "no family member"),
+        (("--json", "/no/such/folder/x.json"), "cannot be written"),
+    ],
+)
+def test_bad_input(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, texting_folder):
+    (tmp_path / "config.json").write_text((texting_folder / "config.json").read_text())
+    done = run("--model", tmp_path, *SMALL)
+    assert done.returncode == 2 and "has no model.safetensors" in done.stderr and "Traceback" not in done.stderr
