@@ -21,6 +21,7 @@ from granite4_neuron import accuracy, checkpoint
 from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
+from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.layers.mamba2 import PREFILL_SCANS
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.state import sequence_bytes, token_bytes
@@ -78,7 +79,7 @@ def peak_memory_bytes() -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
-    model, tokenizer = load(_model_or_bundled(options), _dtype(options), options.prefill_scan)
+    model, tokenizer = load(_model_or_bundled(options), _dtype(options), options.prefill_scan, options.backend)
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()
@@ -347,6 +348,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     _add_model(generate)
     _add_arithmetic(generate)
+    generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")

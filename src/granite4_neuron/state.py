@@ -43,6 +43,7 @@ class HybridState:
     """
 
     layers: list[MambaState | KeyValueState]
+    num_sequences: int
     max_length: int
 
     @classmethod
@@ -75,7 +76,7 @@ class HybridState:
                 shape = (num_sequences + 1, kv_heads, max_length, config.head_dim)
                 key, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
                 layers.append(KeyValueState(key, value))
-        return cls(layers, max_length)
+        return cls(layers, num_sequences, max_length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every state tensor, layer by layer."""

@@ -72,7 +72,7 @@ class TestLoop:
         expected = tokens_of(texting[0], ids, max_tokens=8, ignore_eos=True)
         seen = []
         monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 14)
-        monkeypatch.setattr("granite4_neuron.generation.loop._LEAST_TOKENS_OF_A_PROMPT", 7)
+        monkeypatch.setattr(texting[0].__class__, "prompts_per_step", 2)
         chunked = tokens_of(
             texting[0], ids, max_tokens=8, ignore_eos=True, progress=lambda done, total: seen.append((done, total))
         )

@@ -15,6 +15,8 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 
+BACKENDS = ("cpu", "xla")
+
 
 def bundled_checkpoint() -> Path:
     """The small trained checkpoint that comes with the package; its README.md says what it is."""
@@ -22,23 +24,28 @@ def bundled_checkpoint() -> Path:
 
 
 def load(
-    model: str | Path | None = None, dtype: torch.dtype | None = None, prefill_scan: str = "chunked"
+    model: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    prefill_scan: str = "chunked",
+    backend: str = "cpu",
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
-    """A model ready to run on this machine's processor, and its tokenizer.
+    """A model ready to run, and its tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan: "chunked" or "quadratic".
+        backend: "cpu" for plain torch on this machine's processor, "xla" for compiled graphs on torch_xla's device.
 
     Raises:
-        UserError: no such checkpoint, or it is not a complete Granite 4 hybrid one.
+        UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
     """
     folder = checkpoint.find(model if model is not None else bundled_checkpoint())
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
-    weights = checkpoint.load_model(folder, dtype, prefill_scan)
-    return CPURuntime(weights, _generation_config(folder, config)), tokenizer
+    generation_config = _generation_config(folder, config)
+    runtime = _runtime(backend)
+    return runtime(checkpoint.load_model(folder, dtype, prefill_scan), generation_config), tokenizer
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
@@ -59,6 +66,17 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
             "they are not of the same checkpoint."
         )
     return tokenizer
+
+
+def _runtime(backend: str) -> type:
+    if backend not in BACKENDS:
+        raise UserError(f"the backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    if backend == "cpu":
+        return CPURuntime
+    # Not at the top: importing torch_xla takes seconds and starts its client.
+    from granite4_neuron.runtime.xla import XLARuntime
+
+    return XLARuntime
 
 
 def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:

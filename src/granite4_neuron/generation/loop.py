@@ -18,8 +18,6 @@ from granite4_neuron.runtime.cpu import CPURuntime, Row
 from granite4_neuron.state import HybridState
 
 Prompt = str | Sequence[int]
-# A step takes tokens of several prompts, but of so few that the scan does not become a loop over tokens.
-_LEAST_TOKENS_OF_A_PROMPT = 64
 
 
 @dataclass
@@ -202,7 +200,7 @@ def _prefill(
     waiting = sequences
     while waiting:
         started = time.perf_counter()
-        now = waiting[: max(1, model.tokens_per_step // _LEAST_TOKENS_OF_A_PROMPT)]
+        now = waiting[: model.prompts_per_step]
         rows = [sequence.row(max(1, model.tokens_per_step // len(now))) for sequence in now]
         logits = model.step(state, rows)
         for sequence, row in zip(now, rows, strict=True):

@@ -32,6 +32,8 @@ class CPURuntime:
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
     tokens_per_step = 512
+    # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
+    prompts_per_step = 8
 
     def __init__(self, model: GraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
         self.model = model

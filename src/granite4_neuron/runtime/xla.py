@@ -41,6 +41,9 @@ class XLARuntime:
         UserError: torch_xla is not installed.
     """
 
+    # A prefill graph takes one sequence: a second one would double the graphs for little.
+    prompts_per_step = 1
+
     def __init__(
         self,
         model: GraniteMoeHybridForCausalLM,

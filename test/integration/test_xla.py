@@ -1,0 +1,181 @@
+"""The XLA runtime: the CPU runtime's logits, a fixed set of graphs, state that is donated from step to step."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron import load, stream_generate
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime, Row
+from test.support.checkpoints import CASES, small_config
+from test.support.stepping import random_tokens
+
+pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
+import torch_xla.debug.metrics as metrics
+
+from granite4_neuron.runtime.xla import XLARuntime, cache_buckets
+
+BUCKETS = (16, 64)
+
+
+def runtimes(make_model):
+    """The same model on both runtimes."""
+    config = GenerationConfig()
+    return CPURuntime(make_model(), config), XLARuntime(make_model(), config, BUCKETS)
+
+
+def compilations() -> int:
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+def run_steps(runtime, steps, num_sequences, max_length):
+    """Logits of each step: lists of (slot, number of tokens), sequences told apart by slot."""
+    vocab_size = runtime.config.vocab_size
+    tokens = random_tokens(vocab_size, num_sequences + 1, max_length).tolist()
+    done = [0] * (num_sequences + 1)
+    state, logits = runtime.allocate(num_sequences, max_length), []
+    for step in steps:
+        rows = [Row(slot, done[slot], tokens[slot][done[slot] : done[slot] + count]) for slot, count in step]
+        logits.append(runtime.step(state, rows))
+        for slot, count in step:
+            done[slot] += count
+    return logits
+
+
+# Prefill of several lengths, one of them in three pieces; decode in any order, with idle slots; a second prefill while
+# others are in the middle of decode; a verify step.
+STEPS = [
+    [(2, 5), (1, 150), (3, 16)],
+    [(3, 1), (1, 1), (2, 1)],
+    [(1, 1)],
+    [(4, 33)],
+    [(2, 1), (4, 1), (1, 1), (3, 1)],
+    [(1, 4)],
+    [(1, 1), (2, 1)],
+    [(4, 20), (2, 3)],
+    [(4, 1), (3, 1)],
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_equal_the_cpu_runtimes(case, random_checkpoints):
+    folder = random_checkpoints(case)
+    cpu, xla = runtimes(lambda: load_model(folder, torch.float32))
+    for expected, logits in zip(run_steps(cpu, STEPS, 4, 200), run_steps(xla, STEPS, 4, 200), strict=True):
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= 1e-5
+
+
+def test_all_logits(random_checkpoints):
+    cpu, xla = runtimes(lambda: load_model(random_checkpoints(CASES[0]), torch.float32))
+    tokens = random_tokens(cpu.config.vocab_size, 100).tolist()
+    rows = [Row(1, 0, tokens), Row(2, 0, tokens[:7])]
+    expected, logits = (runtime.step(runtime.allocate(2, 100), rows, all_logits=True) for runtime in (cpu, xla))
+    assert (logits[0] - expected[0]).abs().max() <= 1e-5
+    assert (logits[1, :7] - expected[1, :7]).abs().max() <= 1e-5
+
+
+def test_the_bundled_model_prints_the_same_text():
+    prompts = ["An assignment statement", "The import statement is used to find a module and"]
+    tokens = {}
+    for backend in ("cpu", "xla"):
+        model, tokenizer = load(dtype=torch.float32, backend=backend)
+        tokens[backend] = [
+            (response.index, response.token)
+            for response in stream_generate(model, tokenizer, prompts, max_tokens=24, temperature=0)
+        ]
+    assert tokens["xla"] == tokens["cpu"]
+
+
+def test_the_set_of_graphs_is_fixed():
+    """Prefill buckets and decode, whatever prompts, positions, slots and numbers of steps come."""
+    runtime = XLARuntime(random_model(small_config(vocab_size=161)), GenerationConfig(), BUCKETS)
+    runtime.allocate(4, 200)  # the graph that makes the zeros
+    before = compilations()
+    run_steps(runtime, STEPS, 4, 200)
+    assert compilations() - before == len(BUCKETS) + 1
+    run_steps(runtime, [[(3, 40), (1, 3)], [(1, 1)], [(2, 64), (4, 1), (1, 17)], [(4, 1), (1, 1)]], 4, 200)
+    assert compilations() - before == len(BUCKETS) + 1
+
+
+def test_longer_caches_add_graphs_per_bucket_of_the_cache_only():
+    assert cache_buckets(200) == [200]
+    assert cache_buckets(5000) == [1024, 4096, 5000]
+    runtime = XLARuntime(random_model(small_config(vocab_size=162)), GenerationConfig(), (64, 512))
+    state = runtime.allocate(1, 2000)
+    before = compilations()
+    tokens = random_tokens(162, 1900).tolist()
+    for start in range(0, 1536, 512):
+        runtime.step(state, [Row(1, start, tokens[start : start + 512])])
+    for start in range(1536, 1545):
+        runtime.step(state, [Row(1, start, tokens[start : start + 1])])
+    assert compilations() - before == 3  # prefill with caches of 1024 and 2000, decode with 2000
+
+
+def test_200_steps_of_decode_add_no_memory_and_no_graph():
+    runtime = XLARuntime(random_model(small_config(vocab_size=163)), GenerationConfig(), BUCKETS)
+    state = runtime.allocate(2, 300)
+
+    def decode(first, count):
+        for position in range(first, first + count):
+            runtime.step(state, [Row(1, position, [5]), Row(2, position, [7])])
+
+    def resident_bytes():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    decode(0, 20)
+    graphs, memory = compilations(), resident_bytes()
+    decode(20, 200)
+    assert compilations() == graphs
+    state_bytes = sum(tensor.numel() * tensor.itemsize for tensor in state.tensors())
+    assert resident_bytes() - memory < 20 * state_bytes  # 200 copies would be ten times that
+
+
+DONATION_PROGRAM = """
+import sys
+from transformers import GenerationConfig
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.xla import XLARuntime
+from granite4_neuron.state import HybridState
+from test.support.checkpoints import small_config
+if sys.argv[1] == "drop":
+    complete = HybridState.input_output_aliases
+    HybridState.input_output_aliases = lambda self, first: dict(list(complete(self, first).items())[:-1])
+runtime = XLARuntime(random_model(small_config()), GenerationConfig(), (16,))
+state = runtime.allocate(2, 50)
+runtime.step(state, [Row(1, 0, [3] * 9)])
+if sys.argv[1] != "drop":
+    runtime.step(state, [Row(1, 9, [3])])
+print(len(list(state.tensors())))
+"""
+
+
+def donated_parameters(folder, variant):
+    """(number of state tensors, donated parameters of each compiled graph that returns logits)."""
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text", "PYTHONPATH": "."}
+    command = [sys.executable, "-c", DONATION_PROGRAM, variant]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    donated = []
+    for file in sorted(folder.glob("*before_optimizations.txt")):
+        aliases, layout = file.read_text().splitlines()[0].split("entry_computation_layout=")
+        if not layout.startswith("{()"):  # not the graph that makes the zeros
+            donated.append(len(re.findall(r"\(\d+, \{\}\)", aliases)))
+    return int(done.stdout.split()[-1]), donated
+
+
+def test_every_state_tensor_is_donated(tmp_path):
+    tensors, donated = donated_parameters(tmp_path, "all")
+    assert tensors == 2 * 6 and donated == [tensors, tensors]
+
+
+def test_a_dropped_alias_is_seen(tmp_path):
+    tensors, donated = donated_parameters(tmp_path, "drop")
+    assert donated == [tensors - 1]
