@@ -58,7 +58,7 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
         raise UserError(f"{folder} has no tokenizer.json.")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
