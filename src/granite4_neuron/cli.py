@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import resource
 import sys
@@ -17,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from granite4_neuron import accuracy, checkpoint
+from granite4_neuron import accuracy, checkpoint, graphs
 from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
@@ -38,6 +39,7 @@ examples:
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
+  granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
 """
 
 
@@ -115,13 +117,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     name = str(_model_or_bundled(options))
-    if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name):
-        config = GraniteMoeHybridConfig.from_family(name)
-        dtype = getattr(torch, config.torch_dtype)
-    else:
-        folder = checkpoint.find(name)
-        config = GraniteMoeHybridConfig.from_file(folder / "config.json")
-        dtype = checkpoint.stored_dtype(folder)
+    config, dtype = _config_and_dtype(name)
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config)
     table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
@@ -148,12 +144,49 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if passed else EXIT_CHECK_FAILED
 
 
+def _graphs(options: argparse.Namespace) -> int:
+    if min(options.tp_degree, options.batch_size, options.max_length, *options.buckets) < 1:
+        raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise UserError(f"{options.json} cannot be written: there is no such folder.")
+    config, dtype = _config_and_dtype(str(_model_or_bundled(options)))
+    dtype = _dtype(options) or dtype
+    reports = list(
+        graphs.report(config, dtype, options.tp_degree, options.batch_size, options.buckets, options.max_length)
+    )
+    table = Table("graph", "weights", "state, donated", "GFLOP", "GB accessed", "instructions", "temporaries")
+    table.title = f"one rank of {options.tp_degree}, {str(dtype).removeprefix('torch.')}"
+    for report in reports:
+        table.add_row(
+            report.graph,
+            _size(report.weight_bytes),
+            _size(report.state_bytes),
+            f"{report.flops / 1e9:.4g}",
+            f"{report.bytes_accessed / 1e9:.4g}",
+            f"{report.instructions:,}",
+            _size(report.temporary_bytes),
+        )
+    _print_table(table)
+    if options.json:
+        options.json.write_text(json.dumps([vars(report) for report in reports], indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def _convert(options: argparse.Namespace) -> int:
     folder = checkpoint.find(_model_or_bundled(options))
     model = checkpoint.load_model(folder, _dtype(options))
     checkpoint.save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
+
+
+def _config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, torch.dtype]:
+    """Of a checkpoint, or of a family member where there is no folder of that name."""
+    if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name):
+        config = GraniteMoeHybridConfig.from_family(name)
+        return config, getattr(torch, config.torch_dtype)
+    folder = checkpoint.find(name)
+    return GraniteMoeHybridConfig.from_file(folder / "config.json"), checkpoint.stored_dtype(folder)
 
 
 def _model_or_bundled(options: argparse.Namespace) -> str | Path:
@@ -325,6 +358,22 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, default=accuracy.FLOAT32_TOLERANCE, help="for float32 (default: %(default)s)"
     )
     check.set_defaults(run=_check)
+
+    graph = commands.add_parser(
+        "graphs",
+        help="what the compiled graphs of a model cost",
+        description="Trace one rank's graphs with torch_xla, without weights, and count them with XLA's cost analysis "
+        "before optimisation. Temporaries are those of the module compiled for the CPU, which in bfloat16 include "
+        "float32 copies of weights.",
+    )
+    _add_model(graph, family=True)
+    graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    graph.add_argument("--tp-degree", type=int, default=1, metavar="T", help="ranks that share the model (default: 1)")
+    graph.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences of the state (default: 1)")
+    graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
+    graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    graph.set_defaults(run=_graphs)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
     _add_model(convert)

@@ -1,5 +1,6 @@
 """The command as a person types it: what it prints, its exit status, and one sentence for every bad input."""
 
+import importlib.util
 import io
 import json
 import os
@@ -240,6 +241,10 @@ class TestBadInput:
         self.refused(run("sing"), "invalid choice")
         self.refused(run(), "required")
         self.refused(run("check", "--tokens", "0"), "--tokens is 0")
+        self.refused(run("graphs", "--buckets", "0"), "must be at least 1")
+        if importlib.util.find_spec("torch_xla") is None:
+            self.refused(run("graphs"), "torch_xla, which is not installed")
+            self.refused(run("generate", "--backend", "xla", "x"), "needs torch_xla")
 
 
 class TestInfo:
@@ -306,7 +311,7 @@ def test_convert(run, texting_folder, tmp_path):
 def test_help_names_every_command_and_option(run):
     status, output, _ = run("--help")
     assert status == 0
-    for command in ("generate", "info", "check", "convert", "examples:"):
+    for command in ("generate", "info", "check", "graphs", "convert", "examples:"):
         assert command in output
     _, output, _ = run("generate", "--help")
     for option in ("--model", "--chat", "--system", "--file", "--max-tokens", "--temperature", "--top-p", "--seed"):

@@ -1,0 +1,130 @@
+"""What the compiled graphs of a model cost, from the graphs themselves: nothing is run and no weight is allocated.
+
+Graphs are traced by torch_xla over placeholders, counted by XLA's cost analysis as they are before any optimisation,
+and compiled for the CPU to learn how much temporary memory they need.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import HybridState
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph of one rank; sizes in bytes.
+
+    flops, bytes_accessed and instructions are of the graph before optimisation: every operand and result of every
+    instruction counts as accessed. temporary_bytes is the peak of the CPU's compiled module, beside weights and state.
+    """
+
+    graph: str
+    weight_bytes: int
+    state_bytes: int  # donated: the new state takes its memory
+    flops: float
+    bytes_accessed: float
+    instructions: int
+    temporary_bytes: int
+
+
+def report(
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    tp_degree: int,
+    batch_size: int,
+    buckets: Sequence[int],
+    max_length: int,
+) -> Iterator[GraphReport]:
+    """The prefill graph of each bucket, for one sequence, and the decode graph for the whole batch.
+
+    Args:
+        config, dtype: the model.
+        tp_degree: ranks; the graphs are those of one of them, without what the ranks say to each other.
+        batch_size: sequences in the state and rows of the decode graph.
+        buckets: tokens of the prefill graphs.
+        max_length: of the cache, and what attention visits.
+
+    Raises:
+        UserError: torch_xla or jax is not installed, or tp_degree does not divide the model.
+    """
+    for tokens in buckets:
+        yield _graph(f"prefill {tokens}", config, dtype, tp_degree, batch_size, 1, tokens, max_length)
+    yield _graph(f"decode, batch {batch_size}", config, dtype, tp_degree, batch_size, batch_size, 1, max_length)
+
+
+def _graph(
+    name: str,
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    tp_degree: int,
+    num_sequences: int,
+    rows: int,
+    tokens: int,
+    max_length: int,
+) -> GraphReport:
+    torch_xla, placeholder = _tracer()
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
+        state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree)
+    weights = dict(model.named_parameters())
+    for weight_name, weight in weights.items():
+        parent, _, leaf = weight_name.rpartition(".")
+        value = torch.nn.Parameter(placeholder(tuple(weight.shape), dtype), requires_grad=False)
+        setattr(model.get_submodule(parent), leaf, value)
+    model.tie_weights()
+    for layer in state.layers:
+        for field, tensor in vars(layer).items():
+            setattr(layer, field, placeholder(tuple(tensor.shape), tensor.dtype))
+    shapes = ((rows, tokens), (rows, tokens), (rows,), (rows,))
+    with torch.no_grad():
+        logits = model(*(placeholder(shape, torch.int64) for shape in shapes), state, kv_length=max_length)
+    aliases = state.input_output_aliases(first=1)
+    outputs = [logits, *sorted(aliases, key=aliases.get)]
+    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto(outputs)
+    flops, accessed, instructions, temporary = _analyse(proto)
+    return GraphReport(
+        name,
+        weight_bytes=sum(weight.numel() for weight in weights.values()) * dtype.itemsize,
+        state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
+        flops=flops,
+        bytes_accessed=accessed,
+        instructions=instructions,
+        temporary_bytes=temporary,
+    )
+
+
+def _tracer():
+    try:
+        import torch_xla
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+    except ImportError:
+        raise UserError("graphs are traced by torch_xla, which is not installed.") from None
+    torch_xla.device()  # starts the client, which placeholders need
+    return torch_xla, create_placeholder_tensor
+
+
+def _analyse(proto: bytes) -> tuple[float, float, int, int]:
+    """Of a serialised HLO module: FLOPs, bytes accessed, instructions, and bytes of temporaries once compiled."""
+    try:
+        import jax
+        from jaxlib import _hlo, _jax
+    except ImportError:
+        raise UserError("graphs are counted by jax, which is not installed.") from None
+    module = _hlo.HloModule.from_serialized_hlo_module_proto(proto)
+    device = jax.devices("cpu")[0]
+    cost = _jax.hlo_module_cost_analysis(device.client, module)
+    mlir = _jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto))
+    executable = device.client.compile_and_load(mlir, _jax.DeviceList((device,)))
+    temporary = executable.get_compiled_memory_stats().temp_size_in_bytes
+    return cost["flops"], cost["bytes accessed"], len(_INSTRUCTION.findall(module.to_string())), temporary
