@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -43,77 +42,6 @@ _PUBLISHED_NAMES = {
     "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Consecutive rows (or columns) of a stored tensor, cut into `parts` equal parts.
-
-    Every rank takes one part. With fewer parts than ranks, neighbouring ranks take the same one; with one, all take it.
-    """
-
-    size: int
-    parts: int
-
-    def of_rank(self, rank: int, degree: int) -> slice:
-        length = self.size // self.parts
-        start = rank * self.parts // degree * length
-        return slice(start, start + length)
-
-
-def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[_Segment]] | None:
-    """What a rank loads: the axis along which a tensor is split and its segments there; None for the whole tensor.
-
-    This is the only place that says so, for every backend.
-    """
-    inner = _Segment(config.mamba_intermediate_size, degree)
-    groups = _Segment(config.mamba_n_groups * config.mamba_d_state, min(degree, config.mamba_n_groups))
-    heads = _Segment(config.mamba_n_heads, degree)
-    query = _Segment(config.num_attention_heads * config.head_dim, degree)
-    key = _Segment(config.num_key_value_heads * config.head_dim, min(degree, config.num_key_value_heads))
-    shared = _Segment(config.shared_intermediate_size, degree)
-    expert = _Segment(config.intermediate_size, degree)
-    vocabulary = _Segment(config.vocab_size, degree)
-    table = {
-        "mamba.in_proj.weight": (0, [inner, inner, groups, groups, heads]),  # z, x, B, C, dt
-        "mamba.in_proj.bias": (0, [inner, inner, groups, groups, heads]),
-        "mamba.conv1d.weight": (0, [inner, groups, groups]),  # x, B, C
-        "mamba.conv1d.bias": (0, [inner, groups, groups]),
-        "mamba.A_log": (0, [heads]),
-        "mamba.D": (0, [heads]),
-        "mamba.dt_bias": (0, [heads]),
-        "mamba.norm.weight": (0, [inner]),
-        "mamba.out_proj.weight": (1, [inner]),
-        "self_attn.q_proj.weight": (0, [query]),
-        "self_attn.q_proj.bias": (0, [query]),
-        "self_attn.k_proj.weight": (0, [key]),
-        "self_attn.k_proj.bias": (0, [key]),
-        "self_attn.v_proj.weight": (0, [key]),
-        "self_attn.v_proj.bias": (0, [key]),
-        "self_attn.o_proj.weight": (1, [query]),
-        "shared_mlp.input_linear.weight": (0, [shared, shared]),  # gate, up
-        "shared_mlp.output_linear.weight": (1, [shared]),
-        "block_sparse_moe.input_linear.weight": (1, [expert, expert]),  # gate, up
-        "block_sparse_moe.output_linear.weight": (2, [expert]),
-        "model.embed_tokens.weight": (0, [vocabulary]),
-        "lm_head.weight": (0, [vocabulary]),
-    }
-    return table.get(re.sub(r"^model\.layers\.\d+\.", "", name))
-
-
-def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
-    """One rank's part of a stored tensor: a view where it can be."""
-    split = _segments(name, config, degree)
-    if split is None or degree == 1:
-        return tensor
-    axis, segments = split
-    parts = []
-    for segment, whole in zip(segments, tensor.split([segment.size for segment in segments], dim=axis), strict=True):
-        part = segment.of_rank(rank, degree)
-        parts.append(whole.narrow(axis, part.start, part.stop - part.start))
-    return torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
-
-
 _EMBEDDING = "model.embed_tokens.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LISTED_NAMES = 8
@@ -136,8 +64,8 @@ def find(model: str | Path) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
         return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{model} is not a folder, and cannot be had from Hugging Face: {reason}") from None
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(f"{model} is not a folder, and cannot be had from Hugging Face ({reason}).") from None
 
 
 def load_model(
@@ -208,6 +136,60 @@ def save_model(
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
             if (files_from / name).is_file():
                 shutil.copyfile(files_from / name, partial / name)
+
+
+def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
+    """What one of `degree` ranks loads of a stored tensor."""
+    if degree == 1:
+        return tensor
+    axis, segments = _segments(name, config, degree)
+    pieces, start = [], 0
+    for size, parts in segments:
+        length = size // parts
+        pieces.append(tensor.narrow(axis, start + rank * parts // degree * length, length))
+        start += size
+    return torch.cat(pieces, dim=axis) if pieces else tensor
+
+
+def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[tuple[int, int]]]:
+    """How a tensor is split over ranks: along which axis, and what lies there one after another: (size, parts).
+
+    Every rank takes one part of each segment; with fewer parts than ranks, neighbours take the same one. No segments:
+    every rank takes the whole tensor. This is the only place that says so, for every backend.
+    """
+    inner = (config.mamba_intermediate_size, degree)
+    groups = (config.mamba_n_groups * config.mamba_d_state, min(degree, config.mamba_n_groups))
+    heads = (config.mamba_n_heads, degree)
+    query = (config.num_attention_heads * config.head_dim, degree)
+    key = (config.num_key_value_heads * config.head_dim, min(degree, config.num_key_value_heads))
+    shared = (config.shared_intermediate_size, degree)
+    expert = (config.intermediate_size, degree)
+    vocabulary = (config.vocab_size, degree)
+    table = {
+        "mamba.in_proj.weight": (0, [inner, inner, groups, groups, heads]),  # z, x, B, C, dt
+        "mamba.in_proj.bias": (0, [inner, inner, groups, groups, heads]),
+        "mamba.conv1d.weight": (0, [inner, groups, groups]),  # x, B, C
+        "mamba.conv1d.bias": (0, [inner, groups, groups]),
+        "mamba.A_log": (0, [heads]),
+        "mamba.D": (0, [heads]),
+        "mamba.dt_bias": (0, [heads]),
+        "mamba.norm.weight": (0, [inner]),
+        "mamba.out_proj.weight": (1, [inner]),
+        "self_attn.q_proj.weight": (0, [query]),
+        "self_attn.q_proj.bias": (0, [query]),
+        "self_attn.k_proj.weight": (0, [key]),
+        "self_attn.k_proj.bias": (0, [key]),
+        "self_attn.v_proj.weight": (0, [key]),
+        "self_attn.v_proj.bias": (0, [key]),
+        "self_attn.o_proj.weight": (1, [query]),
+        "shared_mlp.input_linear.weight": (0, [shared, shared]),  # gate, up
+        "shared_mlp.output_linear.weight": (1, [shared]),
+        "block_sparse_moe.input_linear.weight": (1, [expert, expert]),  # gate, up
+        "block_sparse_moe.output_linear.weight": (2, [expert]),
+        "model.embed_tokens.weight": (0, [vocabulary]),
+        "lm_head.weight": (0, [vocabulary]),
+    }
+    return table.get(re.sub(r"^model\.layers\.\d+\.", "", name), (0, []))
 
 
 class _StoredTensors:
