@@ -100,7 +100,7 @@ def load_model(
     for name, parameter in list(model.named_parameters()):
         weight = torch.empty(parameter.shape, dtype=dtype)
         weight.copy_(rank_slice(name, stored.read(name), config, parallel.rank, parallel.degree))
-        _set_parameter(model, name, weight)
+        set_parameter(model, name, weight)
     model.tie_weights()
     return model.eval()
 
@@ -136,6 +136,12 @@ def save_model(
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
             if (files_from / name).is_file():
                 shutil.copyfile(files_from / name, partial / name)
+
+
+def set_parameter(model: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Put a weight where `model` has the parameter of that name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
 
 
 def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
@@ -269,6 +275,8 @@ def _open(file: Path) -> Iterator[safe_open]:
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error}).") from None
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
 
@@ -278,11 +286,6 @@ def _published_name(name: str) -> str:
         if name.endswith(ending):
             return name.removesuffix(ending) + published
     return name
-
-
-def _set_parameter(model: nn.Module, name: str, weight: torch.Tensor) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from granite4_neuron.checkpoint import set_parameter
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
@@ -79,9 +80,7 @@ def _graph(
         state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree)
     weights = dict(model.named_parameters())
     for weight_name, weight in weights.items():
-        parent, _, leaf = weight_name.rpartition(".")
-        value = torch.nn.Parameter(placeholder(tuple(weight.shape), dtype), requires_grad=False)
-        setattr(model.get_submodule(parent), leaf, value)
+        set_parameter(model, weight_name, placeholder(tuple(weight.shape), dtype))
     model.tie_weights()
     for layer in state.layers:
         for field, tensor in vars(layer).items():
@@ -89,9 +88,7 @@ def _graph(
     shapes = ((rows, tokens), (rows, tokens), (rows,), (rows,))
     with torch.no_grad():
         logits = model(*(placeholder(shape, torch.int64) for shape in shapes), state, kv_length=max_length)
-    aliases = state.input_output_aliases(first=1)
-    outputs = [logits, *sorted(aliases, key=aliases.get)]
-    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto(outputs)
+    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto([logits, *state.input_output_aliases(first=1)])
     flops, accessed, instructions, temporary = _analyse(proto)
     return GraphReport(
         name,

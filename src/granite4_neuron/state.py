@@ -84,7 +84,7 @@ class HybridState:
             yield from vars(layer).values()
 
     def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
-        """Which output of a compiled step is the new value of which state tensor, and takes its memory.
+        """Which output of a compiled step is the new value of which state tensor, and takes its memory; in their order.
 
         Args:
             first: the index of the first state tensor among the step's outputs, after the logits.

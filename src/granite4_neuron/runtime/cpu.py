@@ -22,6 +22,14 @@ class Row:
     tokens: Sequence[int]
 
 
+def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows as the model takes them, padded on the right: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
+    input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
+    positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
+
+
 class CPURuntime:
     """A model with its generation defaults, ready to run steps.
 
@@ -56,14 +64,8 @@ class CPURuntime:
             float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
             [rows, longest row, vocab_size], unspecified where a row is shorter.
         """
-        longest = max(len(row.tokens) for row in rows)
-        padded = [[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows]
-        starts = torch.tensor([[row.start] for row in rows])
         return self.model(
-            torch.tensor(padded),
-            starts + torch.arange(longest),
-            torch.tensor([len(row.tokens) for row in rows]),
-            torch.tensor([row.slot for row in rows]),
+            *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
             kv_length=max(row.start + len(row.tokens) for row in rows),
             all_logits=all_logits,

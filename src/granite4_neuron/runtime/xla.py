@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.cpu import Row, step_inputs
 from granite4_neuron.state import NULL_SLOT, HybridState
 
 try:
@@ -103,15 +103,10 @@ class XLARuntime:
         longest = max(row.start + len(row.tokens) for row in rows)
         buckets = cache_buckets(state.max_length)
         kv_length = buckets[bisect.bisect_left(buckets, longest)]
-        ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
-        positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
-        lengths = torch.tensor([len(row.tokens) for row in rows])
-        slots = torch.tensor([row.slot for row in rows])
-        inputs = [tensor.to(self.device) for tensor in (ids, positions, lengths, slots)]
+        inputs = [tensor.to(self.device) for tensor in step_inputs(rows, tokens)]
 
         logits = self.model(*inputs, state, kv_length=kv_length, all_logits=all_logits)
-        aliases = state.input_output_aliases(first=1)
-        outputs = [logits, *sorted(aliases, key=aliases.get)]
+        outputs = [logits, *state.input_output_aliases(first=1)]
         # These, in this order, are the graph's outputs; each state tensor was written in place and is donated.
         torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
         return logits.cpu()
