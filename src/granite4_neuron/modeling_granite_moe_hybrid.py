@@ -63,7 +63,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
 
         Prefill, a further chunk of prefill, a verify step and decode are all this function: cutting a sequence anywhere
-        gives the same logits. A padded token changes nothing; a row of length 0 changes nothing but the null slot.
+        gives the same logits. A padded token changes nothing, and so does a row of length 0.
 
         Args:
             input_ids: [batch, tokens], int64; any valid id in padding.
@@ -104,6 +104,8 @@ class _Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
+        # Padding enters as zeros, and so it is finite in every layer.
+        hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         rotary = None
         if self.config.uses_rope:
             rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)

@@ -11,6 +11,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 
 from granite4_neuron.checkpoint import load_model
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.state import NULL_SLOT, MambaState
 from test.support.checkpoints import CASES, Case, small_config
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
@@ -99,6 +100,9 @@ def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
             assert torch.isfinite(logits[row, :length]).all()
             assert (logits[row, :length] - expected).abs().max().item() <= 1e-5 if length else True
             done[row] += length
+    for layer in state.layers:
+        if isinstance(layer, MambaState):
+            assert all(tensor[NULL_SLOT].count_nonzero() == 0 for tensor in vars(layer).values())
 
 
 def case_model_last(model, logits, lengths):
@@ -146,8 +150,8 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
     assert (last - everything[torch.arange(3), lengths - 1]).abs().max() <= 1e-5
 
 
-def test_padded_tokens_of_a_layer_may_be_nan():
-    """Hidden states of padding, poisoned, do not reach a real token through any layer."""
+def test_embeddings_of_padding_may_be_nan():
+    """They do not reach a real token through any layer."""
     model = random_model(small_config())
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     lengths = torch.tensor([20, 7])

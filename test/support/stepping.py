@@ -10,15 +10,16 @@ import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.state import HybridState
+from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
 
 
 def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
-    """State full of NaN: whatever is read before it was written shows."""
+    """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
     dtype = model.lm_head.weight.dtype
     state = HybridState.allocate(model.config, num_sequences, max_length, dtype, tp_degree=model.parallel.degree)
-    for tensor in state.tensors():
-        tensor.fill_(math.nan)
+    for layer in state.layers:
+        for tensor in vars(layer).values():
+            tensor[NULL_SLOT + isinstance(layer, MambaState) :] = math.nan
     return state
 
 

@@ -14,8 +14,10 @@ from granite4_neuron.ops import causal_conv1d, mamba_chunk_scan_combined, select
 from granite4_neuron.state import MambaState
 
 PREFILL_SCANS = ("chunked", "quadratic")
-# Balances the decay matrices (their size grows with it) against the number of matrix products.
-CHUNK_SIZE = 64
+# Balances the decay matrices (their size grows with it) against the number of matrix products: what measures best on a
+# CPU, and the number of partitions that Trainium's engines work on.
+_CPU_CHUNK_SIZE = 64
+_CHUNK_SIZE = 128
 
 
 class Mamba2(nn.Module):
@@ -52,11 +54,11 @@ class Mamba2(nn.Module):
         """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
         projected = self.in_proj(hidden_states)
         z = projected[..., : self.d_inner]
-        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, if x and B are finite.
-        padding = ~step.is_real[..., None]
-        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim].masked_fill(padding, 0.0)
+        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim]
         dt = projected[..., self.d_inner + self.conv_dim :].float() + self.dt_bias.float()
-        dt = F.softplus(dt).clamp(*self.time_step_limit).masked_fill(padding, 0.0)
+        dt = F.softplus(dt).clamp(*self.time_step_limit)
+        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
+        dt = dt.masked_fill(~step.is_real[..., None], 0.0)
 
         weight = self.conv1d.weight.squeeze(1)
         xBC, conv_state = causal_conv1d(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
@@ -78,13 +80,15 @@ class Mamba2(nn.Module):
             y = selective_state_update(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], self.D)
         else:
             y, ssm_state = mamba_chunk_scan_combined(
-                x, dt, A, B, C, self._chunk_size(tokens), self.D, initial_states=ssm_state, return_final_states=True
+                x, dt, A, B, C, self._chunk_size(x), self.D, initial_states=ssm_state, return_final_states=True
             )
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 
-    def _chunk_size(self, tokens: int) -> int:
-        return tokens if self.prefill_scan == "quadratic" else CHUNK_SIZE
+    def _chunk_size(self, x: torch.Tensor) -> int:
+        if self.prefill_scan == "quadratic":
+            return x.shape[1]
+        return _CPU_CHUNK_SIZE if x.device.type == "cpu" else _CHUNK_SIZE
 
 
 class _ConvWeights(nn.Module):
@@ -99,8 +103,8 @@ class _ConvWeights(nn.Module):
 class _NormedProjection(nn.Linear):
     """out_proj behind the gated norm. Where a norm's channels are spread over ranks, one all-reduce serves both.
 
-    The norm divides a token by a scalar, and that commutes with the projection: the sum of squares rides along as one
-    more column of the partial sums, in float32 like them, and the division comes after.
+    The norm divides a token by a scalar, and that commutes with the projection: the sum of squares travels with the
+    partial sums, in float32 like them, and the division comes after.
     """
 
     def __init__(self, config: GraniteMoeHybridConfig, in_features: int, parallel: Parallel):
@@ -118,7 +122,7 @@ class _NormedProjection(nn.Linear):
         else:
             gated = y.float() * F.silu(z.float())
             partial = F.linear((gated * norm.weight.float()).to(self.weight.dtype), self.weight)
-            squares = gated.square().sum(-1, keepdim=True)
-            total = self.parallel.all_reduce(torch.cat([partial.float(), squares], dim=-1))
-            total = total[..., :-1] * torch.rsqrt(total[..., -1:] / self.norm_channels + norm.eps)
+            squares = (gated * gated).sum(-1, keepdim=True)
+            total, squares = self.parallel.all_reduce_together(partial.float(), squares)
+            total = total * torch.rsqrt(squares / self.norm_channels + norm.eps)
         return total if self.bias is None else total + self.bias.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,14 @@ class Parallel:
         if self.group is not None:
             torch.distributed.all_reduce(partial, group=self.group)
         return partial
+
+    def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The sums of several tensors of one dtype, in one message."""
+        if self.group is None:
+            return partials
+        total = self.all_reduce(torch.cat([partial.flatten() for partial in partials]))
+        parts = total.split([partial.numel() for partial in partials])
+        return [part.view_as(partial) for part, partial in zip(parts, partials, strict=True)]
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts side by side on the last axis."""

@@ -31,9 +31,9 @@ class Step:
         return torch.arange(self.positions.shape[1], device=self.positions.device) < self.lengths[:, None]
 
     @cached_property
-    def is_fresh(self) -> torch.Tensor:
-        """[batch], true for rows that start from zeros, whatever their slot holds: position 0, and the null slot."""
-        return (self.positions[:, 0] == 0) | (self.slots == NULL_SLOT)
+    def read_slots(self) -> torch.Tensor:
+        """[batch], where each row's recurrent state is read: at position 0 that is the null slot, which holds zeros."""
+        return self.slots.where(self.positions[:, 0] > 0, NULL_SLOT)
 
     @cached_property
     def is_last(self) -> torch.Tensor:
@@ -42,9 +42,8 @@ class Step:
         return tokens == (self.lengths - 1).clamp(min=0)[:, None]
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros for fresh rows."""
-        rows = state.index_select(0, self.slots)
-        return rows.masked_fill_(self.is_fresh.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+        """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros at position 0."""
+        return state.index_select(0, self.read_slots)
 
     def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
         """Put rows [batch, ...] back to where `read` took them from, in place."""

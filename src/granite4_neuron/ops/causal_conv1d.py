@@ -39,7 +39,7 @@ def causal_conv1d(
     window = inputs.float()
     y = window[:, :tokens] * taps[:, 0]
     for tap in range(1, width):
-        y += window[:, tap : tap + tokens] * taps[:, tap]
+        y.addcmul_(window[:, tap : tap + tokens], taps[:, tap])
     if bias is not None:
         y += bias.float()
 

@@ -67,14 +67,14 @@ def mamba_chunk_scan_combined(
 
     # Groups join the batch: within one of them B and C are shared by all heads, and every tensor has rank 4 at most.
     rows = batch * n_groups
-    x_rows = _groups_to_rows(x.float().reshape(batch, length, n_groups, -1))
-    dt_rows = _groups_to_rows(dt.float().reshape(batch, length, n_groups, heads_per_group))
-    A_rows = A.float().view(1, n_groups, heads_per_group).expand(batch, -1, -1).reshape(rows, heads_per_group)
-    B_rows, C_rows = _groups_to_rows(B.float()), _groups_to_rows(C.float())
+    x_rows = _groups_to_rows(x.float(), n_groups)
+    dt_rows = _groups_to_rows(dt.float(), n_groups)
+    A_rows = A.float().view(n_groups, heads_per_group).repeat(batch, 1)
+    B_rows, C_rows = (values.float().transpose(1, 2).reshape(rows, length, d_state) for values in (B, C))
     if initial_states is None:
-        states = x_rows.new_zeros(rows, heads_per_group * head_dim, d_state)
+        states = x_rows.new_zeros(rows, heads_per_group, head_dim, d_state)
     else:
-        states = initial_states.float().reshape(rows, heads_per_group * head_dim, d_state)
+        states = initial_states.float().reshape(rows, heads_per_group, head_dim, d_state)
 
     outputs = []
     for start in range(0, length, chunk_size):
@@ -84,14 +84,13 @@ def mamba_chunk_scan_combined(
         )
         outputs.append(y)
 
-    y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-    y = y.view(batch, n_groups, length, heads_per_group * head_dim).transpose(1, 2).reshape(x.shape)
+    y = _rows_to_groups(torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], n_groups)
     if D is not None:
-        y = y + x.float() * (D.float()[:, None] if D.dim() == 1 else D.float())
+        y = torch.addcmul(y, x.float(), D.float()[:, None] if D.dim() == 1 else D.float())
     if z is not None:
         y = y * F.silu(z.float())
     y = y.to(x.dtype)
-    return (y, states.view(batch, num_heads, head_dim, d_state)) if return_final_states else y
+    return (y, states.reshape(batch, num_heads, head_dim, d_state)) if return_final_states else y
 
 
 def ssd_quadratic(
@@ -110,29 +109,28 @@ def ssd_quadratic(
     A row is one group of one sequence. All tensors are float32.
 
     Args:
-        x: [rows, length, heads * head_dim].
+        x: [rows, length, heads, head_dim].
         dt: [rows, length, heads].
         A: [rows, heads].
         B, C: [rows, length, d_state].
-        states: [rows, heads * head_dim, d_state], S_0.
+        states: [rows, heads, head_dim, d_state], S_0.
 
     Returns:
         (y, new states), shaped like x and states.
     """
-    rows, length, heads = dt.shape
     log_decay = (dt * A[:, None]).transpose(1, 2)  # [rows, heads, length]
     decay = torch.exp(segment_sum(log_decay))
-    decay_from_start = torch.exp(log_decay.cumsum(-1)).transpose(1, 2)[..., None]
+    decay_from_start = torch.exp(log_decay.cumsum(-1))
+    decay_to_end = decay[:, :, -1]
 
-    dt_x = (x.view(rows, length, heads, -1) * dt[..., None]).transpose(1, 2)  # [rows, heads, length, head_dim]
-    causal_scores = (C @ B.transpose(1, 2)).tril()  # once per group: heads differ in their decay only
-    within = ((causal_scores[:, None] * decay) @ dt_x).transpose(1, 2)
-    from_start = (C @ states.transpose(1, 2)).view(within.shape)
-    y = (within + from_start * decay_from_start).reshape(x.shape)
+    dt_x = x * dt[..., None]
+    causal_scores = torch.einsum("rin,rjn->rij", C, B).tril()  # once per group: heads differ in their decay only
+    within = torch.einsum("rhij,rjhp->rihp", causal_scores[:, None] * decay, dt_x)
+    from_start = torch.einsum("rin,rhpn->rihp", C, states)
+    y = torch.addcmul(within, from_start, decay_from_start.transpose(1, 2)[..., None])
 
-    to_end = (dt_x * decay[:, :, -1, :, None]).transpose(1, 2).reshape(x.shape)
-    carried = states.view(rows, heads, -1) * decay_from_start[:, -1]
-    return y, torch.baddbmm(carried.view(states.shape), to_end.transpose(1, 2), B)
+    added = torch.einsum("rjhp,rjn->rhpn", dt_x * decay_to_end.transpose(1, 2)[..., None], B)
+    return y, torch.addcmul(added, states, decay_from_start[:, :, -1, None, None])
 
 
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
@@ -152,7 +150,13 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
     return (values[..., None] * below_diagonal).cumsum(-2)  # the terms at [k, j] are values[k] where k > j
 
 
-def _groups_to_rows(values: torch.Tensor) -> torch.Tensor:
-    """[batch, length, n_groups, width] as [batch * n_groups, length, width]."""
-    batch, length, n_groups, width = values.shape
-    return values.transpose(1, 2).reshape(batch * n_groups, length, width)
+def _groups_to_rows(values: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """[batch, length, heads, ...] as [batch * n_groups, length, heads of a group, ...]."""
+    by_head = values.transpose(1, 2)
+    return by_head.reshape(-1, by_head.shape[1] // n_groups, *by_head.shape[2:]).transpose(1, 2)
+
+
+def _rows_to_groups(values: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """The inverse of `_groups_to_rows`."""
+    by_head = values.transpose(1, 2)
+    return by_head.reshape(-1, by_head.shape[1] * n_groups, *by_head.shape[2:]).transpose(1, 2)

@@ -52,15 +52,15 @@ def selective_state_update(
         A = A[:, None, None]
     decay = torch.exp(dt[..., None] * A.float())
 
-    # Heads in groups, so that B and C are broadcast and never copied per head. In place: a temporary of the state's
-    # size costs more than the arithmetic.
-    rows = (batch * n_groups, num_heads // n_groups * head_dim)
+    # Groups join the batch, so that B and C are broadcast and never copied per head. In place: a temporary of the
+    # state's size costs more than the arithmetic.
+    rows = (batch * n_groups, num_heads // n_groups, head_dim)
     new_state = state.float().mul_(decay).view(*rows, d_state)
-    new_state.baddbmm_((dt * x.float()).reshape(*rows, 1), B.float().reshape(-1, 1, d_state))
+    new_state += torch.einsum("rhp,rn->rhpn", (dt * x.float()).reshape(rows), B.float().reshape(-1, d_state))
     if state.dtype != torch.float32:
         state.copy_(new_state.view(state.shape))
 
-    y = (new_state @ C.float().reshape(-1, d_state, 1)).view(batch, num_heads, head_dim)
+    y = torch.einsum("rhpn,rn->rhp", new_state, C.float().reshape(-1, d_state)).reshape(batch, num_heads, head_dim)
     if D is not None:
         y = y + _per_head(D.float(), batch_dims=1) * x
     if z is not None:
