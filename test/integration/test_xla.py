@@ -10,10 +10,12 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load, stream_generate
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint import load_model, rank_slice, set_parameter
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime, Row
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
@@ -72,6 +74,25 @@ def test_logits_equal_the_cpu_runtimes(case, random_checkpoints):
         assert (logits - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_rank_alone_gives_its_cpu_logits(degree):
+    """One rank's graphs with its own shapes; what the ranks say to each other is left out on both sides."""
+    config = small_config(num_key_value_heads=2)
+    model = random_model(config)
+    parts = []
+    for runtime_class in (CPURuntime, XLARuntime):
+        with torch.device("meta"):
+            rank = GraniteMoeHybridForCausalLM(config, parallel=Parallel(1, degree))
+        for name, weight in model.named_parameters():
+            set_parameter(rank, name, rank_slice(name, weight, config, 1, degree).clone())
+        rank.tie_weights()
+        parts.append(runtime_class(rank.eval(), GenerationConfig()))
+    expected, logits = (run_steps(runtime, STEPS[:4], 4, 200) for runtime in parts)
+    for ours, theirs in zip(logits, expected, strict=True):
+        assert ours.shape[-1] == config.vocab_size // degree
+        assert (ours - theirs).abs().max() <= 1e-5
+
+
 def test_all_logits(random_checkpoints):
     cpu, xla = runtimes(lambda: load_model(random_checkpoints(CASES[0]), torch.float32))
     tokens = random_tokens(cpu.config.vocab_size, 100).tolist()
@@ -109,13 +130,48 @@ def test_longer_caches_add_graphs_per_bucket_of_the_cache_only():
     assert cache_buckets(5000) == [1024, 4096, 5000]
     runtime = XLARuntime(random_model(small_config(vocab_size=162)), GenerationConfig(), (64, 512))
     state = runtime.allocate(1, 2000)
+    assert state.max_length == 4096
     before = compilations()
     tokens = random_tokens(162, 1900).tolist()
     for start in range(0, 1536, 512):
         runtime.step(state, [Row(1, start, tokens[start : start + 512])])
     for start in range(1536, 1545):
         runtime.step(state, [Row(1, start, tokens[start : start + 1])])
-    assert compilations() - before == 3  # prefill with caches of 1024 and 2000, decode with 2000
+    assert compilations() - before == 3  # prefill with caches of 1024 and 4096, decode with 4096
+    longer = runtime.allocate(1, 3000)
+    runtime.step(longer, [Row(1, 0, tokens[:512])])
+    assert compilations() - before == 3
+
+
+def test_131072_tokens_in_chunks():
+    """A context far longer than any graph: new graphs for longer caches only, and the CPU runtime's logits."""
+    length, chunk = 131072, 2048
+    config = small_config(
+        **DENSE,
+        layer_types=("mamba", "attention"),
+        max_position_embeddings=length,
+        hidden_size=16,
+        shared_intermediate_size=32,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+    )
+    tokens = random_tokens(config.vocab_size, length).tolist()
+
+    def run(runtime):
+        state = runtime.allocate(1, length)
+        rows = [Row(1, start, tokens[start : start + chunk]) for start in range(0, length - chunk, chunk)]
+        rows += [Row(1, length - chunk, tokens[-chunk:-1]), Row(1, length - 1, tokens[-1:])]
+        return torch.cat([runtime.step(state, [row]) for row in rows])
+
+    expected = run(CPURuntime(random_model(config), GenerationConfig()))
+    runtime = XLARuntime(random_model(config), GenerationConfig(), (chunk,))
+    runtime.allocate(1, length)
+    before = compilations()
+    assert (run(runtime) - expected).abs().max() <= 1e-5
+    caches = [bucket for bucket in cache_buckets(length) if bucket >= chunk]
+    assert compilations() - before == len(caches) + 1  # and decode
 
 
 def test_200_steps_of_decode_add_no_memory_and_no_graph():

@@ -14,7 +14,6 @@ def cached_attention(
     slots: torch.Tensor,
     scale: float,
     kv_length: int,
-    block_size: int = 1024,
 ) -> torch.Tensor:
     """Causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
 
@@ -29,7 +28,6 @@ def cached_attention(
         slots: [batch], the cache row of each sequence.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
-        block_size: entries per block.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
@@ -39,31 +37,49 @@ def cached_attention(
     batch, tokens, num_heads, head_dim = query.shape
     kv_heads = key_cache.shape[1]
     # Query heads that share a key head stand below one another: [batch, kv_heads, heads per kv head * tokens, head_dim]
-    q = (query.float() * scale).view(batch, tokens, kv_heads, -1, head_dim)
-    q = q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+    q = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
     written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
+
+    at_most, written = positions[:, None, :, None], written[:, None, None]
 
     lowest = torch.finfo(torch.float32).min
     top = q.new_full((batch, num_heads, tokens, 1), lowest)
     total = torch.zeros_like(top)
     weighted = q.new_zeros(batch, num_heads, tokens, head_dim)
+    block_size = _block_size(tokens)
     for start in range(0, kv_length, block_size):
         stop = min(start + block_size, kv_length)
+        at = torch.arange(start, stop, device=query.device)
         key = key_cache[:, :, start:stop].index_select(0, slots).float()
         value = value_cache[:, :, start:stop].index_select(0, slots).float()
-        at = torch.arange(start, stop, device=query.device)
-        visible = (at <= positions[..., None]) & (at < written[..., None])
-        value = value.where((at < written)[:, None, :, None], 0.0)
+        value = value.where(at[:, None] < written, 0.0)
 
-        scores = (q @ key.transpose(2, 3)).view(batch, num_heads, tokens, -1).where(visible[:, None], lowest)
+        scores = torch.einsum("bkqd,bksd->bkqs", q, key).view(batch, num_heads, tokens, -1)
+        scores = scores.where((at <= at_most) & (at < written), lowest)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_top)
         rescale = torch.exp(top - new_top)
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        sums = weights.view(batch, kv_heads, -1, stop - start) @ value
-        weighted = weighted * rescale + sums.view(weighted.shape)
+        total = torch.addcmul(weights.sum(-1, keepdim=True), total, rescale)
+        sums = torch.einsum("bkqs,bksd->bkqd", weights.view(batch, kv_heads, -1, stop - start), value)
+        weighted = torch.addcmul(sums.view(weighted.shape), weighted, rescale)
         top = new_top
+        if query.device.type != "cpu":
+            slots = _once_known(total, slots)
     return (weighted / total).transpose(1, 2).to(query.dtype)
+
+
+def _block_size(tokens: int) -> int:
+    """Cache entries per block: fewer blocks where few tokens look at them."""
+    return max(1024, min(8192, 2**19 // tokens))
+
+
+def _once_known(total: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """`slots`, as a function of `total`, which is never negative.
+
+    It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
+    all of them at once.
+    """
+    return slots.where(total.sum() >= 0, 0)
 
 
 def write_cache(

@@ -68,9 +68,12 @@ class XLARuntime:
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """State on the device for slots 1 to `num_sequences`."""
+        """State on the device for slots 1 to `num_sequences`; the cache is as long as the next bucket of its length.
+
+        So states for texts of different lengths share their graphs.
+        """
         dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
-        length = cache_buckets(max_length)[-1]
+        length = _bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
         state = HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree)
         torch_xla.sync()
         return state
@@ -93,7 +96,7 @@ class XLARuntime:
         logits = []
         for start in range(0, len(row.tokens), self.tokens_per_step):
             piece = row.tokens[start : start + self.tokens_per_step]
-            bucket = self.prefill_buckets[bisect.bisect_left(self.prefill_buckets, len(piece))]
+            bucket = _bucket(len(piece), self.prefill_buckets)
             output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)[0]
             logits.append(output[: len(piece)] if all_logits else output)
         return torch.cat(logits) if all_logits else logits[-1]
@@ -101,8 +104,7 @@ class XLARuntime:
     def _run(self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool) -> torch.Tensor:
         """One graph. Its shapes depend on the number of rows, on `tokens` and on the cache's bucket only."""
         longest = max(row.start + len(row.tokens) for row in rows)
-        buckets = cache_buckets(state.max_length)
-        kv_length = buckets[bisect.bisect_left(buckets, longest)]
+        kv_length = _bucket(longest, cache_buckets(state.max_length))
         inputs = [tensor.to(self.device) for tensor in step_inputs(rows, tokens)]
 
         logits = self.model(*inputs, state, kv_length=kv_length, all_logits=all_logits)
@@ -118,3 +120,8 @@ def cache_buckets(max_length: int) -> list[int]:
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
     return buckets
+
+
+def _bucket(length: int, buckets: Sequence[int]) -> int:
+    """The smallest of ascending buckets that holds `length`."""
+    return buckets[bisect.bisect_left(buckets, length)]
