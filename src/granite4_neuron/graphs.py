@@ -6,12 +6,12 @@ and compiled for the CPU to learn how much temporary memory they need.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from granite4_neuron import hlo_lint
 from granite4_neuron.checkpoint import set_parameter
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
@@ -19,7 +19,9 @@ from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.state import HybridState
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
+
+class ToolsMissing(UserError):
+    """torch_xla or jax, with which graphs are traced and counted, is not installed."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class GraphReport:
     bytes_accessed: float
     instructions: int
     temporary_bytes: int
+    findings: tuple[str, ...]  # of hlo_lint
 
 
 def report(
@@ -57,7 +60,8 @@ def report(
         max_length: of the cache, and what attention visits.
 
     Raises:
-        UserError: torch_xla or jax is not installed, or tp_degree does not divide the model.
+        ToolsMissing: torch_xla or jax is not installed.
+        UserError: tp_degree does not divide the model.
     """
     for tokens in buckets:
         yield _graph(f"prefill {tokens}", config, dtype, tp_degree, batch_size, 1, tokens, max_length)
@@ -74,7 +78,7 @@ def _graph(
     tokens: int,
     max_length: int,
 ) -> GraphReport:
-    torch_xla, placeholder = _tracer()
+    placeholder = tracer()
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
         state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree)
@@ -88,40 +92,57 @@ def _graph(
     shapes = ((rows, tokens), (rows, tokens), (rows,), (rows,))
     with torch.no_grad():
         logits = model(*(placeholder(shape, torch.int64) for shape in shapes), state, kv_length=max_length)
-    proto = torch_xla._XLAC._get_xla_tensors_hlo_proto([logits, *state.input_output_aliases(first=1)])
-    flops, accessed, instructions, temporary = _analyse(proto)
+    proto = hlo_proto([logits, *state.input_output_aliases(first=1)])
+    flops, accessed, temporary, text = analyse(proto)
     return GraphReport(
         name,
         weight_bytes=sum(weight.numel() for weight in weights.values()) * dtype.itemsize,
         state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
         flops=flops,
         bytes_accessed=accessed,
-        instructions=instructions,
+        instructions=len(hlo_lint.instructions(text)),
         temporary_bytes=temporary,
+        findings=tuple(hlo_lint.findings(text)),
     )
 
 
-def _tracer():
+def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    """What makes placeholders: tensors of a shape and dtype to trace graphs from, without memory of their own.
+
+    Raises:
+        ToolsMissing: torch_xla is not installed.
+    """
     try:
         import torch_xla
         from torch_xla.core.xla_builder import create_placeholder_tensor
     except ImportError:
-        raise UserError("graphs are traced by torch_xla, which is not installed.") from None
+        raise ToolsMissing("graphs are traced by torch_xla, which is not installed.") from None
     torch_xla.device()  # starts the client, which placeholders need
-    return torch_xla, create_placeholder_tensor
+    return create_placeholder_tensor
 
 
-def _analyse(proto: bytes) -> tuple[float, float, int, int]:
-    """Of a serialised HLO module: FLOPs, bytes accessed, instructions, and bytes of temporaries once compiled."""
+def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
+    """The traced graph that computes these tensors, as a serialised HLO module, before any optimisation."""
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(outputs))
+
+
+def analyse(proto: bytes) -> tuple[float, float, int, str]:
+    """Of a serialised HLO module: FLOPs, bytes accessed, bytes of temporaries once compiled for the CPU, and its text.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
     try:
         import jax
         from jaxlib import _hlo, _jax
     except ImportError:
-        raise UserError("graphs are counted by jax, which is not installed.") from None
+        raise ToolsMissing("graphs are counted by jax, which is not installed.") from None
     module = _hlo.HloModule.from_serialized_hlo_module_proto(proto)
     device = jax.devices("cpu")[0]
     cost = _jax.hlo_module_cost_analysis(device.client, module)
     mlir = _jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto))
     executable = device.client.compile_and_load(mlir, _jax.DeviceList((device,)))
     temporary = executable.get_compiled_memory_stats().temp_size_in_bytes
-    return cost["flops"], cost["bytes accessed"], len(_INSTRUCTION.findall(module.to_string())), temporary
+    return cost["flops"], cost["bytes accessed"], temporary, module.to_string()

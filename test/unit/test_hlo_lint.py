@@ -1,0 +1,76 @@
+"""The rules of the lint over traced graphs: each on a graph that breaks it, and on one that does not."""
+
+import pytest
+import torch
+
+from granite4_neuron.hlo_lint import findings
+
+MODULE = """HloModule test, entry_computation_layout={{()->f32[]}}
+
+ENTRY %main (p0.1: s64[2], p1.2: f32[3,8,16], p2.3: f32[]) -> f32[] {{
+  %p0.1 = s64[2]{{0}} parameter(0)
+  %p1.2 = f32[3,8,16]{{2,1,0}} parameter(1)
+  %p2.3 = f32[] parameter(2)
+  %constant.4 = f64[] constant(1)
+  %iota.5 = s64[2]{{0}} iota(), iota_dimension=0
+  {line}
+}}
+"""
+BREAKING = {
+    "rank 5": "%reshape.9 = f32[1,3,2,4,16]{4,3,2,1,0} reshape(%p1.2)",
+    "f64": "%convert.9 = f64[3,8,16]{2,1,0} convert(%p1.2)",
+    "infeed": "%infeed.9 = (f32[3]{0}, token[]) infeed(%token.8)",
+    "to the host": '%custom-call.9 = f32[] custom-call(%p2.3), custom_call_target="MoveToHost"',
+    "a loop": "%while.9 = (s64[], f32[3]{0}) while(%tuple.8), condition=%c, body=%b",
+    "a convolution": "%convolution.9 = f32[3,8,16]{2,1,0} convolution(%p1.2, %p1.2), window={size=4}, dim_labels=b0f",
+    "in a sequence": "%gather.9 = f32[3,2,16]{2,1,0} gather(%p1.2, %p0.1), offset_dims={0,2}, "
+    "collapsed_slice_dims={1}, start_index_map={1}, index_vector_dim=1, slice_sizes={3,1,16}",
+    "part of a row": "%gather.9 = f32[2,4,16]{2,1,0} gather(%p1.2, %p0.1), offset_dims={1,2}, "
+    "collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,4,16}",
+    "a slice": "%gather.9 = f32[2,8,16]{2,1,0} gather(%p1.2, %iota.5), offset_dims={1,2}, collapsed_slice_dims={0}, "
+    "start_index_map={0}, index_vector_dim=1, slice_sizes={1,8,16}",
+    "a slice, written": "%scatter.9 = f32[3,8,16]{2,1,0} scatter(%p1.2, %iota.5, %p1.2), update_window_dims={1,2}, "
+    "inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%c",
+}
+GOOD = {
+    "rows of the first axis": "%gather.9 = f32[2,8,16]{2,1,0} gather(%p1.2, %p0.1), offset_dims={1,2}, "
+    "collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,8,16}",
+    "a scatter of data": "%scatter.9 = f32[3,8,16]{2,1,0} scatter(%p1.2, %p0.1, %p1.2), update_window_dims={1,2}, "
+    "inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%c",
+    "rank 4": "%reshape.9 = f32[3,2,4,16]{3,2,1,0} reshape(%p1.2)",
+}
+
+
+@pytest.mark.parametrize("line", BREAKING.values(), ids=BREAKING.keys())
+def test_what_breaks_a_rule_is_found(line):
+    (finding,) = findings(MODULE.format(line=line))
+    assert ".9 " in finding and finding.endswith(".")
+
+
+@pytest.mark.parametrize("line", GOOD.values(), ids=GOOD.keys())
+def test_what_breaks_none_is_not(line):
+    assert findings(MODULE.format(line=line)) == []
+
+
+def _conv1d(x, index):
+    return torch.nn.functional.conv1d(x.transpose(1, 2), torch.ones(16, 1, 4, device=x.device), groups=16)
+
+
+TRACED = {
+    "nn.Conv1d": (_conv1d, "convolution"),
+    "a gather over the sequence": (lambda x, index: x[:, index], "places in a sequence"),
+    "index_select over the sequence": (lambda x, index: x.index_select(1, index), "places in a sequence"),
+    "float64": (lambda x, index: x.double(), "f64"),
+    "five dimensions": (lambda x, index: x.view(2, 4, 2, 4, 4) + 1, "rank 5"),
+}
+
+
+@pytest.mark.parametrize(("program", "expected"), TRACED.values(), ids=TRACED.keys())
+def test_traced_programs(program, expected):
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
+    from granite4_neuron.graphs import analyse, hlo_proto, tracer
+
+    placeholder = tracer()
+    output = program(placeholder((2, 8, 16), torch.float32), placeholder((2,), torch.int64))
+    found = findings(analyse(hlo_proto([output]))[-1])
+    assert any(expected in finding for finding in found)
