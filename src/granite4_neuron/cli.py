@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from granite4_neuron import accuracy, checkpoint, graphs
+from granite4_neuron import accuracy, checkpoint, graphs, plan
 from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
@@ -167,9 +167,66 @@ def _graphs(options: argparse.Namespace) -> int:
             _size(report.temporary_bytes),
         )
     _print_table(table)
+    for report in reports:
+        for finding in report.findings:
+            print(f"{report.graph}: {finding}")
     if options.json:
         options.json.write_text(json.dumps([vars(report) for report in reports], indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if min(options.tp_degree, options.batch_size, options.context or 1) < 1:
+        raise UserError("--tp-degree, --batch-size and --context must be at least 1.")
+    if options.model is None:
+        return _plan_family(options)
+    config, dtype = _config_and_dtype(options.model)
+    planned = _planned(config, _dtype(options) or dtype, options)
+    table = Table("per logical core", f"of {plan.CORE_BYTES / 1e9:.0f} GB")
+    table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
+    table.add_row("weights", _gigabytes(planned.weights))
+    table.add_row(f"Mamba state of {planned.batch_size}", _gigabytes(planned.state))
+    table.add_row(f"KV cache of {planned.batch_size} x {planned.context:,} tokens", _gigabytes(planned.cache))
+    table.add_row("logits", _gigabytes(planned.logits))
+    temporaries = "unknown without torch_xla" if planned.temporaries is None else _gigabytes(planned.temporaries)
+    table.add_row("temporaries of a prefill step", temporaries)
+    table.add_section()
+    table.add_row("sum", _gigabytes(planned.total))
+    table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
+    table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
+    _print_table(table)
+    print(planned.verdict())
+    return 0 if planned.fits else EXIT_CHECK_FAILED
+
+
+def _plan_family(options: argparse.Namespace) -> int:
+    """A line for each member: what fits at its whole context, or at the one that is asked for."""
+    table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "largest batch")
+    table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
+    refusals = []
+    for name in family_names():
+        config, dtype = _config_and_dtype(name)
+        try:
+            planned = _planned(config, _dtype(options) or dtype, options)
+        except UserError as error:
+            refusals.append(f"{name}: {error}")
+            continue
+        sequence = (planned.state + planned.cache) // planned.batch_size
+        sizes = [_gigabytes(size) for size in (planned.weights, sequence, planned.total)]
+        short_name = name.removeprefix("granite-4.0-")
+        table.add_row(short_name, sizes[0], f"{planned.context:,}", *sizes[1:], f"{planned.largest_batch:,}")
+    _print_table(table)
+    print("\n".join(refusals), end="\n" if refusals else "")
+    return 0
+
+
+def _planned(config: GraniteMoeHybridConfig, dtype: torch.dtype, options: argparse.Namespace) -> plan.Plan:
+    context = options.context or config.max_position_embeddings
+    return plan.plan(config, dtype, options.instance, options.tp_degree, options.batch_size, context)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f}"
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -364,7 +421,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the compiled graphs of a model cost",
         description="Trace one rank's graphs with torch_xla, without weights, and count them with XLA's cost analysis "
         "before optimisation. Temporaries are those of the module compiled for the CPU, which in bfloat16 include "
-        "float32 copies of weights.",
+        "float32 copies of weights. What the compiler for Trainium is known to handle badly is listed below the table.",
     )
     _add_model(graph, family=True)
     graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
@@ -374,6 +431,24 @@ def _parser() -> argparse.ArgumentParser:
     graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=_graphs)
+
+    planner = commands.add_parser(
+        "plan",
+        help="what fits into the memory of a Trainium2 core",
+        description="Add up what each core of an instance holds of a model: weights, state, cache, logits, and what a "
+        "step of prefill needs besides. Without --model: a line for each member of the family.",
+    )
+    planner.add_argument(
+        "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
+    )
+    planner.add_argument("--instance", choices=plan.INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
+    planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
+    planner.add_argument(
+        "--tp-degree", type=int, default=4, metavar="T", help="ranks that share the model (default: 4)"
+    )
+    planner.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+    planner.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's longest)")
+    planner.set_defaults(run=_plan)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
     _add_model(convert)

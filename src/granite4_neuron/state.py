@@ -1,6 +1,7 @@
 """What a sequence leaves behind: convolution windows, SSM states, keys and values, all addressed by slot.
 
-Slot 0 is the null slot: rows without a sequence and padded tokens read from it and write to it, and nothing else does.
+Slot 0 is the null slot. Its recurrent state is zeros, always: rows at position 0 start from it, and rows without a
+sequence read it and write it back as it was. Keys and values of padded tokens go there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class KeyValueState:
 class HybridState:
     """One `MambaState` or `KeyValueState` per layer. A step updates the tensors in place.
 
-    A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
+    A slot needs no clearing between two sequences: a step whose first position is 0 starts from the null slot's zeros.
     """
 
     layers: list[MambaState | KeyValueState]
@@ -103,14 +104,17 @@ def mamba_state_shapes(
     )
 
 
-def sequence_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> int:
-    """Bytes of state that one sequence holds whatever its length: all its Mamba layers."""
-    (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config)
+def sequence_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, tp_degree: int = 1) -> int:
+    """Bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers."""
+    if MAMBA not in config.layer_types:
+        return 0
+    (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config, tp_degree)
     per_layer = conv_dim * window * dtype.itemsize + heads * head_dim * d_state * torch.float32.itemsize
     return config.layer_types.count(MAMBA) * per_layer
 
 
-def token_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that each token of a sequence adds: all attention layers."""
+def token_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, tp_degree: int = 1) -> int:
+    """Bytes of keys and values that each token of a sequence adds on a rank: all attention layers."""
     attention_layers = len(config.layer_types) - config.layer_types.count(MAMBA)
-    return attention_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    kv_heads = config.rank_dimensions(tp_degree).key_value_heads
+    return attention_layers * 2 * kv_heads * config.head_dim * dtype.itemsize
