@@ -14,6 +14,7 @@ def cached_attention(
     slots: torch.Tensor,
     scale: float,
     kv_length: int,
+    block_size: int | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
 
@@ -28,6 +29,7 @@ def cached_attention(
         slots: [batch], the cache row of each sequence.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
+        block_size: entries per block; None for what suits the number of tokens.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
@@ -39,23 +41,23 @@ def cached_attention(
     # Query heads that share a key head stand below one another: [batch, kv_heads, heads per kv head * tokens, head_dim]
     q = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
     written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
+    last_visible = torch.minimum(positions, written - 1)[:, None, :, None]
+    written = written[:, None, :, None]
 
-    at_most, written = positions[:, None, :, None], written[:, None, None]
-
-    lowest = torch.finfo(torch.float32).min
-    top = q.new_full((batch, num_heads, tokens, 1), lowest)
+    nothing, lowest = q.new_zeros(()), q.new_full((), torch.finfo(torch.float32).min)
+    top = lowest.expand(batch, num_heads, tokens, 1)
     total = torch.zeros_like(top)
     weighted = q.new_zeros(batch, num_heads, tokens, head_dim)
-    block_size = _block_size(tokens)
+    block_size = block_size or _block_size(tokens)
     for start in range(0, kv_length, block_size):
         stop = min(start + block_size, kv_length)
         at = torch.arange(start, stop, device=query.device)
         key = key_cache[:, :, start:stop].index_select(0, slots).float()
         value = value_cache[:, :, start:stop].index_select(0, slots).float()
-        value = value.where(at[:, None] < written, 0.0)
+        value = value.where(at[:, None] < written, nothing)
 
         scores = torch.einsum("bkqd,bksd->bkqs", q, key).view(batch, num_heads, tokens, -1)
-        scores = scores.where((at <= at_most) & (at < written), lowest)
+        scores = scores.where(at <= last_visible, lowest)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - new_top)
         rescale = torch.exp(top - new_top)
