@@ -6,6 +6,9 @@ from granite4_neuron import load
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import CASES, save_byte_tokenizer, small_config
+from test.support.nki_emulator import provide_nki
+
+provide_nki()
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

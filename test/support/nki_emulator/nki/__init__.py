@@ -1,0 +1,55 @@
+"""The part of `nki` 0.6 that launches kernels, on NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from nki.emulation import Launch, NkiTensor, launching
+
+
+class Kernel:
+    """A kernel and the number of physical cores (LNC) it is launched on: `kernel[2]` is the kernel on two."""
+
+    def __init__(self, function: Callable, programs: int = 1):
+        self.function = function
+        self.programs = programs
+        self.__doc__ = function.__doc__
+
+    def __getitem__(self, programs: int) -> Kernel:
+        return Kernel(self.function, programs)
+
+
+def jit(function: Callable) -> Kernel:
+    """Mark a function as a kernel."""
+    return Kernel(function)
+
+
+def simulate(kernel: Kernel) -> Callable:
+    """A function that runs `kernel` on NumPy arrays and returns its outputs as NumPy arrays.
+
+    The programs of a launch run one after the other and share their inputs and their `shared_hbm` outputs. Whatever
+    the compiler or the hardware would refuse raises `nki.emulation.NkiError`.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(_to_hbm, args))
+        kwargs = {name: _to_hbm(value) for name, value in kwargs.items()}
+        launch = Launch(kernel.programs)
+        with launching(launch):
+            for program in range(kernel.programs):
+                launch.start_program(program)
+                outputs = kernel.function(*args, **kwargs)
+                launch.finish_program()
+        return tuple(map(_from_hbm, outputs)) if isinstance(outputs, tuple) else _from_hbm(outputs)
+
+    return run
+
+
+def _to_hbm(value: Any) -> Any:
+    return NkiTensor.of_array(value) if isinstance(value, np.ndarray) else value
+
+
+def _from_hbm(value: Any) -> Any:
+    return value.array if isinstance(value, NkiTensor) else value
