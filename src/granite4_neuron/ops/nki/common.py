@@ -1,0 +1,93 @@
+"""Steps that several kernels share. They are plain functions: the compiler inlines them into the kernel.
+
+On chip the first dimension of a tensor is the partition; `rows` counts partitions, `columns` elements within one.
+"""
+
+from __future__ import annotations
+
+import nki.isa as nisa
+import nki.language as nl
+
+# Plain integers: the compiler wants those in shapes.
+MAX_PARTITIONS = 128
+PSUM_BANK = 512  # float32 per partition; one matrix product fits one bank
+
+
+def program_share(total: int) -> tuple[int, int]:
+    """(first, count): this program's part of `total` heads or channels, of which every program takes as many."""
+    first, count = 0, total
+    if nl.program_ndim() > 0:
+        count = total // nl.num_programs(0)
+        first = nl.program_id(0) * count
+    return first, count
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` up to `limit`."""
+    largest = 1
+    for candidate in range(2, min(number, limit) + 1):
+        if number % candidate == 0:
+            largest = candidate
+    return largest
+
+
+def common_divisor(first: int, second: int) -> int:
+    """The greatest common divisor."""
+    greatest = 1
+    for candidate in range(2, min(first, second) + 1):
+        if first % candidate == 0 and second % candidate == 0:
+            greatest = candidate
+    return greatest
+
+
+def load(src: nl.ndarray, dtype: str) -> nl.ndarray:
+    """A tile in SBUF with the content of HBM `src`, cast to `dtype` on the way."""
+    tile_sb = nl.ndarray(src.shape, dtype=dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile_sb, src=src)
+    return tile_sb
+
+
+def ones(rows: int, columns: int, dtype: str) -> nl.ndarray:
+    """[rows, columns] of 1."""
+    tile_sb = nl.ndarray((rows, columns), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=tile_sb, value=1.0)
+    return tile_sb
+
+
+def ones_where(comparison: object, rows: int, columns: int) -> nl.ndarray:
+    """[rows, columns] in float32: 1 where `column - row` compares true with 0, else 0."""
+    tile_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=tile_sb,
+        pattern=[[1, columns]],
+        channel_multiplier=-1,
+        on_true_tile=ones(rows, columns, nl.float32),
+        on_false_value=0.0,
+        cmp_op=comparison,
+    )
+    return tile_sb
+
+
+def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
+    """A row [1, columns] in float32, up to a PSUM bank of it, as [128, columns]."""
+    columns = row_sb.shape[1]
+    rows_psum = nl.ndarray((MAX_PARTITIONS, columns), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(
+        dst=rows_psum,
+        stationary=ones(1, MAX_PARTITIONS, nl.float32),
+        moving=row_sb,
+        is_stationary_onezero=True,
+    )
+    rows_sb = nl.ndarray((MAX_PARTITIONS, columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=rows_sb, src=rows_psum)
+    return rows_sb
+
+
+def along(tile: nl.ndarray, columns: int) -> nl.ndarray:
+    """[rows, n] read as [rows, n, columns], every element `columns` times."""
+    return tile.expand_dim(2).broadcast(2, columns)
+
+
+def for_each(tile: nl.ndarray, copies: int) -> nl.ndarray:
+    """[rows, n] read as [rows, copies, n], the whole row `copies` times."""
+    return tile.expand_dim(1).broadcast(1, copies)

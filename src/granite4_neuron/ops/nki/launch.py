@@ -1,0 +1,39 @@
+"""Runs a kernel on torch tensors: compiled on a Neuron device, in NKI's simulator on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nki
+import torch
+
+# Physical NeuronCores to a logical one; Trainium2's default. The runtime's setting must be the same.
+LOGICAL_CORE_SIZE = 2
+
+
+def launch(kernel: Any, *arguments: torch.Tensor, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
+    """The kernel's outputs, on the device of its arguments.
+
+    Args:
+        kernel: a function under `nki.jit`.
+        arguments: what the kernel takes, in its order.
+        programs: how many physical cores share the work.
+    """
+    arguments = tuple(argument.contiguous() for argument in arguments)
+    if arguments[0].device.type != "cpu":
+        return kernel[programs](*arguments)
+    return tuple(map(_from_numpy, nki.simulate(kernel[programs])(*map(_to_numpy, arguments))))
+
+
+def _to_numpy(tensor: torch.Tensor) -> Any:
+    if tensor.dtype != torch.bfloat16:
+        return tensor.detach().numpy()
+    import ml_dtypes  # NumPy's bfloat16; both simulators have it
+
+    return tensor.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)

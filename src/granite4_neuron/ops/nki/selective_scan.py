@@ -1,0 +1,295 @@
+"""Mamba-2 prefill token by token, in time that grows linearly: the recurrence as VectorE's scan instruction."""
+
+from __future__ import annotations
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+import torch
+
+from granite4_neuron.ops.nki.common import (
+    MAX_PARTITIONS,
+    PSUM_BANK,
+    along,
+    for_each,
+    load,
+    on_all_partitions,
+    ones,
+    program_share,
+)
+from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan_torch
+
+TOKENS = MAX_PARTITIONS  # per tile
+LANE_CHANNELS = PSUM_BANK // TOKENS  # whose tokens follow each other on a partition, in one scan
+
+
+def selective_scan_torch(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    initial_states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition of `selective_scan`: same arguments, same results."""
+    return ssd_chunk_scan_torch(x, dt, A, B, C, D, initial_states)
+
+
+@nki.jit
+def selective_scan(
+    x: nl.ndarray,
+    dt: nl.ndarray,
+    A: nl.ndarray,
+    B: nl.ndarray,
+    C: nl.ndarray,
+    D: nl.ndarray,
+    initial_states: nl.ndarray,
+) -> tuple[nl.ndarray, nl.ndarray]:
+    """
+    The selective scan of Mamba-2 over whole sequences, one state element per partition, one token after another.
+
+    One instruction scans four channels (eight for d_state 64) over a tile of 128 tokens. B and C are read from HBM
+    once per program, and the products of dt, B and x are formed on chip.
+
+    Dimensions:
+        batch: sequences, one after the other
+        length: tokens, any number; the last tile may be shorter
+        num_heads: heads on this logical core; each program (LNC) takes an equal share of them
+        head_dim: a multiple of 8
+        n_groups: groups of consecutive heads with the same B and C
+        d_state: 64 or 128; two channels share the partitions if it is 64
+
+    Args:
+        x (nl.ndarray): [batch, length, num_heads, head_dim], float32 or bfloat16.
+        dt (nl.ndarray): [batch, length, num_heads], float32, after softplus and limits; 0 for padding, whose x, B and
+            C must be finite.
+        A (nl.ndarray): [num_heads], float32, negative.
+        B (nl.ndarray): [batch, length, n_groups, d_state], dtype of x.
+        C (nl.ndarray): like B.
+        D (nl.ndarray): [num_heads], float32.
+        initial_states (nl.ndarray): [batch, d_state, num_heads, head_dim], float32.
+
+    Returns:
+        y (nl.ndarray): like x.
+        final_states (nl.ndarray): like initial_states.
+
+    Notes:
+        - num_heads must be a multiple of the number of programs.
+        - Arithmetic is float32 for every dtype of x.
+        - The number of instructions grows with length * num_heads * head_dim, and is 30 times that of
+          `ssd_chunk_scan`, which is the faster one at every length; this one rounds as decode does.
+        - Source: Gu and Dao 2023, algorithm 2, with Mamba-2's scalar A per head.
+
+    Pseudocode:
+        for sequence, for tile of tokens:
+            for head:
+                decay[n, t] = exp(dt_t * A), the same for every n; 0 at the first token
+                for four channels of the head:
+                    inputs[n, (channel, t)] = B[t, n] * dt_t * x[t, channel]
+                    inputs[n, (channel, 0)] += exp(dt_0 * A) * state[n, channel]
+                    states = scan(decay * previous + inputs)
+                    y[t, channel] = sum over n of C[t, n] * states[n, (channel, t)]
+                    state[n, channel] = states[n, (channel, last)]
+            y += D * x
+    """
+    batch, length, num_heads, head_dim = x.shape
+    n_groups, d_state = B.shape[2], B.shape[3]
+    heads_per_group = num_heads // n_groups
+    first_head, heads = program_share(num_heads)
+    own_heads = slice(first_head, first_head + heads)
+    parts = MAX_PARTITIONS // d_state  # of a head's channels, side by side on the partitions
+    part = head_dim // parts
+    heads_per_bank = PSUM_BANK // head_dim
+
+    y = nl.ndarray((batch, length, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
+    final_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=nl.float32, buffer=nl.shared_hbm)
+
+    everywhere = ones(TOKENS, MAX_PARTITIONS, nl.float32)
+    members = _members(parts, d_state)
+    A_sb = on_all_partitions(load(A.reshape((1, num_heads))[0:1, own_heads], nl.float32))
+    D_sb = on_all_partitions(load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32))
+
+    for b in range(batch):
+        state_sb = nl.ndarray((MAX_PARTITIONS, heads, part), dtype=nl.float32, buffer=nl.sbuf)
+        for p in range(parts):
+            nisa.dma_copy(
+                dst=state_sb[p * d_state : (p + 1) * d_state, :, :],
+                src=initial_states[b, 0:d_state, own_heads, p * part : (p + 1) * part],
+            )
+        for start in range(0, length, TOKENS):
+            tokens = slice(start, min(start + TOKENS, length))
+            x_sb = load(x[b, tokens, own_heads, 0:head_dim], nl.float32)
+            dt_sb = load(dt[b, tokens, own_heads], nl.float32)
+            B_sb = load(B[b, tokens, 0:n_groups, 0:d_state], nl.float32)
+            C_sb = load(C[b, tokens, 0:n_groups, 0:d_state], nl.float32)
+            rows = x_sb.shape[0]
+            log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, :], op=nl.multiply)
+            dt_x_sb = nl.ndarray((rows, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=dt_x_sb, data1=x_sb, data2=along(dt_sb, head_dim), op=nl.multiply)
+            y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
+
+            for bank_start in range(0, heads, heads_per_bank):
+                bank = slice(bank_start, min(bank_start + heads_per_bank, heads))
+                y_psum = nl.ndarray((rows, bank.stop - bank.start, head_dim), dtype=nl.float32, buffer=nl.psum)
+                for h in range(bank.start, bank.stop):
+                    group = (first_head + h) // heads_per_group
+                    if h == bank.start or (first_head + h) % heads_per_group == 0:
+                        C_columns_sb = _columns(C_sb[:, group, :], parts)
+                    decay_sb, first_decay_sb = _lane_decay(log_decay_sb[:, h : h + 1], everywhere)
+                    _scan_head(
+                        y_psum[:, h - bank.start, :],
+                        state_sb[:, h, :],
+                        dt_x_sb[:, h, :],
+                        B_sb[:, group, :],
+                        C_columns_sb,
+                        decay_sb,
+                        first_decay_sb,
+                        members,
+                    )
+                _add_skip(y_sb[:, bank, :], y_psum, x_sb[:, bank, :], D_sb[0:rows, bank])
+            nisa.dma_copy(dst=y[b, tokens, own_heads, 0:head_dim], src=y_sb)
+        for p in range(parts):
+            nisa.dma_copy(
+                dst=final_states[b, 0:d_state, own_heads, p * part : (p + 1) * part],
+                src=state_sb[p * d_state : (p + 1) * d_state, :, :],
+            )
+    return y, final_states
+
+
+def _members(parts: int, d_state: int) -> nl.ndarray:
+    """[128, parts]: 1 where a partition belongs to a part."""
+    members_sb = nl.ndarray((MAX_PARTITIONS, parts), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=members_sb, value=0.0)
+    for p in range(parts):
+        nisa.memset(dst=members_sb[p * d_state : (p + 1) * d_state, p : p + 1], value=1.0)
+    return members_sb
+
+
+def _columns(C_sb: nl.ndarray, parts: int) -> nl.ndarray:
+    """C [rows, d_state] transposed, once for every part: [128, rows]."""
+    rows, d_state = C_sb.shape
+    columns_sb = nl.ndarray((MAX_PARTITIONS, rows), dtype=nl.float32, buffer=nl.sbuf)
+    columns_psum = nl.ndarray((d_state, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=columns_psum, data=C_sb)
+    for p in range(parts):
+        nisa.tensor_copy(
+            dst=columns_sb[p * d_state : (p + 1) * d_state, :], src=columns_psum, engine=nisa.engine.scalar
+        )
+    return columns_sb
+
+
+def _on_diagonal(values_sb: nl.ndarray) -> nl.ndarray:
+    """[rows, n] as n diagonal matrices [rows, n, rows]."""
+    rows, count = values_sb.shape
+    diagonals_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.affine_select(
+        dst=diagonals_sb,
+        pattern=[[0, count], [1, rows]],
+        channel_multiplier=-1,
+        on_true_tile=along(values_sb, rows),
+        on_false_value=0.0,
+        cmp_op=nl.equal,
+    )
+    return diagonals_sb
+
+
+def _lane_decay(log_decay_sb: nl.ndarray, everywhere: nl.ndarray) -> tuple[nl.ndarray, nl.ndarray]:
+    """A head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
+
+    Returns:
+        [128, LANE_CHANNELS, rows], 0 at every channel's first token: there a scan begins anew.
+        [128, 1], the decay at the first token.
+    """
+    rows = log_decay_sb.shape[0]
+    sums_psum = nl.ndarray((MAX_PARTITIONS, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(
+        dst=sums_psum,
+        stationary=everywhere[0:rows, :],
+        moving=_on_diagonal(log_decay_sb),
+        is_stationary_onezero=True,
+    )
+    decay_sb = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, LANE_CHANNELS))
+    first_decay_sb = nl.ndarray((MAX_PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)
+    nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)
+    return decay_sb, first_decay_sb
+
+
+def _scan_head(
+    y_psum: nl.ndarray,
+    state_sb: nl.ndarray,
+    dt_x_sb: nl.ndarray,
+    B_sb: nl.ndarray,
+    C_columns_sb: nl.ndarray,
+    decay_sb: nl.ndarray,
+    first_decay_sb: nl.ndarray,
+    members: nl.ndarray,
+) -> None:
+    """Scan a head's channels over a tile of tokens.
+
+    Args:
+        y_psum: [rows, head_dim], written.
+        state_sb: [128, part], float32, advanced in place.
+        dt_x_sb: [rows, head_dim], float32.
+        B_sb: [rows, d_state], float32.
+        C_columns_sb: [128, rows], float32.
+        decay_sb, first_decay_sb: from `_lane_decay`.
+        members: [128, parts], from `_members`.
+    """
+    rows, d_state = B_sb.shape
+    parts, part = members.shape[1], state_sb.shape[1]
+    dt_x_parts = dt_x_sb.reshape((rows, parts, part))
+    y_parts = y_psum.reshape((rows, parts, part))
+    for first in range(0, part, LANE_CHANNELS):
+        lanes = slice(first, first + LANE_CHANNELS)
+        inputs_psum = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)
+        for p in range(parts):
+            nisa.nc_matmul(
+                dst=inputs_psum[p * d_state : (p + 1) * d_state, :, :],
+                stationary=B_sb,
+                moving=_on_diagonal(dt_x_parts[:, p, lanes]),
+            )
+        nisa.scalar_tensor_tensor(
+            dst=inputs_psum[:, :, 0:1],
+            data=state_sb[:, lanes],
+            op0=nl.multiply,
+            operand0=first_decay_sb,
+            op1=nl.add,
+            operand1=inputs_psum[:, :, 0:1],
+        )
+        states_sb = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.sbuf)
+        size = LANE_CHANNELS * rows
+        nisa.tensor_tensor_scan(
+            dst=states_sb.reshape((MAX_PARTITIONS, size)),
+            data0=decay_sb.reshape((MAX_PARTITIONS, size)),
+            data1=inputs_psum.reshape((MAX_PARTITIONS, size)),
+            initial=0.0,
+            op0=nl.multiply,
+            op1=nl.add,
+        )
+        nisa.tensor_copy(dst=state_sb[:, lanes], src=states_sb[:, :, rows - 1 : rows], engine=nisa.engine.scalar)
+        nisa.tensor_tensor(
+            dst=states_sb,
+            data1=states_sb,
+            data2=for_each(C_columns_sb, LANE_CHANNELS),
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )
+        for lane in range(LANE_CHANNELS):
+            nisa.nc_matmul(
+                dst=y_parts[:, :, first + lane],
+                stationary=states_sb[:, lane, :],
+                moving=members,
+                is_moving_onezero=True,
+            )
+
+
+def _add_skip(y_sb: nl.ndarray, y_psum: nl.ndarray, x_sb: nl.ndarray, D_sb: nl.ndarray) -> None:
+    """y = y_psum + D * x, for up to a bank of heads: [rows, heads, head_dim], D [rows, heads]."""
+    skip_sb = nl.ndarray(x_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    factors = along(D_sb, x_sb.shape[2])
+    nisa.tensor_tensor(dst=skip_sb, data1=x_sb, data2=factors, op=nl.multiply)
+    nisa.tensor_tensor(dst=y_sb, data1=skip_sb, data2=y_psum, op=nl.add)

@@ -1,0 +1,103 @@
+"""Inputs of the NKI kernels, their definitions token by token, and how far apart two results are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from test.support import oracles
+
+
+def scan_inputs(
+    batch: int = 1,
+    length: int = 128,
+    heads: int = 4,
+    head_dim: int = 64,
+    groups: int = 1,
+    d_state: int = 128,
+    dtype: torch.dtype = torch.float32,
+    max_A: float = 16.0,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Arguments of the scans; steps from 0.001 to 0.5, as trained models have them."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    return dict(
+        x=normal(batch, length, heads, head_dim).to(dtype),
+        dt=torch.exp(torch.empty(batch, length, heads).uniform_(math.log(1e-3), math.log(0.5), generator=g)),
+        A=-torch.empty(heads).uniform_(1, max_A, generator=g),
+        B=normal(batch, length, groups, d_state).to(dtype),
+        C=normal(batch, length, groups, d_state).to(dtype),
+        D=normal(heads),
+        initial_states=normal(batch, d_state, heads, head_dim),
+    )
+
+
+def scan_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and final states of the recurrence in float64, in the kernels' layout."""
+    x, dt, A, B, C, D, states = inputs.values()
+    y, states = oracles.ssm_recurrence(x, dt, A, B, C, D, states.permute(0, 2, 3, 1))
+    return y, states.permute(0, 3, 1, 2)
+
+
+def decode_inputs(batch: int = 3, **dimensions) -> dict[str, torch.Tensor]:
+    """Arguments of ssm_decode."""
+    inputs = scan_inputs(batch, 1, **dimensions)
+    token = {name: inputs[name][:, 0] for name in ("x", "dt", "B", "C")}
+    states = inputs["initial_states"]
+    return dict(states=states, x=token["x"], dt=token["dt"], A=inputs["A"], B=token["B"], C=token["C"], D=inputs["D"])
+
+
+def decode_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and new states of one step of the recurrence in float64, in the kernels' layout."""
+    states, x, dt, A, B, C, D = inputs.values()
+    token = dict(x=x[:, None], dt=dt[:, None], A=A, B=B[:, None], C=C[:, None], D=D, initial_states=states)
+    y, states = scan_oracle(token)
+    return y[:, 0], states
+
+
+def conv_inputs(
+    batch: int = 2,
+    length: int = 130,
+    channels: int = 256,
+    d_conv: int = 4,
+    dtype: torch.dtype = torch.float32,
+    lengths: list[int] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Arguments of conv1d_prefill."""
+    g = torch.Generator().manual_seed(0)
+    shapes = dict(
+        x=(batch, length, channels),
+        conv_states=(batch, channels, d_conv - 1),
+        weight=(channels, d_conv),
+        bias=(channels,),
+    )
+    tensors = {name: torch.randn(shape, generator=g).to(dtype) for name, shape in shapes.items()}
+    return dict(**tensors, lengths=torch.tensor(lengths or [length] * batch, dtype=torch.int32))
+
+
+def conv_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """y in float64, and the windows: the last inputs up to each row's last real token."""
+    x, states, weight, bias, lengths = inputs.values()
+    reach = weight.shape[1] - 1
+    y, windows = [], []
+    for row, state, length in zip(x, states, lengths.tolist(), strict=True):
+        history = torch.cat([state.T, row])
+        y.append(oracles.causal_conv(history, weight, bias)[reach:])
+        windows.append(history[length : length + reach].T)
+    return torch.stack(y), torch.stack(windows)
+
+
+def error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest difference, relative to the range of what is exact; infinite where a value is not finite."""
+    if not value.isfinite().all():
+        return math.inf
+    return ((value.double() - exact.double()).abs().max() / exact.double().abs().max()).item()
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
