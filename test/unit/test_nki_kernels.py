@@ -72,7 +72,7 @@ class TestScans:
     @pytest.mark.parametrize(
         "dimensions",
         [
-            dict(heads=4, head_dim=64, d_state=128),
+            dict(heads=2, head_dim=64, d_state=128),
             dict(heads=2, head_dim=32, d_state=64),
             dict(heads=2, head_dim=128, d_state=64),
             dict(heads=4, head_dim=32, d_state=128, groups=2),

@@ -1,0 +1,178 @@
+"""Bugs planted in the kernels' sources, one at a time: the comparisons of test_nki_kernels must see each of them."""
+
+import inspect
+import types
+
+import pytest
+
+from granite4_neuron.ops.nki import conv1d_prefill, conv1d_update, selective_scan, ssd_chunk_scan, ssm_decode
+from granite4_neuron.ops.nki.launch import launch
+from test.support.nki_cases import (
+    conv_inputs,
+    conv_oracle,
+    decode_inputs,
+    decode_oracle,
+    error,
+    scan_inputs,
+    scan_oracle,
+)
+
+emulation = pytest.importorskip("nki.emulation", reason="a simulator may do anything with a broken kernel")
+
+
+def mutated(module, old, new):
+    """The module's kernel with one piece of its source replaced."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} is in {module.__name__} {source.count(old)} times"
+    copy = types.ModuleType(module.__name__)
+    exec(compile(source.replace(old, new), module.__file__, "exec"), copy.__dict__)
+    return getattr(copy, module.__name__.rpartition(".")[2])
+
+
+def check_fails(kernel, arguments, exact):
+    """Either a result is wrong by more than the tests allow, or the emulator refuses the kernel."""
+    try:
+        outputs = launch(kernel, *arguments, programs=1)
+    except emulation.NkiError:
+        return
+    assert max(error(output, expected) for output, expected in zip(outputs, exact, strict=True)) > 1e-5
+
+
+SSD = {
+    "decay dropped": ("nisa.activation(dst=decay_sb, op=nl.exp, data=sums_psum)", "nisa.memset(decay_sb, 1.0)"),
+    "segments begin one token early": ("after = ones_where(nl.less,", "after = ones_where(nl.less_equal,"),
+    "segments end one token early": ("cmp_op=nl.greater_equal", "cmp_op=nl.greater"),
+    "scores masked one token early": ("up_to = ones_where(nl.greater_equal,", "up_to = ones_where(nl.greater,"),
+    "boundary decays swapped": ("enumerate((up_to, after, everywhere))", "enumerate((after, up_to, everywhere))"),
+    "state not carried": (
+        "nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)",
+        "nisa.tensor_copy(dst=state_sb, src=update_psum)",
+    ),
+    "state not advanced": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)", "pass"),
+    "state not decayed": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply)", "pass"),
+    "state not read": (
+        "nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=within_psum, op=nl.add)",
+        "nisa.tensor_copy(dst=sum_sb, src=within_psum)",
+    ),
+    "state read without its decay": (
+        "data1=carried_psum, data2=factors, op=nl.multiply",
+        "data1=carried_psum, data2=factors, op=nl.maximum",
+    ),
+    "D x dropped": ("data1=sum_sb, data2=D_x_sb, op=nl.add", "data1=sum_sb, data2=D_x_sb, op=nl.maximum"),
+    "dt dropped": ("dt_x_sb = _times_per_head(x_sb, dt_sb,", "dt_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads],"),
+    "uninitialised tile": (
+        "nisa.tensor_copy(dst=transposed_sb, src=transposed_psum, engine=nisa.engine.scalar)",
+        "pass",
+    ),
+    "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
+    "only the first batch row": ("initial_states[b, 0:d_state", "initial_states[0, 0:d_state"),
+    "last token forgotten": ("min(start + CHUNK_SIZE, length))", "min(start + CHUNK_SIZE, length - 1))"),
+}
+SCAN = {
+    "decay dropped": (
+        "nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, LANE_CHANNELS))",
+        "nisa.memset(decay_sb, 1.0)",
+    ),
+    "channels run into each other": ("nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)", "pass"),
+    "state not decayed at a tile's first token": ("operand0=first_decay_sb,", "operand0=1.0,"),
+    "state not carried": ("src=states_sb[:, :, rows - 1 : rows]", "src=states_sb[:, :, 0:1]"),
+    "uninitialised tile": (
+        "nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)",
+        "pass",
+    ),
+    "one group for all heads": ("group = (first_head + h) // heads_per_group", "group = 0"),
+    "parts of the channels swapped": (
+        "members_sb[p * d_state : (p + 1) * d_state, p : p + 1]",
+        "members_sb[p * d_state : (p + 1) * d_state, parts - 1 - p : parts - p]",
+    ),
+    "last token forgotten": ("min(start + TOKENS, length))", "min(start + TOKENS, length - 1))"),
+}
+DECODE = {
+    "decay dropped": ("nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)", "nisa.memset(decay_row, 1.0)"),
+    "update dropped": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)", "pass"),
+    "C of the first sequence": ("moving=C_columns[:, group, s : s + 1]", "moving=C_columns[:, group, 0:1]"),
+    "B of the first sequence": ("stationary=B_row[:, s, group, :]", "stationary=B_row[:, 0, group, :]"),
+    "decay of the first sequence": ("moving=decay_row[:, s, :]", "moving=decay_row[:, 0, :]"),
+    "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
+    "D x dropped": (
+        "nisa.tensor_tensor(dst=y_sb, data1=D_x_sb, data2=y_rows_psum, op=nl.add)",
+        "nisa.tensor_copy(dst=y_sb, src=y_rows_psum)",
+    ),
+    "uninitialised tile": ("nisa.tensor_copy(dst=y_columns_sb, src=y_psum, engine=nisa.engine.scalar)", "pass"),
+}
+CONV = {
+    "accumulate flag lost": ("accumulate=True,", "accumulate=False,"),
+    "taps reversed": (
+        "inputs_sb[:, first + i, tap : tap + rows]",
+        "inputs_sb[:, first + i, d_conv - 1 - tap : d_conv - 1 - tap + rows]",
+    ),
+    "window not carried": ("previous_sb = inputs_sb[:, :, rows : rows + reach]", "pass"),
+    "window summed over the last block only": ("accumulate=start > 0,", "accumulate=False,"),
+    "window summed onto what was never written": ("accumulate=start > 0,", "accumulate=True,"),
+    "window one token late": ("pattern=[[-1, reach]], offset=reach,", "pattern=[[-1, reach]], offset=reach - 1,"),
+    "old window forgotten": ("for length in range(reach):", "for length in range(0):"),
+    "uninitialised tile": ("nisa.tensor_copy(dst=inputs_sb[:, :, 0:reach], src=previous_sb)", "pass"),
+}
+UPDATE = {
+    "window not shifted": ("src=window_sb[:, :, :, 1:d_conv]", "src=window_sb[:, :, :, 0:reach]"),
+    "bias dropped": (
+        "nisa.tensor_tensor(dst=sums_sb, data1=sums_sb, data2=bias_sb.broadcast(1, batch), op=nl.add)",
+        "pass",
+    ),
+    "uninitialised tile": (
+        "nisa.dma_copy(dst=window_sb[:, :, :, reach:d_conv], src=_by_lane(x_columns, own_lanes, per_lane))",
+        "pass",
+    ),
+}
+
+
+def mutations(of_kernel):
+    return pytest.mark.parametrize(("old", "new"), of_kernel.values(), ids=of_kernel.keys())
+
+
+# Two groups, two rows and two chunks, the last of them shorter: what a bug can hide behind is not there.
+SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
+DECODE_INPUTS = decode_inputs(2, heads=4, head_dim=32, groups=2, d_state=64)
+CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
+
+
+@mutations(SSD)
+def test_ssd_chunk_scan(old, new):
+    check_fails(mutated(ssd_chunk_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
+
+
+@mutations(SCAN)
+def test_selective_scan(old, new):
+    check_fails(mutated(selective_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
+
+
+@mutations(DECODE)
+def test_ssm_decode(old, new):
+    check_fails(mutated(ssm_decode, old, new), DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS))
+
+
+@mutations(CONV)
+def test_conv1d_prefill(old, new):
+    check_fails(mutated(conv1d_prefill, old, new), CONV_INPUTS.values(), conv_oracle(CONV_INPUTS))
+
+
+@mutations(UPDATE)
+def test_conv1d_update(old, new):
+    inputs = conv_inputs(2, 1, 64)
+    exact_y, exact_states = conv_oracle(inputs)
+    x, conv_states, weight, bias, _ = inputs.values()
+    arguments = (x[:, 0], conv_states, weight, bias)
+    check_fails(mutated(conv1d_update, old, new), arguments, (exact_y[:, 0], exact_states))
+
+
+def test_the_sources_as_they_are_pass():
+    """What the mutations are compared on passes without them, by the same steps."""
+    for module, inputs, oracle in (
+        (ssd_chunk_scan, SCAN_INPUTS, scan_oracle),
+        (selective_scan, SCAN_INPUTS, scan_oracle),
+        (ssm_decode, DECODE_INPUTS, decode_oracle),
+        (conv1d_prefill, CONV_INPUTS, conv_oracle),
+    ):
+        outputs = launch(mutated(module, "@nki.jit", "@nki.jit"), *inputs.values(), programs=1)
+        for output, expected in zip(outputs, oracle(inputs), strict=True):
+            assert error(output, expected) <= 1e-5
