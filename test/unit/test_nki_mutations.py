@@ -43,7 +43,7 @@ SSD = {
     "segments begin one token early": ("after = ones_where(nl.less,", "after = ones_where(nl.less_equal,"),
     "segments end one token early": ("cmp_op=nl.greater_equal", "cmp_op=nl.greater"),
     "scores masked one token early": ("up_to = ones_where(nl.greater_equal,", "up_to = ones_where(nl.greater,"),
-    "boundary decays swapped": ("enumerate((up_to, after, everywhere))", "enumerate((after, up_to, everywhere))"),
+    "boundary decays swapped": ("summands = (up_to, after, everywhere)", "summands = (after, up_to, everywhere)"),
     "state not carried": (
         "nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)",
         "nisa.tensor_copy(dst=state_sb, src=update_psum)",
@@ -66,7 +66,7 @@ SSD = {
     ),
     "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
     "only the first batch row": ("initial_states[b, 0:d_state", "initial_states[0, 0:d_state"),
-    "last token forgotten": ("min(start + CHUNK_SIZE, length))", "min(start + CHUNK_SIZE, length - 1))"),
+    "last token forgotten": ("min(CHUNK_SIZE, length - start)", "min(CHUNK_SIZE, max(1, length - start - 1))"),
 }
 SCAN = {
     "decay dropped": (
@@ -80,12 +80,12 @@ SCAN = {
         "nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)",
         "pass",
     ),
-    "one group for all heads": ("group = (first_head + h) // heads_per_group", "group = 0"),
+    "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
     "parts of the channels swapped": (
         "members_sb[p * d_state : (p + 1) * d_state, p : p + 1]",
         "members_sb[p * d_state : (p + 1) * d_state, parts - 1 - p : parts - p]",
     ),
-    "last token forgotten": ("min(start + TOKENS, length))", "min(start + TOKENS, length - 1))"),
+    "last token forgotten": ("min(TOKENS, length - start)", "min(TOKENS, max(1, length - start - 1))"),
 }
 DECODE = {
     "decay dropped": ("nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)", "nisa.memset(decay_row, 1.0)"),

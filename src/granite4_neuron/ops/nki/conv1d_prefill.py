@@ -80,14 +80,15 @@ def conv1d_prefill(
     d_conv = weight.shape[1]
     reach = d_conv - 1
     first_channel, own = program_share(channels)
-    own_channels = slice(first_channel, first_channel + own)
+    own_channels = nl.ds(first_channel, own)
     width = largest_divisor(own, MAX_PARTITIONS)  # channels of a tile
     tiles = own // width
+    own_tiles = nl.ds(first_channel // width, tiles)
 
     y = nl.ndarray((batch, length, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     new_states = nl.ndarray((batch, channels, reach), dtype=conv_states.dtype, buffer=nl.shared_hbm)
 
-    diagonals_sb = _diagonals(load(_tiled(weight, own_channels, width), x.dtype))
+    diagonals_sb = _diagonals(load(_tiled(weight, own_tiles, width), x.dtype))
     bias_sb = load(bias.reshape((1, channels))[0:1, own_channels], x.dtype)
     one_row = ones(1, TOKENS, x.dtype)
     lengths_sb = on_all_partitions(load(lengths.reshape((1, batch)), nl.float32))
@@ -97,11 +98,11 @@ def conv1d_prefill(
 
     for b in range(batch):
         length_sb = lengths_sb[:, b : b + 1]
-        old_window_sb = load(_tiled(conv_states[b], own_channels, width), x.dtype)
+        old_window_sb = load(_tiled(conv_states[b], own_tiles, width), x.dtype)
         window_psum = nl.ndarray((width, tiles, reach), dtype=nl.float32, buffer=nl.psum)
         previous_sb = old_window_sb
         for start in range(0, length, TOKENS):
-            tokens = slice(start, min(start + TOKENS, length))
+            tokens = nl.ds(start, min(TOKENS, length - start))
             x_sb = load(x[b, tokens, own_channels], x.dtype)
             rows = x_sb.shape[0]
             inputs_sb = _channels_on_partitions(x_sb, previous_sb, width)
@@ -129,15 +130,14 @@ def conv1d_prefill(
                     accumulate=start > 0,
                 )
         window_sb = _window(window_psum, old_window_sb, length_sb[0:width, :])
-        nisa.dma_copy(dst=_tiled(new_states[b], own_channels, width), src=window_sb)
+        nisa.dma_copy(dst=_tiled(new_states[b], own_tiles, width), src=window_sb)
     return y, new_states
 
 
-def _tiled(values: nl.ndarray, own_channels: slice, width: int) -> nl.ndarray:
+def _tiled(values: nl.ndarray, own_tiles: slice, width: int) -> nl.ndarray:
     """[channels, n] in HBM, this program's share, as [width, tiles, n]."""
     channels, columns = values.shape
-    tiles = values.reshape((channels // width, width, columns))
-    return tiles[own_channels.start // width : own_channels.stop // width, :, :].permute((1, 0, 2))
+    return values.reshape((channels // width, width, columns))[own_tiles, :, :].permute((1, 0, 2))
 
 
 def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
@@ -166,7 +166,7 @@ def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: in
         count = min(tiles_per_bank, tiles - first)
         transposed_psum = nl.ndarray((width, count, rows), dtype=x_sb.dtype, buffer=nl.psum)
         for i in range(count):
-            columns = slice((first + i) * width, (first + i + 1) * width)
+            columns = nl.ds((first + i) * width, width)
             nisa.nc_transpose(dst=transposed_psum[:, i, :], data=x_sb[:, columns])
         nisa.tensor_copy(dst=inputs_sb[:, first : first + count, reach : reach + rows], src=transposed_psum)
     return inputs_sb
@@ -181,7 +181,7 @@ def _convolve(
     tiles_per_bank = PSUM_BANK // width
     for first in range(0, tiles, tiles_per_bank):
         count = min(tiles_per_bank, tiles - first)
-        columns = slice(first * width, (first + count) * width)
+        columns = nl.ds(first * width, count * width)
         sum_psum = nl.ndarray((rows, count * width), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(
             dst=sum_psum,

@@ -60,7 +60,7 @@ def conv1d_update(
     lanes = largest_divisor(own, MAX_PARTITIONS)
     per_lane = own // lanes  # consecutive channels share a partition, so that a transfer has contiguous pieces
     first_lane = first_channel // per_lane
-    own_lanes = slice(first_lane, first_lane + lanes)
+    own_lanes = nl.ds(first_lane, lanes)
 
     y = nl.ndarray((batch, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     new_states = nl.ndarray((batch, channels, reach), dtype=conv_states.dtype, buffer=nl.shared_hbm)

@@ -11,6 +11,7 @@ from granite4_neuron.ops.nki.common import (
     MAX_PARTITIONS,
     PSUM_BANK,
     along,
+    common_divisor,
     for_each,
     load,
     on_all_partitions,
@@ -97,9 +98,10 @@ def selective_scan(
     n_groups, d_state = B.shape[2], B.shape[3]
     heads_per_group = num_heads // n_groups
     first_head, heads = program_share(num_heads)
-    own_heads = slice(first_head, first_head + heads)
+    own_heads = nl.ds(first_head, heads)
     parts = MAX_PARTITIONS // d_state  # of a head's channels, side by side on the partitions
     part = head_dim // parts
+    run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
     heads_per_bank = PSUM_BANK // head_dim
 
     y = nl.ndarray((batch, length, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -118,7 +120,7 @@ def selective_scan(
                 src=initial_states[b, 0:d_state, own_heads, p * part : (p + 1) * part],
             )
         for start in range(0, length, TOKENS):
-            tokens = slice(start, min(start + TOKENS, length))
+            tokens = nl.ds(start, min(TOKENS, length - start))
             x_sb = load(x[b, tokens, own_heads, 0:head_dim], nl.float32)
             dt_sb = load(dt[b, tokens, own_heads], nl.float32)
             B_sb = load(B[b, tokens, 0:n_groups, 0:d_state], nl.float32)
@@ -130,25 +132,27 @@ def selective_scan(
             nisa.tensor_tensor(dst=dt_x_sb, data1=x_sb, data2=along(dt_sb, head_dim), op=nl.multiply)
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
 
-            for bank_start in range(0, heads, heads_per_bank):
-                bank = slice(bank_start, min(bank_start + heads_per_bank, heads))
-                y_psum = nl.ndarray((rows, bank.stop - bank.start, head_dim), dtype=nl.float32, buffer=nl.psum)
-                for h in range(bank.start, bank.stop):
-                    group = (first_head + h) // heads_per_group
-                    if h == bank.start or (first_head + h) % heads_per_group == 0:
-                        C_columns_sb = _columns(C_sb[:, group, :], parts)
-                    decay_sb, first_decay_sb = _lane_decay(log_decay_sb[:, h : h + 1], everywhere)
-                    _scan_head(
-                        y_psum[:, h - bank.start, :],
-                        state_sb[:, h, :],
-                        dt_x_sb[:, h, :],
-                        B_sb[:, group, :],
-                        C_columns_sb,
-                        decay_sb,
-                        first_decay_sb,
-                        members,
-                    )
-                _add_skip(y_sb[:, bank, :], y_psum, x_sb[:, bank, :], D_sb[0:rows, bank])
+            for run_start in range(0, heads, run):
+                group = (first_head + run_start) // heads_per_group
+                C_columns_sb = _columns(C_sb[:, group, :], parts)
+                for bank_start in range(run_start, run_start + run, heads_per_bank):
+                    count = min(heads_per_bank, run_start + run - bank_start)
+                    bank = nl.ds(bank_start, count)
+                    y_psum = nl.ndarray((rows, count, head_dim), dtype=nl.float32, buffer=nl.psum)
+                    for i in range(count):
+                        h = bank_start + i
+                        decay_sb, first_decay_sb = _lane_decay(log_decay_sb[:, h : h + 1], everywhere)
+                        _scan_head(
+                            y_psum[:, i, :],
+                            state_sb[:, h, :],
+                            dt_x_sb[:, h, :],
+                            B_sb[:, group, :],
+                            C_columns_sb,
+                            decay_sb,
+                            first_decay_sb,
+                            members,
+                        )
+                    _add_skip(y_sb[:, bank, :], y_psum, x_sb[:, bank, :], D_sb[0:rows, bank])
             nisa.dma_copy(dst=y[b, tokens, own_heads, 0:head_dim], src=y_sb)
         for p in range(parts):
             nisa.dma_copy(
@@ -244,7 +248,7 @@ def _scan_head(
     dt_x_parts = dt_x_sb.reshape((rows, parts, part))
     y_parts = y_psum.reshape((rows, parts, part))
     for first in range(0, part, LANE_CHANNELS):
-        lanes = slice(first, first + LANE_CHANNELS)
+        lanes = nl.ds(first, LANE_CHANNELS)
         inputs_psum = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)
         for p in range(parts):
             nisa.nc_matmul(

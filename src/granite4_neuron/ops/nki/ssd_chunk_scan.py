@@ -99,7 +99,7 @@ def ssd_chunk_scan(
     batch, length, num_heads, head_dim = x.shape
     n_groups, d_state = B.shape[2], B.shape[3]
     first_head, heads = program_share(num_heads)
-    own_heads = slice(first_head, first_head + heads)
+    own_heads = nl.ds(first_head, heads)
     heads_per_group = num_heads // n_groups
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
     heads_per_bank = PSUM_BANK // head_dim
@@ -116,7 +116,7 @@ def ssd_chunk_scan(
     for b in range(batch):
         state_sb = load(initial_states[b, 0:d_state, own_heads, 0:head_dim], nl.float32)
         for start in range(0, length, CHUNK_SIZE):
-            tokens = slice(start, min(start + CHUNK_SIZE, length))
+            tokens = nl.ds(start, min(CHUNK_SIZE, length - start))
             x_sb = load(x[b, tokens, own_heads, 0:head_dim], x.dtype)
             dt_sb = load(dt[b, tokens, own_heads], nl.float32)
             B_sb = load(B[b, tokens, 0:n_groups, 0:d_state], x.dtype)
@@ -143,7 +143,7 @@ def ssd_chunk_scan(
                 group = (first_head + run_start) // heads_per_group
                 C_transposed_sb, scores_sb = _scores(B_sb[0:rows, group, :], C_sb[0:rows, group, :], up_to)
                 for bank_start in range(run_start, run_start + run, heads_per_bank):
-                    bank = slice(bank_start, min(bank_start + heads_per_bank, run_start + run))
+                    bank = nl.ds(bank_start, min(heads_per_bank, run_start + run - bank_start))
                     within_psum = _within_chunk(log_decay_sb[:, bank], scores_sb, dt_x_sb[:, bank, :], up_to, after)
                     _add_from_state(
                         y_sb[:, bank, :],
@@ -171,10 +171,11 @@ def _boundary_decays(
     """
     rows, heads = log_decay_sb.shape
     sums_psum = nl.ndarray((MAX_PARTITIONS, 3, heads), dtype=nl.float32, buffer=nl.psum)
-    for place, summands in enumerate((up_to, after, everywhere)):
+    summands = (up_to, after, everywhere)
+    for i in range(3):
         nisa.nc_matmul(
-            dst=sums_psum[:, place, :],
-            stationary=summands[0:rows, :],
+            dst=sums_psum[:, i, :],
+            stationary=summands[i][0:rows, :],
             moving=log_decay_sb,
             is_stationary_onezero=True,
         )

@@ -89,7 +89,7 @@ def ssm_decode(
     batch, d_state, num_heads, head_dim = states.shape
     n_groups = B.shape[1]
     first_head, heads = program_share(num_heads)
-    own_heads = slice(first_head, first_head + heads)
+    own_heads = nl.ds(first_head, heads)
     heads_per_group = num_heads // n_groups
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
     heads_per_bank = PSUM_BANK // head_dim
@@ -104,7 +104,7 @@ def ssm_decode(
     D_sb = load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32)
 
     for start in range(0, batch, sequences):
-        rows = slice(start, min(start + sequences, batch))
+        rows = nl.ds(start, min(sequences, batch - start))
         # On partition 0, one sequence after the other: the operands of outer products.
         x_row = load(x.expand_dim(0)[0:1, rows, own_heads, 0:head_dim], nl.float32)
         B_row = load(B.expand_dim(0)[0:1, rows, 0:n_groups, 0:d_state], nl.float32)
@@ -141,7 +141,7 @@ def ssm_decode(
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
                 for bank_start in range(run_start, run_start + run, heads_per_bank):
-                    bank = slice(bank_start, min(bank_start + heads_per_bank, run_start + run))
+                    bank = nl.ds(bank_start, min(heads_per_bank, run_start + run - bank_start))
                     nisa.nc_matmul(
                         dst=update_psum[:, bank, :], stationary=B_row[:, s, group, :], moving=dt_x_row[:, bank, :]
                     )

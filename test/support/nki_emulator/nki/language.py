@@ -32,6 +32,11 @@ def ndarray(shape: tuple[int, ...], dtype: str, buffer: Memory = sbuf) -> NkiTen
     return last_launch().allocate(shape, dtype, buffer)
 
 
+def ds(start: int, size: int) -> slice:
+    """The slice of `size` elements from `start`."""
+    return slice(start, start + size)
+
+
 def program_id(axis: int) -> int:
     """Which of the launch's programs this one is."""
     return last_launch().program
