@@ -49,15 +49,15 @@ SSD = {
         "nisa.tensor_copy(dst=state_sb, src=update_psum)",
     ),
     "state not advanced": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)", "pass"),
-    "state not decayed": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply)", "pass"),
+    "state not decayed": (
+        "dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply",
+        "dst=state_sb, data1=state_sb, data2=factors, op=nl.maximum",
+    ),
     "state not read": (
         "nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=within_psum, op=nl.add)",
         "nisa.tensor_copy(dst=sum_sb, src=within_psum)",
     ),
-    "state read without its decay": (
-        "data1=carried_psum, data2=factors, op=nl.multiply",
-        "data1=carried_psum, data2=factors, op=nl.maximum",
-    ),
+    "state read without its decay": (", scale=from_start_sb[:, h : h + 1]", ""),
     "D x dropped": ("data1=sum_sb, data2=D_x_sb, op=nl.add", "data1=sum_sb, data2=D_x_sb, op=nl.maximum"),
     "dt dropped": ("dt_x_sb = _times_per_head(x_sb, dt_sb,", "dt_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads],"),
     "uninitialised tile": (

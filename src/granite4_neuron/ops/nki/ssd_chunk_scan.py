@@ -266,8 +266,8 @@ def _add_from_state(
     carried_psum = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=carried_psum, stationary=C_transposed_sb, moving=state_sb)
     sum_sb = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.sbuf)
-    factors = along(from_start_sb, within_psum.shape[2])
-    nisa.tensor_tensor(dst=sum_sb, data1=carried_psum, data2=factors, op=nl.multiply)
+    for h in range(sum_sb.shape[1]):  # one head at a time is what ScalarE can do, and VectorE has the most to do
+        nisa.activation(dst=sum_sb[:, h, :], op=nl.copy, data=carried_psum[:, h, :], scale=from_start_sb[:, h : h + 1])
     nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=within_psum, op=nl.add)
     nisa.tensor_tensor(dst=y_sb, data1=sum_sb, data2=D_x_sb, op=nl.add, engine=nisa.engine.gpsimd)
 
@@ -284,5 +284,5 @@ def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndar
     update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=update_psum, stationary=B_sb, moving=remaining_sb)
     factors = along(total_sb, state_sb.shape[2])
-    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply)
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
     nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)

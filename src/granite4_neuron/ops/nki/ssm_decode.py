@@ -101,7 +101,7 @@ def ssm_decode(
 
     one_row = ones(1, MAX_PARTITIONS, nl.float32)
     A_sb = load(A.reshape((1, num_heads))[0:1, own_heads], nl.float32)
-    D_sb = load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32)
+    D_sb = load(D.reshape((1, num_heads))[0:1, own_heads].broadcast(0, min(sequences, batch)), nl.float32)
 
     for start in range(0, batch, sequences):
         rows = nl.ds(start, min(sequences, batch - start))
@@ -157,7 +157,7 @@ def ssm_decode(
                     stationary=state_sb[:, first : first + heads_per_column, :],
                     moving=C_columns[:, group, s : s + 1],
                 )
-        _store_y(y[rows, own_heads, 0:head_dim], y_psum, x[rows, own_heads, 0:head_dim], D_sb, one_row)
+        _store_y(y[rows, own_heads, 0:head_dim], y_psum, x[rows, own_heads, 0:head_dim], D_sb)
     return y, new_states
 
 
@@ -172,14 +172,13 @@ def _transposed(C_sb: nl.ndarray) -> nl.ndarray:
     return columns_sb
 
 
-def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray, one_row: nl.ndarray) -> None:
+def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray) -> None:
     """y = transpose(y_psum) + D * x.
 
     Args:
         y, x: [sequences, heads, head_dim] in HBM.
         y_psum: [channels of a column, columns, sequences].
-        D_sb: [1, heads], float32.
-        one_row: [1, 128] of 1.
+        D_sb: [sequences or more, heads], float32, the same in every row.
     """
     count, heads, head_dim = x.shape
     width, columns, _ = y_psum.shape
@@ -187,10 +186,10 @@ def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray,
     nisa.tensor_copy(dst=y_columns_sb, src=y_psum, engine=nisa.engine.scalar)
 
     x_sb = load(x, nl.float32)
-    D_psum = nl.ndarray((count, heads), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=D_psum, stationary=one_row[0:1, 0:count], moving=D_sb, is_stationary_onezero=True)
     D_x_sb = nl.ndarray((count, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=D_x_sb, data1=x_sb, data2=along(D_psum, head_dim), op=nl.multiply)
+    nisa.tensor_tensor(
+        dst=D_x_sb, data1=x_sb, data2=along(D_sb[0:count, :], head_dim), op=nl.multiply, engine=nisa.engine.gpsimd
+    )
 
     y_rows_psum = nl.ndarray((count, columns, width), dtype=nl.float32, buffer=nl.psum)
     for column in range(columns):

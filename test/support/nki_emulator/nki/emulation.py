@@ -56,7 +56,6 @@ class Instruction:
     engine: tensor, vector, scalar, gpsimd or dma.
     elements: per partition; of a matrix product, the columns of the moving operand.
     is_float32: the operands of a matrix product are float32.
-    has_onezero: and one of them is declared to hold ones and zeros only.
     """
 
     program: int
@@ -67,7 +66,6 @@ class Instruction:
     hbm_read: int = 0
     hbm_written: int = 0
     is_float32: bool = False
-    has_onezero: bool = False
 
 
 class Storage:

@@ -209,7 +209,6 @@ def nc_matmul(
         stationary.partitions,
         columns,
         is_float32=is_float32,
-        has_onezero=is_stationary_onezero or is_moving_onezero,
     )
 
 
@@ -228,7 +227,7 @@ def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknow
         require(places == (Memory.SBUF, Memory.PSUM), "a transpose on TensorE goes from SBUF to PSUM")
         require(len(dst.banks) == 1, "one transpose must fit one PSUM bank")
     dst.write(data.read("data").reshape(rows, columns).T)
-    last_launch().record(name, "nc_transpose", rows, rows, is_float32=data.dtype == "float32", has_onezero=True)
+    last_launch().record(name, "nc_transpose", rows, rows, is_float32=data.dtype == "float32")
 
 
 def iota(dst: NkiTensor, pattern: Sequence[Sequence[int]], offset: int = 0, channel_multiplier: int = 0) -> None:

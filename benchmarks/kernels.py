@@ -1,0 +1,231 @@
+"""What the NKI kernels cost on Trainium2 by a model of its engines. Modelled, not timed: no device runs here.
+
+    python -m benchmarks.kernels
+    python -m benchmarks.kernels --model granite-4.0-h-tiny --json kernels.json
+
+The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
+logical one (LNC=2). Of one core: instructions by engine; the time each engine and HBM need by themselves, the longest
+of which is a lower bound; and how the bytes moved compare with every argument read and every result written once.
+
+Prefill of more than 256 tokens is extended from 128 and 256: every further 128 tokens are the same instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from granite4_neuron import UserError
+from granite4_neuron.cli import EXIT_BAD_INPUT
+from granite4_neuron.config import GraniteMoeHybridConfig
+from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
+from test.support.nki_emulator import provide_nki
+
+ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
+# Trainium2, one physical NeuronCore: cycles per microsecond; cycles before an instruction's first element.
+CLOCK = dict(tensor=2400, vector=960, scalar=1200, gpsimd=1200)
+START_CYCLES = dict(vector=60, scalar=60, gpsimd=100)
+HBM_BYTES_PER_MICROSECOND = 2.9e6 / 8
+SHORTEST_PRODUCT = 64  # columns
+FLOAT32_PASSES = 4
+# VectorE reads two whole tiles at one or at half an element per cycle, which is not documented for each case.
+TWO_TILES = ("tensor_tensor", "scalar_tensor_tensor")
+
+BLOCK = 128
+PROMPT_LENGTHS = (128, 1024, 8192)
+BATCH_SIZES = (1, 4, 8)
+PROGRAMS = 2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one launch: of its first core, but minimum_bytes and hbm_bytes of all cores. Times are in microseconds."""
+
+    instructions: Counter
+    microseconds: Counter  # by engine, "vector at most" with two tiles at half an element per cycle, and "hbm"
+    hbm_bytes: int
+    minimum_bytes: int
+
+    def extended(self, longer: Cost, times: int) -> Cost:
+        """This cost and `times` the difference between `longer` and this."""
+
+        def extend(short: Counter, long: Counter) -> Counter:
+            return Counter({key: value + times * (long[key] - value) for key, value in short.items()})
+
+        return Cost(
+            extend(self.instructions, longer.instructions),
+            extend(self.microseconds, longer.microseconds),
+            self.hbm_bytes + times * (longer.hbm_bytes - self.hbm_bytes),
+            self.minimum_bytes + times * (longer.minimum_bytes - self.minimum_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report."""
+
+    kernel: str
+    shape: str
+    instructions: dict[str, int]
+    microseconds: dict[str, float]
+    bound: str
+    bound_microseconds: float
+    hbm_bytes: int
+    traffic_ratio: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report. Returns the process's exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        rows = list(report(options.model, options.tp_degree))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    _print(rows, f"{options.model}, one rank of {options.tp_degree}, bfloat16; one core of {PROGRAMS}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0
+
+
+def report(model: str, tp_degree: int) -> Iterator[Row]:
+    """The report's lines for one model of the family.
+
+    Raises:
+        UserError: the model has no Mamba layers, or the emulator is not there.
+    """
+    _require_emulator()
+    from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
+    from granite4_neuron.ops.nki.conv1d_update import conv1d_update
+    from granite4_neuron.ops.nki.selective_scan import selective_scan
+    from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+    from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+
+    config = GraniteMoeHybridConfig.from_family(model)
+    if "mamba" not in config.layer_types:
+        raise UserError(f"{model} has no Mamba layers; choose a model whose name has an h.")
+    rank = config.rank_dimensions(tp_degree)
+    heads = dict(
+        heads=rank.mamba_heads,
+        head_dim=config.mamba_d_head,
+        groups=rank.mamba_groups,
+        d_state=config.mamba_d_state,
+        dtype=torch.bfloat16,
+    )
+    channels = dict(channels=rank.mamba_conv_dim, d_conv=config.mamba_d_conv, dtype=torch.bfloat16)
+
+    for kernel in (ssd_chunk_scan, selective_scan):
+        yield from _prefill(kernel, lambda length: list(scan_inputs(1, length, **heads).values()))
+    yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
+    for batch in BATCH_SIZES:
+        yield _row(ssm_decode, f"batch {batch}", _cost(ssm_decode, list(decode_inputs(batch, **heads).values())))
+    for batch in BATCH_SIZES:
+        x, conv_states, weight, bias, _ = conv_inputs(batch, 1, **channels).values()
+        yield _row(conv1d_update, f"batch {batch}", _cost(conv1d_update, [x[:, 0], conv_states, weight, bias]))
+
+
+def _prefill(kernel: Callable, inputs: Callable[[int], list[torch.Tensor]]) -> Iterator[Row]:
+    one, two = (_cost(kernel, inputs(blocks * BLOCK)) for blocks in (1, 2))
+    for length in PROMPT_LENGTHS:
+        yield _row(kernel, f"length {length}", one.extended(two, length // BLOCK - 1))
+
+
+def _cost(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
+    """Run the kernel in the emulator and add up what it did."""
+    from nki.emulation import last_launch
+
+    from granite4_neuron.ops.nki.launch import launch
+
+    outputs = launch(kernel, *arguments, programs=PROGRAMS)
+    instructions, microseconds = Counter(dict.fromkeys(ENGINES, 0)), Counter(dict.fromkeys(CLOCK, 0.0))
+    hbm_bytes = last_launch().hbm_bytes
+    microseconds["hbm"] = hbm_bytes / PROGRAMS / HBM_BYTES_PER_MICROSECOND
+    for instruction in last_launch().instructions:
+        if instruction.program > 0:
+            continue
+        engine = instruction.engine
+        instructions[engine] += 1
+        if engine == "tensor":
+            passes = FLOAT32_PASSES if instruction.is_float32 else 1
+            microseconds[engine] += passes * max(instruction.elements, SHORTEST_PRODUCT) / CLOCK[engine]
+        elif engine != "dma":
+            cycles = instruction.elements * (2 if instruction.op == "tensor_tensor_scan" else 1)
+            microseconds[engine] += (START_CYCLES[engine] + cycles) / CLOCK[engine]
+            if engine == "vector" and instruction.op in TWO_TILES:
+                microseconds["vector at most"] += cycles / CLOCK[engine]
+    microseconds["vector at most"] += microseconds["vector"]
+    return Cost(instructions, microseconds, hbm_bytes, nbytes(*arguments, *outputs))
+
+
+def _row(kernel: Callable, shape: str, cost: Cost) -> Row:
+    times = {name: cost.microseconds[name] for name in (*CLOCK, "hbm")}
+    bound = max(times, key=times.get)
+    return Row(
+        kernel=kernel.function.__name__,
+        shape=shape,
+        instructions=dict(cost.instructions),
+        microseconds=dict(cost.microseconds),
+        bound=bound,
+        bound_microseconds=times[bound],
+        hbm_bytes=cost.hbm_bytes,
+        traffic_ratio=cost.hbm_bytes / cost.minimum_bytes,
+    )
+
+
+def _print(rows: list[Row], title: str) -> None:
+    table = Table(title=f"{title}\nmodelled, not timed; times in microseconds, each engine by itself")
+    table.add_column("kernel")
+    table.add_column("shape")
+    for column in ("PE", "DVE", "ACT", "Pool", "DMA", "PE us", "DVE us", "ACT us", "Pool us", "HBM us"):
+        table.add_column(column, justify="right")
+    table.add_column("bound")
+    for column in ("HBM MB", "of minimum"):
+        table.add_column(column, justify="right")
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None and before.kernel != row.kernel:
+            table.add_section()
+        us = row.microseconds
+        table.add_row(
+            row.kernel,
+            row.shape,
+            *(str(row.instructions[engine]) for engine in ENGINES),
+            f"{us['tensor']:.1f}",
+            f"{us['vector']:.1f} - {us['vector at most']:.1f}",
+            *(f"{us[engine]:.1f}" for engine in ("scalar", "gpsimd", "hbm")),
+            f"{row.bound} {row.bound_microseconds:.1f}",
+            f"{row.hbm_bytes / 1e6:.2f}",
+            f"{row.traffic_ratio:.2f}x",
+        )
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd; the first five columns are instructions.")
+
+
+def _require_emulator() -> None:
+    provide_nki()
+    try:
+        import nki.emulation  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"the NKI emulator is not there ({error}): install requirements-dev.txt, without the Neuron SDK."
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="granite-4.0-h-small", metavar="NAME", help="default: granite-4.0-h-small")
+    parser.add_argument("--tp-degree", type=int, default=4, metavar="N", help="ranks of the model, default: 4")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
