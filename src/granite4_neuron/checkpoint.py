@@ -73,6 +73,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     parallel: Parallel = Parallel(),  # noqa: B008
+    decode_kernel: str = "torch",
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
@@ -81,6 +82,7 @@ def load_model(
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         prefill_scan: see `GraniteMoeHybridForCausalLM`.
         parallel: the rank whose part is read.
+        decode_kernel: see `GraniteMoeHybridForCausalLM`.
 
     Raises:
         UserError: the folder is not a complete Granite 4 hybrid checkpoint; the message lists what is wrong.
@@ -89,7 +91,7 @@ def load_model(
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     with torch.device("meta"):
         whole = GraniteMoeHybridForCausalLM(config)
-        model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel)
+        model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel, decode_kernel)
     stored = _StoredTensors(folder)
     stored.check(
         dict(whole.named_parameters()), may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set()

@@ -23,8 +23,8 @@ from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
 from granite4_neuron.generation.loading import BACKENDS
-from granite4_neuron.layers.mamba2 import PREFILL_SCANS
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.state import sequence_bytes, token_bytes
 
 EXIT_CHECK_FAILED = 1
@@ -81,7 +81,9 @@ def peak_memory_bytes() -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
-    model, tokenizer = load(_model_or_bundled(options), _dtype(options), options.prefill_scan, options.backend)
+    model, tokenizer = load(
+        _model_or_bundled(options), _dtype(options), options.prefill_scan, options.backend, options.decode_kernel
+    )
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()
@@ -133,7 +135,7 @@ def _check(options: argparse.Namespace) -> int:
     if not options.tolerance > 0:
         raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
     folder = checkpoint.find(_model_or_bundled(options))
-    model, tokenizer = load(folder, _dtype(options), options.prefill_scan)
+    model, tokenizer = load(folder, _dtype(options), options.prefill_scan, decode_kernel=options.decode_kernel)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
@@ -501,7 +503,14 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
         "--prefill-scan",
         choices=PREFILL_SCANS,
         default="chunked",
-        help="how Mamba layers scan a prompt: linear in its length, or with one decay matrix per step",
+        help="how Mamba layers scan a prompt: linear in its length, with one decay matrix per step, or, on Neuron "
+        "devices, with an NKI kernel that goes token by token (scan) or chunk by chunk (ssd)",
+    )
+    parser.add_argument(
+        "--decode-kernel",
+        choices=DECODE_KERNELS,
+        default="torch",
+        help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
     )
 
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.layers.attention import Attention, RotaryTables
-from granite4_neuron.layers.mamba2 import PREFILL_SCANS, Mamba2
+from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.moe import SharedMLP, SparseMoe
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import rotary_tables
+from granite4_neuron.ops import MambaKernels, rotary_tables
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
@@ -24,9 +24,11 @@ class GraniteMoeHybridForCausalLM(nn.Module):
 
     Args:
         config: the model's dimensions and constants.
-        prefill_scan: how the Mamba layers scan more than one token: "chunked" (linear in the number of tokens) or
-            "quadratic" (one decay matrix over all of them).
+        prefill_scan: how the Mamba layers scan more than one token: "chunked" (linear in the number of tokens),
+            "quadratic" (one decay matrix over all of them), or with an NKI kernel, "ssd" or "scan".
         parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
+        decode_kernel: how the Mamba layers advance by one token: "torch" or "nki". The state for "nki" is allocated
+            with `kernel_layout`.
     """
 
     def __init__(
@@ -34,13 +36,13 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         config: GraniteMoeHybridConfig,
         prefill_scan: str = "chunked",
         parallel: Parallel = Parallel(),  # noqa: B008
+        decode_kernel: str = "torch",
     ):
         super().__init__()
-        if prefill_scan not in PREFILL_SCANS:
-            raise ValueError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
         self.config = config
         self.parallel = parallel
-        self.model = _Decoder(config, prefill_scan, parallel)
+        self.kernel_layout = MambaKernels(prefill_scan, decode_kernel).has_kernel_layout
+        self.model = _Decoder(config, prefill_scan, parallel, decode_kernel)
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
@@ -93,12 +95,14 @@ class GraniteMoeHybridForCausalLM(nn.Module):
 class _Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel, decode_kernel: str):
         super().__init__()
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_DecoderLayer(config, kind, prefill_scan, parallel) for kind in config.layer_types)
+        self.layers = nn.ModuleList(
+            _DecoderLayer(config, kind, prefill_scan, parallel, decode_kernel) for kind in config.layer_types
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
@@ -117,12 +121,19 @@ class _Decoder(nn.Module):
 class _DecoderLayer(nn.Module):
     """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, prefill_scan: str, parallel: Parallel):
+    def __init__(
+        self,
+        config: GraniteMoeHybridConfig,
+        layer_type: str,
+        prefill_scan: str,
+        parallel: Parallel,
+        decode_kernel: str,
+    ):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if layer_type == MAMBA:
-            self.mamba = Mamba2(config, prefill_scan, parallel)
+            self.mamba = Mamba2(config, prefill_scan, parallel, decode_kernel)
         else:
             self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

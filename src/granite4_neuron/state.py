@@ -21,7 +21,8 @@ class MambaState:
     """State of one Mamba layer; its size does not depend on the context's length.
 
     conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first.
-    ssm_state: [slots, num_heads, head_dim, d_state], float32.
+    ssm_state: [slots, num_heads, head_dim, d_state], float32; in the NKI kernels' layout [slots, d_state, num_heads,
+        head_dim].
     """
 
     conv_state: torch.Tensor
@@ -56,8 +57,11 @@ class HybridState:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         tp_degree: int = 1,
+        kernel_layout: bool = False,
     ) -> HybridState:
         """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
+
+        With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them.
 
         Keys and values are not cleared: attention reads none that was not written, and a large tensor that is not
         touched takes no memory of the operating system, which makes the null slot free.
@@ -65,7 +69,7 @@ class HybridState:
         layers: list[MambaState | KeyValueState] = []
         for layer_type in config.layer_types:
             if layer_type == MAMBA:
-                conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree)
+                conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree, kernel_layout)
                 layers.append(
                     MambaState(
                         torch.zeros(num_sequences + 1, *conv_shape, dtype=dtype, device=device),
@@ -94,14 +98,13 @@ class HybridState:
 
 
 def mamba_state_shapes(
-    config: GraniteMoeHybridConfig, tp_degree: int = 1
+    config: GraniteMoeHybridConfig, tp_degree: int = 1, kernel_layout: bool = False
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
     dimensions = config.rank_dimensions(tp_degree)
-    return (
-        (dimensions.mamba_conv_dim, config.mamba_d_conv - 1),
-        (dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state),
-    )
+    conv_shape = (dimensions.mamba_conv_dim, config.mamba_d_conv - 1)
+    heads, head_dim, d_state = dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state
+    return conv_shape, (d_state, heads, head_dim) if kernel_layout else (heads, head_dim, d_state)
 
 
 def sequence_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, tp_degree: int = 1) -> int:

@@ -16,7 +16,14 @@ from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
 def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
     """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
     dtype = model.lm_head.weight.dtype
-    state = HybridState.allocate(model.config, num_sequences, max_length, dtype, tp_degree=model.parallel.degree)
+    state = HybridState.allocate(
+        model.config,
+        num_sequences,
+        max_length,
+        dtype,
+        tp_degree=model.parallel.degree,
+        kernel_layout=model.kernel_layout,
+    )
     for layer in state.layers:
         for tensor in vars(layer).values():
             tensor[NULL_SLOT + isinstance(layer, MambaState) :] = math.nan

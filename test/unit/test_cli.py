@@ -291,8 +291,8 @@ class TestCheck:
     def test_fails_with_a_planted_bug(self, run, texting_folder, monkeypatch):
         original = checkpoint.load_model
 
-        def without_D(*arguments):
-            model = original(*arguments)
+        def without_D(*arguments, **options):
+            model = original(*arguments, **options)
             model.model.layers[0].mamba.D.zero_()
             return model
 

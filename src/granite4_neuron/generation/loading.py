@@ -28,13 +28,14 @@ def load(
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
+    decode_kernel: str = "torch",
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
-        prefill_scan: "chunked" or "quadratic".
+        prefill_scan, decode_kernel: see `GraniteMoeHybridForCausalLM`.
         backend: "cpu" for plain torch on this machine's processor, "xla" for compiled graphs on torch_xla's device.
 
     Raises:
@@ -45,7 +46,8 @@ def load(
     tokenizer = load_tokenizer(folder, config)
     generation_config = _generation_config(folder, config)
     runtime = _runtime(backend)
-    return runtime(checkpoint.load_model(folder, dtype, prefill_scan), generation_config), tokenizer
+    weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
+    return runtime(weights, generation_config), tokenizer
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:

@@ -10,14 +10,8 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import causal_conv1d, mamba_chunk_scan_combined, selective_state_update
+from granite4_neuron.ops import MambaKernels
 from granite4_neuron.state import MambaState
-
-PREFILL_SCANS = ("chunked", "quadratic")
-# Balances the decay matrices (their size grows with it) against the number of matrix products: what measures best on a
-# CPU, and the number of partitions that Trainium's engines work on.
-_CPU_CHUNK_SIZE = 64
-_CHUNK_SIZE = 128
 
 
 class Mamba2(nn.Module):
@@ -26,10 +20,12 @@ class Mamba2(nn.Module):
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
 
     Args:
-        prefill_scan: "chunked", or "quadratic" for one decay matrix over all tokens of a step.
+        prefill_scan, decode_kernel: see `MambaKernels`.
     """
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel):
+    def __init__(
+        self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel, decode_kernel: str = "torch"
+    ):
         super().__init__()
         dimensions = config.rank_dimensions(parallel.degree)
         self.num_heads = dimensions.mamba_heads
@@ -39,7 +35,8 @@ class Mamba2(nn.Module):
         self.d_inner = dimensions.mamba_intermediate_size
         self.conv_dim = dimensions.mamba_conv_dim
         self.time_step_limit = config.time_step_limit
-        self.prefill_scan = prefill_scan
+        self.kernels = MambaKernels(prefill_scan, decode_kernel)
+        self.kernels.check(self.num_heads, self.head_dim, self.d_state)
 
         bias = config.mamba_proj_bias
         self.in_proj = nn.Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
@@ -61,7 +58,9 @@ class Mamba2(nn.Module):
         dt = dt.masked_fill(~step.is_real[..., None], 0.0)
 
         weight = self.conv1d.weight.squeeze(1)
-        xBC, conv_state = causal_conv1d(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
+        xBC, conv_state = self.kernels.convolve(
+            xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths
+        )
         step.write(state.conv_state, conv_state)
 
         y = self._scan(xBC, dt, step, state)
@@ -74,21 +73,9 @@ class Mamba2(nn.Module):
         B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         A = -torch.exp(self.A_log.float())
-        ssm_state = step.read(state.ssm_state)
-
-        if tokens == 1:
-            y = selective_state_update(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], self.D)
-        else:
-            y, ssm_state = mamba_chunk_scan_combined(
-                x, dt, A, B, C, self._chunk_size(x), self.D, initial_states=ssm_state, return_final_states=True
-            )
+        y, ssm_state = self.kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state))
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
-
-    def _chunk_size(self, x: torch.Tensor) -> int:
-        if self.prefill_scan == "quadratic":
-            return x.shape[1]
-        return _CPU_CHUNK_SIZE if x.device.type == "cpu" else _CHUNK_SIZE
 
 
 class _ConvWeights(nn.Module):

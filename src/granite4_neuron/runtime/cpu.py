@@ -54,7 +54,9 @@ class CPURuntime:
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""
         dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
-        return HybridState.allocate(self.config, num_sequences, max_length, dtype, tp_degree=degree)
+        return HybridState.allocate(
+            self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
+        )
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:

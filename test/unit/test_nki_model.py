@@ -1,0 +1,98 @@
+"""The model with NKI kernels against the model in torch, however a sequence is cut, batched and padded."""
+
+import sys
+
+import pytest
+import torch
+
+from granite4_neuron import UserError
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.ops import MambaKernels
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import small_config
+from test.support.stepping import poisoned_state, random_tokens, run_cuts
+
+SIZES = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
+CONFIGS = {
+    "one group": small_config(**SIZES),
+    "two groups": small_config(**SIZES, mamba_n_groups=2),
+    "three taps, no bias": small_config(**SIZES, mamba_d_conv=3, mamba_conv_bias=False),
+    "head_dim 64, d_state 128": small_config(**(SIZES | dict(mamba_n_heads=2, mamba_d_head=64, mamba_d_state=128))),
+}
+CHOICES = [("ssd", "nki"), ("scan", "nki"), ("ssd", "torch"), ("chunked", "nki"), ("quadratic", "nki")]
+
+
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS.keys())
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("kernels") / "model"
+    save_model(random_model(request.param, seed=1, dtype=torch.float32), path)
+    return path
+
+
+def load(folder, prefill_scan, decode_kernel, dtype=torch.float32):
+    return load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
+
+
+@pytest.mark.parametrize(("prefill_scan", "decode_kernel"), CHOICES)
+@pytest.mark.parametrize("cuts", [[140], [2, 131, 1, 1, 5]], ids=["whole", "cut"])
+def test_logits(folder, prefill_scan, decode_kernel, cuts):
+    plain = load_model(folder, torch.float32)
+    tokens = random_tokens(plain.config.vocab_size, 2, 140)
+    expected = run_cuts(plain, tokens, [140])
+    assert expected.std() > 0.1
+    assert (run_cuts(load(folder, prefill_scan, decode_kernel), tokens, cuts) - expected).abs().max() <= 1e-4
+
+
+@torch.inference_mode()
+def test_ragged_batch(folder):
+    """Rows of different lengths, idle rows and slots out of order over poisoned memory, step after step."""
+    models = [load_model(folder, torch.float32), load(folder, "ssd", "nki")]
+    states = [poisoned_state(model, 3, 60) for model in models]
+    slots, starts = torch.tensor([2, 3, 1]), torch.zeros(3, dtype=torch.int64)
+    for lengths in ([40, 7, 1], [1, 0, 1], [0, 1, 1], [3, 2, 0], [1, 1, 1]):
+        tokens = random_tokens(models[0].config.vocab_size, 3, max(lengths), seed=sum(lengths))
+        positions = starts[:, None] + torch.arange(max(lengths))
+        counts = torch.tensor(lengths)
+        outputs = [model(tokens, positions, counts, slots, state) for model, state in zip(models, states, strict=True)]
+        is_real = counts > 0
+        assert (outputs[0] - outputs[1])[is_real].abs().max() <= 1e-4
+        starts += counts
+
+
+def test_bfloat16_stays_near(folder):
+    """As near to the float32 logits as the plain model in bfloat16, but for rounding of its own."""
+    exact = load_model(folder, torch.float32)
+    tokens = random_tokens(exact.config.vocab_size, 2, 60)
+    expected = run_cuts(exact, tokens, [60])
+    plain = (run_cuts(load_model(folder, torch.bfloat16), tokens, [50] + [1] * 10) - expected).abs().max()
+    kernels = run_cuts(load(folder, "ssd", "nki", torch.bfloat16), tokens, [50] + [1] * 10)
+    assert (kernels - expected).abs().max() <= 2 * plain
+
+
+def test_state_is_allocated_in_the_kernels_layout(folder):
+    model = load(folder, "ssd", "nki")
+    dimensions = model.config.rank_dimensions(1)
+    expected = (3, model.config.mamba_d_state, dimensions.mamba_heads, model.config.mamba_d_head)
+    assert poisoned_state(model, 2, 8).layers[0].ssm_state.shape == expected
+
+
+def test_dimensions_that_no_kernel_takes():
+    with pytest.raises(UserError, match="here are 8 heads, head_dim 16 and d_state 16"):
+        MambaKernels("ssd").check(num_heads=8, head_dim=16, d_state=16)
+    with pytest.raises(UserError, match="a multiple of 2 heads"):
+        MambaKernels(decode_kernel="nki").check(num_heads=3, head_dim=64, d_state=128)
+    MambaKernels().check(num_heads=3, head_dim=16, d_state=16)
+
+
+def test_names_that_are_none():
+    with pytest.raises(ValueError, match="prefill_scan is 'fast'; it must be one of chunked, quadratic, scan, ssd"):
+        MambaKernels("fast")
+    with pytest.raises(ValueError, match="decode_kernel is 'fast'; it must be one of torch, nki"):
+        MambaKernels(decode_kernel="fast")
+
+
+def test_without_nki(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nki", None)
+    MambaKernels()
+    with pytest.raises(UserError, match="need the package nki"):
+        MambaKernels("scan")
