@@ -127,19 +127,19 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
         yield from _prefill(kernel, lambda length: list(scan_inputs(1, length, **heads).values()))
     yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
     for batch in BATCH_SIZES:
-        yield _row(ssm_decode, f"batch {batch}", _cost(ssm_decode, list(decode_inputs(batch, **heads).values())))
+        yield _row(ssm_decode, f"batch {batch}", cost_of(ssm_decode, list(decode_inputs(batch, **heads).values())))
     for batch in BATCH_SIZES:
         x, conv_states, weight, bias, _ = conv_inputs(batch, 1, **channels).values()
-        yield _row(conv1d_update, f"batch {batch}", _cost(conv1d_update, [x[:, 0], conv_states, weight, bias]))
+        yield _row(conv1d_update, f"batch {batch}", cost_of(conv1d_update, [x[:, 0], conv_states, weight, bias]))
 
 
 def _prefill(kernel: Callable, inputs: Callable[[int], list[torch.Tensor]]) -> Iterator[Row]:
-    one, two = (_cost(kernel, inputs(blocks * BLOCK)) for blocks in (1, 2))
+    one, two = (cost_of(kernel, inputs(blocks * BLOCK)) for blocks in (1, 2))
     for length in PROMPT_LENGTHS:
         yield _row(kernel, f"length {length}", one.extended(two, length // BLOCK - 1))
 
 
-def _cost(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
+def cost_of(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
     """Run the kernel in the emulator and add up what it did."""
     from nki.emulation import last_launch
 

@@ -225,12 +225,13 @@ class TestMemory:
             nisa.tensor_copy(dst=read, src=data.expand_dim(2).broadcast(2, 5))
             swapped = tile(2, 4, 3)
             nisa.tensor_copy(dst=swapped, src=data.permute((0, 2, 1)))
-            return stored(read), stored(swapped), stored(data.reshape((2, 12)))
+            return stored(read), stored(swapped), stored(data.reshape((2, 12))), stored(data.reshape_dim(2, (2, 2)))
 
-        read, swapped, flat = run(kernel, x)
+        read, swapped, flat, split = run(kernel, x)
         np.testing.assert_array_equal(read, np.broadcast_to(x[:, :, None], (2, 3, 5, 4)))
         np.testing.assert_array_equal(swapped, x.transpose(0, 2, 1))
         np.testing.assert_array_equal(flat, x.reshape(2, 12))
+        np.testing.assert_array_equal(split, x.reshape(2, 3, 2, 2))
 
     def test_counts_and_bytes(self):
         x = np.zeros((4, 8), ml_dtypes.bfloat16)
@@ -404,7 +405,15 @@ class TestRefusals:
             nisa.tensor_scalar(dst=tile(8, 8), data=tile(8, 8), op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
 
         refuses("GpSimd does not reach PSUM", psum)
-        refuses("GpSimd has no tensor_scalar", scalar_operand)
+        refuses("gpsimd does not do this, only vector or scalar", scalar_operand)
+
+    def test_engines_without_an_instruction(self):
+        def product():
+            data = tile(8, 8, value=0.0)
+            nisa.tensor_tensor(dst=data, data1=data, data2=data, op=nl.multiply, engine=nisa.engine.scalar)
+
+        refuses("scalar does not do this, only vector or gpsimd", product)
+        refuses("scalar does not do this", lambda: nisa.memset(tile(8, 8), 0.0, engine=nisa.engine.scalar))
 
     def test_scalar_engine_operators(self):
         def kernel():
@@ -445,12 +454,14 @@ class TestRefusals:
 
     def test_access_pattern_dimensions(self):
         refuses("6 dimensions", lambda: tile(1, 1, 1, 1, 1).expand_dim(1))
+        refuses("4 free dimensions; at most 3", lambda: tile(1, 1, 1, 1, 1, value=0.0))
 
     def test_indices(self):
         refuses("slice 0:5 of a dimension of 4", lambda: tile(4, 4)[0:5, :])
         refuses("partitions cannot be strided", lambda: tile(4, 4)[0:4:2, :])
         refuses("reshape must keep the partition dimension", lambda: tile(4, 4).reshape((2, 8)))
         refuses("partitions cannot be broadcast", lambda: tile(1, 4).broadcast(0, 8))
+        refuses("reshape_dim must keep the partition dimension", lambda: tile(4, 4).reshape_dim(0, (2, 2)))
 
     def test_programs_that_differ(self):
         def kernel():

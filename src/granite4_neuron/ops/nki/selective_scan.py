@@ -245,8 +245,8 @@ def _scan_head(
     """
     rows, d_state = B_sb.shape
     parts, part = members.shape[1], state_sb.shape[1]
-    dt_x_parts = dt_x_sb.reshape((rows, parts, part))
-    y_parts = y_psum.reshape((rows, parts, part))
+    dt_x_parts = dt_x_sb.reshape_dim(1, (parts, part))
+    y_parts = y_psum.reshape_dim(1, (parts, part))
     for first in range(0, part, LANE_CHANNELS):
         lanes = nl.ds(first, LANE_CHANNELS)
         inputs_psum = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)

@@ -20,6 +20,7 @@ SBUF_PARTITION_BYTES = 224 * 1024 - 16 * 1024 - 264
 MAX_SBUF_ELEMENTS = 64 * 1024
 MAX_PSUM_ELEMENTS = 4 * 1024
 MAX_RANK = 5
+MAX_FREE_DIMENSIONS = 3  # of an instruction's operand, but for a few instructions
 
 DTYPES = {name: np.dtype(name) for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")}
 DTYPES |= {"float16": np.dtype("float16"), "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -252,6 +253,12 @@ class NkiTensor:
         require(np.shares_memory(view, self.array), f"{self.shape} with its strides is no view of {tuple(shape)}")
         return self._view(view)
 
+    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
+        """One dimension as several; any strides will do."""
+        require(not self.buffer.is_on_chip or dim != 0, "reshape_dim must keep the partition dimension")
+        require(math.prod(shape) == self.shape[dim], f"dimension {dim} of {self.shape} does not reshape to {shape}")
+        return self._view(self.array.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :])))
+
     def permute(self, dims: Sequence[int]) -> NkiTensor:
         require(not self.buffer.is_on_chip or dims[0] == 0, "permute must keep the partition dimension")
         return self._view(self.array.transpose(dims))
@@ -293,6 +300,8 @@ class NkiTensor:
             self.start_partition in starts,
             f"{name}: {self.partitions} partitions start at {self.start_partition}, not one of {starts}",
         )
+        free = self.ndim - 1
+        require(free <= MAX_FREE_DIMENSIONS, f"{name}: {free} free dimensions; at most {MAX_FREE_DIMENSIONS}")
         limit = MAX_PSUM_ELEMENTS if self.buffer is Memory.PSUM else MAX_SBUF_ELEMENTS
         require(self.free_size <= limit, f"{name}: {self.free_size} elements per partition; at most {limit}")
 

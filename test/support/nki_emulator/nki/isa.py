@@ -47,13 +47,13 @@ def memset(dst: NkiTensor, value: float, engine: engine = engine.unknown) -> Non
     is_integer_dtype = np.issubdtype(DTYPES[dst.dtype], np.integer)
     require(is_integer_dtype == isinstance(value, int), f"memset of {dst.dtype} with {value!r}")
     dst.write(np.full(dst.shape, value, np.float32))
-    _record(_elementwise_engine(engine, dst), "memset", dst)
+    _record(_elementwise_engine(engine, ("vector", "gpsimd"), dst), "memset", dst)
 
 
 def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown) -> None:
     _same_sizes(dst, src)
     dst.write(src.read("src"))
-    _record(_elementwise_engine(engine, dst, src), "tensor_copy", dst)
+    _record(_elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, src), "tensor_copy", dst)
 
 
 def tensor_tensor(
@@ -65,7 +65,7 @@ def tensor_tensor(
     _not_both_psum(data1, data2)
     first = data1.read("data1")
     dst.write(op.function(first, data2.read("data2").reshape(first.shape)))
-    _record(_elementwise_engine(engine, dst, data1, data2), "tensor_tensor", dst)
+    _record(_elementwise_engine(engine, ("vector", "gpsimd"), dst, data1, data2), "tensor_tensor", dst)
 
 
 def tensor_scalar(
@@ -81,8 +81,7 @@ def tensor_scalar(
 ) -> None:
     """dst = (data op0 operand0) op1 operand1, the operands being constants or one float32 per partition."""
     require((op1 is None) == (operand1 is None), "op1 and operand1 go together")
-    name = _elementwise_engine(engine, dst, data)
-    require(name != "gpsimd", "GpSimd has no tensor_scalar for arithmetic")
+    name = _elementwise_engine(engine, ("vector", "scalar"), dst, data)
     if name == "scalar":
         pair = (op0.name, op1 and op1.name)
         require(pair in SCALAR_ENGINE_PAIRS, f"ScalarE has no tensor_scalar for {pair}")
@@ -263,9 +262,10 @@ def _record(name: str, op: str, tensor: NkiTensor) -> None:
     last_launch().record(name, op, tensor.partitions, tensor.free_size)
 
 
-def _elementwise_engine(wanted: Any, *tensors: NkiTensor) -> str:
+def _elementwise_engine(wanted: Any, possible: tuple[str, ...], *tensors: NkiTensor) -> str:
+    """Where an instruction runs; on VectorE if the compiler has the choice."""
     name = "vector" if wanted is engine.unknown else wanted.value
-    require(name in ("vector", "scalar", "gpsimd"), f"{name} does no elementwise work")
+    require(name in possible, f"{name} does not do this, only {' or '.join(possible)}")
     if name == "gpsimd":
         require(all(tensor.buffer is not Memory.PSUM for tensor in tensors), "GpSimd does not reach PSUM")
     return name

@@ -1,0 +1,47 @@
+"""The report of what the kernels cost."""
+
+import json
+
+import pytest
+
+pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed, which counts nothing")
+
+from benchmarks import kernels
+from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
+from granite4_neuron.ops.nki.selective_scan import selective_scan
+from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+from test.support.nki_cases import conv_inputs, scan_inputs
+
+
+@pytest.mark.parametrize("kernel", [ssd_chunk_scan, selective_scan, conv1d_prefill])
+def test_extension_is_exact(kernel):
+    """Three blocks cost one, and twice what the second of two adds."""
+
+    def cost(blocks):
+        if kernel is conv1d_prefill:
+            inputs = conv_inputs(1, blocks * kernels.BLOCK, 64)
+        else:
+            inputs = scan_inputs(1, blocks * kernels.BLOCK, heads=2, head_dim=32)
+        return kernels.cost_of(kernel, list(inputs.values()))
+
+    extended, real = cost(1).extended(cost(2), 2), cost(3)
+    assert extended.instructions == real.instructions
+    assert extended.hbm_bytes == real.hbm_bytes and extended.minimum_bytes == real.minimum_bytes
+    assert extended.microseconds == pytest.approx(real.microseconds)
+
+
+def test_report(capsys, tmp_path):
+    assert kernels.main(["--model", "h-350m", "--json", str(tmp_path / "report.json")]) == 0
+    output = capsys.readouterr().out
+    assert "modelled, not timed" in output and "ssm_decode" in output
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert len(rows) == 3 * 3 + 2 * 3
+    for row in rows:
+        times = [row["microseconds"][name] for name in (*kernels.CLOCK, "hbm")]
+        assert row["bound_microseconds"] == max(times) > 0
+        assert 1 <= row["traffic_ratio"] <= 1.5
+
+
+def test_model_without_mamba_layers(capsys):
+    assert kernels.main(["--model", "micro"]) == 2
+    assert "has no Mamba layers" in capsys.readouterr().err
