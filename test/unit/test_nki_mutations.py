@@ -91,12 +91,12 @@ DECODE = {
     "decay dropped": ("nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)", "nisa.memset(decay_row, 1.0)"),
     "update dropped": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)", "pass"),
     "C of the first sequence": ("moving=C_columns[:, group, s : s + 1]", "moving=C_columns[:, group, 0:1]"),
-    "B of the first sequence": ("stationary=B_row[:, s, group, :]", "stationary=B_row[:, 0, group, :]"),
+    "B of the first sequence": ("B_row[:, s, group, :]", "B_row[:, 0, group, :]"),
     "decay of the first sequence": ("moving=decay_row[:, s, :]", "moving=decay_row[:, 0, :]"),
     "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
     "D x dropped": (
-        "nisa.tensor_tensor(dst=y_sb, data1=D_x_sb, data2=y_rows_psum, op=nl.add)",
-        "nisa.tensor_copy(dst=y_sb, src=y_rows_psum)",
+        "nisa.tensor_tensor(dst=y_sb[:, bank, :], data1=D_x_sb[:, bank, :], data2=y_rows_psum, op=nl.add)",
+        "nisa.tensor_copy(dst=y_sb[:, bank, :], src=y_rows_psum)",
     ),
     "uninitialised tile": ("nisa.tensor_copy(dst=y_columns_sb, src=y_psum, engine=nisa.engine.scalar)", "pass"),
 }

@@ -19,7 +19,9 @@ from granite4_neuron.ops.nki.common import (
 )
 from granite4_neuron.ops.selective_state_update import selective_state_update
 
-MAX_SEQUENCES = 16  # at a time; each needs a row of x on partition 0 and columns in a PSUM bank
+MAX_SEQUENCES = 16  # at a time; each needs columns in a PSUM bank,
+MAX_ROW = 16384  # and its x on partition 0: so many float32 for all of them
+PSUM_BLOCK = 2 * PSUM_BANK  # what VectorE adds up at a time
 
 
 def ssm_decode_torch(
@@ -92,9 +94,9 @@ def ssm_decode(
     own_heads = nl.ds(first_head, heads)
     heads_per_group = num_heads // n_groups
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
-    heads_per_bank = PSUM_BANK // head_dim
     heads_per_column = largest_divisor(run, MAX_PARTITIONS // head_dim)
-    sequences = MAX_SEQUENCES
+    heads_per_block = min(run, PSUM_BLOCK // head_dim)
+    sequences = max(1, min(MAX_SEQUENCES, MAX_ROW // (heads * head_dim)))
 
     y = nl.ndarray((batch, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
     new_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=nl.float32, buffer=nl.shared_hbm)
@@ -137,16 +139,12 @@ def ssm_decode(
                 moving=decay_row[:, s, :],
                 is_stationary_onezero=True,
             )
-            update_psum = nl.ndarray((d_state, heads, head_dim), dtype=nl.float32, buffer=nl.psum)
+            nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_psum, head_dim), op=nl.multiply)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
-                for bank_start in range(run_start, run_start + run, heads_per_bank):
-                    bank = nl.ds(bank_start, min(heads_per_bank, run_start + run - bank_start))
-                    nisa.nc_matmul(
-                        dst=update_psum[:, bank, :], stationary=B_row[:, s, group, :], moving=dt_x_row[:, bank, :]
-                    )
-            nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_psum, head_dim), op=nl.multiply)
-            nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)
+                for block_start in range(run_start, run_start + run, heads_per_block):
+                    block = nl.ds(block_start, min(heads_per_block, run_start + run - block_start))
+                    _add_outer_product(state_sb[:, block, :], B_row[:, s, group, :], dt_x_row[:, block, :])
             nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=state_sb)
 
             for column in range(columns):
@@ -172,6 +170,17 @@ def _transposed(C_sb: nl.ndarray) -> nl.ndarray:
     return columns_sb
 
 
+def _add_outer_product(state_sb: nl.ndarray, B_row: nl.ndarray, dt_x_row: nl.ndarray) -> None:
+    """state [d_state, heads, head_dim] += B [1, d_state] (outer) dt * x [1, heads, head_dim], for heads of a group."""
+    _, heads, head_dim = state_sb.shape
+    heads_per_bank = PSUM_BANK // head_dim
+    update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
+    for start in range(0, heads, heads_per_bank):
+        bank = nl.ds(start, min(heads_per_bank, heads - start))
+        nisa.nc_matmul(dst=update_psum[:, bank, :], stationary=B_row, moving=dt_x_row[:, bank, :])
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)
+
+
 def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray) -> None:
     """y = transpose(y_psum) + D * x.
 
@@ -191,9 +200,13 @@ def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray)
         dst=D_x_sb, data1=x_sb, data2=along(D_sb[0:count, :], head_dim), op=nl.multiply, engine=nisa.engine.gpsimd
     )
 
-    y_rows_psum = nl.ndarray((count, columns, width), dtype=nl.float32, buffer=nl.psum)
-    for column in range(columns):
-        nisa.nc_transpose(dst=y_rows_psum[:, column, :], data=y_columns_sb[:, column, :])
     y_sb = nl.ndarray((count, heads, head_dim), dtype=y.dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=y_sb, data1=D_x_sb, data2=y_rows_psum, op=nl.add)
+    columns_per_bank = PSUM_BANK // width
+    for start in range(0, columns, columns_per_bank):
+        bank_columns = min(columns_per_bank, columns - start)
+        y_rows_psum = nl.ndarray((count, bank_columns, width), dtype=nl.float32, buffer=nl.psum)
+        for i in range(bank_columns):
+            nisa.nc_transpose(dst=y_rows_psum[:, i, :], data=y_columns_sb[:, start + i, :])
+        bank = nl.ds(start * heads // columns, bank_columns * heads // columns)
+        nisa.tensor_tensor(dst=y_sb[:, bank, :], data1=D_x_sb[:, bank, :], data2=y_rows_psum, op=nl.add)
     nisa.dma_copy(dst=y, src=y_sb)
