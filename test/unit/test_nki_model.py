@@ -7,9 +7,10 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint import load_model, save_model
-from granite4_neuron.ops import MambaKernels
+from granite4_neuron.ops import MambaKernels, causal_conv1d
 from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import small_config
+from test.support.nki_cases import conv_inputs, scan_inputs
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
 SIZES = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
@@ -74,6 +75,23 @@ def test_state_is_allocated_in_the_kernels_layout(folder):
     dimensions = model.config.rank_dimensions(1)
     expected = (3, model.config.mamba_d_state, dimensions.mamba_heads, model.config.mamba_d_head)
     assert poisoned_state(model, 2, 8).layers[0].ssm_state.shape == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_row_without_tokens_keeps_its_state(tokens):
+    """Whatever the caller does with the row: not every runtime has a null slot to send it to."""
+    kernels = MambaKernels("ssd", "nki")
+    x, conv_state, weight, bias, _ = conv_inputs(2, tokens, 64).values()
+    lengths = torch.tensor([tokens, 0])
+    y, new_conv_state = kernels.convolve(x, conv_state, weight, bias, lengths)
+    expected_y, expected_state = causal_conv1d(x, conv_state, weight, bias, lengths)
+    assert (y - expected_y)[0].abs().max() <= 1e-5
+    assert torch.equal(new_conv_state, expected_state) and torch.equal(new_conv_state[1], conv_state[1])
+
+    inputs = scan_inputs(2, tokens, heads=2, head_dim=32)
+    inputs["dt"][1] = 0.0
+    _, ssm_state = kernels.scan(*inputs.values())
+    assert torch.equal(ssm_state[1], inputs["initial_states"][1])
 
 
 def test_dimensions_that_no_kernel_takes():

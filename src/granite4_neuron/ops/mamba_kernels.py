@@ -85,7 +85,7 @@ class MambaKernels:
         bias: torch.Tensor | None,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`causal_conv1d`. With a kernel y has x's dtype, and the window of a row of length 0 is unspecified."""
+        """`causal_conv1d`; from a kernel y is in x's dtype."""
         is_decode = x.shape[1] == 1
         if not self._is_nki(is_decode):
             return causal_conv1d(x, conv_state, weight, bias, lengths)
@@ -95,8 +95,8 @@ class MambaKernels:
 
         bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
         if is_decode:
-            y, conv_state = launch(conv1d_update, x[:, 0], conv_state, weight, bias)
-            return y[:, None], conv_state
+            y, new_state = launch(conv1d_update, x[:, 0], conv_state, weight, bias)
+            return y[:, None], new_state.where((lengths > 0)[:, None, None], conv_state)
         return launch(conv1d_prefill, x, conv_state, weight, bias, lengths.to(torch.int32))
 
     def scan(

@@ -139,12 +139,13 @@ def ssm_decode(
                 moving=decay_row[:, s, :],
                 is_stationary_onezero=True,
             )
-            nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_psum, head_dim), op=nl.multiply)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
                 for block_start in range(run_start, run_start + run, heads_per_block):
                     block = nl.ds(block_start, min(heads_per_block, run_start + run - block_start))
-                    _add_outer_product(state_sb[:, block, :], B_row[:, s, group, :], dt_x_row[:, block, :])
+                    _advance_state(
+                        state_sb[:, block, :], decay_psum[:, block], B_row[:, s, group, :], dt_x_row[:, block, :]
+                    )
             nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=state_sb)
 
             for column in range(columns):
@@ -170,14 +171,22 @@ def _transposed(C_sb: nl.ndarray) -> nl.ndarray:
     return columns_sb
 
 
-def _add_outer_product(state_sb: nl.ndarray, B_row: nl.ndarray, dt_x_row: nl.ndarray) -> None:
-    """state [d_state, heads, head_dim] += B [1, d_state] (outer) dt * x [1, heads, head_dim], for heads of a group."""
+def _advance_state(state_sb: nl.ndarray, decay_psum: nl.ndarray, B_row: nl.ndarray, dt_x_row: nl.ndarray) -> None:
+    """state = decay * state + B (outer) dt * x, in place, for heads of one group.
+
+    Args:
+        state_sb: [d_state, heads, head_dim], float32.
+        decay_psum: [d_state, heads], the same on every partition.
+        B_row: [1, d_state].
+        dt_x_row: [1, heads, head_dim].
+    """
     _, heads, head_dim = state_sb.shape
     heads_per_bank = PSUM_BANK // head_dim
     update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
     for start in range(0, heads, heads_per_bank):
         bank = nl.ds(start, min(heads_per_bank, heads - start))
         nisa.nc_matmul(dst=update_psum[:, bank, :], stationary=B_row, moving=dt_x_row[:, bank, :])
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_psum, head_dim), op=nl.multiply)
     nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)
 
 

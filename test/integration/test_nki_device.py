@@ -1,0 +1,72 @@
+"""The NKI kernels compiled and run on a Neuron device, against recurrences in float64."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from test.support.nki_cases import (
+    conv_inputs,
+    conv_oracle,
+    decode_inputs,
+    decode_oracle,
+    error,
+    scan_inputs,
+    scan_oracle,
+)
+
+# ScalarE approximates exp and silu piece by piece.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+HEADS = dict(heads=16, head_dim=64, d_state=128)
+
+
+@pytest.fixture(scope="module")
+def device():
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("needs a Trainium2 machine with the Neuron SDK: torch_xla is not installed")
+    import torch_xla
+    from torch_xla.core import xla_model
+
+    device = torch_xla.device()
+    if xla_model.xla_device_hw(device) != "NEURON":
+        pytest.skip(f"needs a Trainium2 machine with the Neuron SDK: torch_xla runs on {device}")
+    return device
+
+
+def check(device, kernel, inputs, exact, dtype):
+    from granite4_neuron.ops.nki.launch import launch
+
+    outputs = launch(kernel, *(tensor.to(device) for tensor in inputs))
+    for output, expected in zip(outputs, exact, strict=True):
+        assert error(output.cpu(), expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", ["ssd_chunk_scan", "selective_scan"])
+@pytest.mark.parametrize("length", [128, 300])
+def test_scans(device, name, length, dtype):
+    kernels = importlib.import_module(f"granite4_neuron.ops.nki.{name}")
+    inputs = scan_inputs(2, length, dtype=dtype, **HEADS)
+    check(device, getattr(kernels, name), inputs.values(), scan_oracle(inputs), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("batch", [1, 8, 20])
+def test_decode(device, batch, dtype):
+    from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+
+    inputs = decode_inputs(batch, dtype=dtype, **HEADS)
+    check(device, ssm_decode, inputs.values(), decode_oracle(inputs), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_convolutions(device, dtype):
+    from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
+    from granite4_neuron.ops.nki.conv1d_update import conv1d_update
+
+    inputs = conv_inputs(2, 300, 1280, dtype=dtype, lengths=[300, 299])
+    check(device, conv1d_prefill, inputs.values(), conv_oracle(inputs), dtype)
+    inputs = conv_inputs(8, 1, 1280, dtype=dtype)
+    exact_y, exact_states = conv_oracle(inputs)
+    x, conv_states, weight, bias, _ = inputs.values()
+    check(device, conv1d_update, (x[:, 0], conv_states, weight, bias), (exact_y[:, 0], exact_states), dtype)
