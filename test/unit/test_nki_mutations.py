@@ -70,10 +70,14 @@ SSD = {
 }
 SCAN = {
     "decay dropped": (
-        "nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, LANE_CHANNELS))",
+        "nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, channels))",
         "nisa.memset(decay_sb, 1.0)",
     ),
     "channels run into each other": ("nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)", "pass"),
+    "uninitialised inputs": (
+        "nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.engine.scalar)",
+        "pass",
+    ),
     "state not decayed at a tile's first token": ("operand0=first_decay_sb,", "operand0=1.0,"),
     "state not carried": ("src=states_sb[:, :, rows - 1 : rows]", "src=states_sb[:, :, 0:1]"),
     "uninitialised tile": (

@@ -21,7 +21,8 @@ from granite4_neuron.ops.nki.common import (
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan_torch
 
 TOKENS = MAX_PARTITIONS  # per tile
-LANE_CHANNELS = PSUM_BANK // TOKENS  # whose tokens follow each other on a partition, in one scan
+PRODUCT_CHANNELS = PSUM_BANK // TOKENS
+SCAN_CHANNELS = 32  # whose tokens follow each other on a partition, in one scan; tiles of 16 KiB per partition
 
 
 def selective_scan_torch(
@@ -50,14 +51,14 @@ def selective_scan(
     """
     The selective scan of Mamba-2 over whole sequences, one state element per partition, one token after another.
 
-    One instruction scans four channels (eight for d_state 64) over a tile of 128 tokens. B and C are read from HBM
-    once per program, and the products of dt, B and x are formed on chip.
+    One instruction scans up to 32 channels of a head (64 for d_state 64) over a tile of 128 tokens. B and C are read
+    from HBM once per program, and the products of dt, B and x are formed on chip.
 
     Dimensions:
         batch: sequences, one after the other
         length: tokens, any number; the last tile may be shorter
         num_heads: heads on this logical core; each program (LNC) takes an equal share of them
-        head_dim: a multiple of 8
+        head_dim: 32, 64 or 128
         n_groups: groups of consecutive heads with the same B and C
         d_state: 64 or 128; two channels share the partitions if it is 64
 
@@ -78,15 +79,16 @@ def selective_scan(
     Notes:
         - num_heads must be a multiple of the number of programs.
         - Arithmetic is float32 for every dtype of x.
-        - The number of instructions grows with length * num_heads * head_dim, and is 30 times that of
-          `ssd_chunk_scan`, which is the faster one at every length; this one rounds as decode does.
+        - `ssd_chunk_scan` is faster at every length. This one rounds as decode does, and is the check on it.
+        - The compiler unrolls every loop. The number of instructions grows with length * num_heads * head_dim: 2,000
+          for 128 tokens of 16 heads of 64, which is too many for prompts of many thousand tokens.
         - Source: Gu and Dao 2023, algorithm 2, with Mamba-2's scalar A per head.
 
     Pseudocode:
         for sequence, for tile of tokens:
             for head:
                 decay[n, t] = exp(dt_t * A), the same for every n; 0 at the first token
-                for four channels of the head:
+                for 32 channels of the head:
                     inputs[n, (channel, t)] = B[t, n] * dt_t * x[t, channel]
                     inputs[n, (channel, 0)] += exp(dt_0 * A) * state[n, channel]
                     states = scan(decay * previous + inputs)
@@ -141,7 +143,9 @@ def selective_scan(
                     y_psum = nl.ndarray((rows, count, head_dim), dtype=nl.float32, buffer=nl.psum)
                     for i in range(count):
                         h = bank_start + i
-                        decay_sb, first_decay_sb = _lane_decay(log_decay_sb[:, h : h + 1], everywhere)
+                        decay_sb, first_decay_sb = _decays(
+                            log_decay_sb[:, h : h + 1], everywhere, min(part, SCAN_CHANNELS)
+                        )
                         _scan_head(
                             y_psum[:, i, :],
                             state_sb[:, h, :],
@@ -199,11 +203,11 @@ def _on_diagonal(values_sb: nl.ndarray) -> nl.ndarray:
     return diagonals_sb
 
 
-def _lane_decay(log_decay_sb: nl.ndarray, everywhere: nl.ndarray) -> tuple[nl.ndarray, nl.ndarray]:
+def _decays(log_decay_sb: nl.ndarray, everywhere: nl.ndarray, channels: int) -> tuple[nl.ndarray, nl.ndarray]:
     """A head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
 
     Returns:
-        [128, LANE_CHANNELS, rows], 0 at every channel's first token: there a scan begins anew.
+        [128, channels, rows], 0 at every channel's first token: there a scan begins anew.
         [128, 1], the decay at the first token.
     """
     rows = log_decay_sb.shape[0]
@@ -214,8 +218,8 @@ def _lane_decay(log_decay_sb: nl.ndarray, everywhere: nl.ndarray) -> tuple[nl.nd
         moving=_on_diagonal(log_decay_sb),
         is_stationary_onezero=True,
     )
-    decay_sb = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, LANE_CHANNELS))
+    decay_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, channels))
     first_decay_sb = nl.ndarray((MAX_PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)
     nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)
@@ -240,55 +244,72 @@ def _scan_head(
         dt_x_sb: [rows, head_dim], float32.
         B_sb: [rows, d_state], float32.
         C_columns_sb: [128, rows], float32.
-        decay_sb, first_decay_sb: from `_lane_decay`.
+        decay_sb, first_decay_sb: from `_decays`.
         members: [128, parts], from `_members`.
     """
-    rows, d_state = B_sb.shape
+    rows = B_sb.shape[0]
     parts, part = members.shape[1], state_sb.shape[1]
     dt_x_parts = dt_x_sb.reshape_dim(1, (parts, part))
     y_parts = y_psum.reshape_dim(1, (parts, part))
-    for first in range(0, part, LANE_CHANNELS):
-        lanes = nl.ds(first, LANE_CHANNELS)
-        inputs_psum = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)
-        for p in range(parts):
-            nisa.nc_matmul(
-                dst=inputs_psum[p * d_state : (p + 1) * d_state, :, :],
-                stationary=B_sb,
-                moving=_on_diagonal(dt_x_parts[:, p, lanes]),
-            )
+    channels = decay_sb.shape[1]
+    size = channels * rows
+    for first in range(0, part, channels):
+        own_channels = nl.ds(first, channels)
+        inputs_sb = _inputs(dt_x_parts[:, :, own_channels], B_sb)
         nisa.scalar_tensor_tensor(
-            dst=inputs_psum[:, :, 0:1],
-            data=state_sb[:, lanes],
+            dst=inputs_sb[:, :, 0:1],
+            data=state_sb[:, own_channels],
             op0=nl.multiply,
             operand0=first_decay_sb,
             op1=nl.add,
-            operand1=inputs_psum[:, :, 0:1],
+            operand1=inputs_sb[:, :, 0:1],
         )
-        states_sb = nl.ndarray((MAX_PARTITIONS, LANE_CHANNELS, rows), dtype=nl.float32, buffer=nl.sbuf)
-        size = LANE_CHANNELS * rows
+        states_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor_scan(
             dst=states_sb.reshape((MAX_PARTITIONS, size)),
             data0=decay_sb.reshape((MAX_PARTITIONS, size)),
-            data1=inputs_psum.reshape((MAX_PARTITIONS, size)),
+            data1=inputs_sb.reshape((MAX_PARTITIONS, size)),
             initial=0.0,
             op0=nl.multiply,
             op1=nl.add,
         )
-        nisa.tensor_copy(dst=state_sb[:, lanes], src=states_sb[:, :, rows - 1 : rows], engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=state_sb[:, own_channels], src=states_sb[:, :, rows - 1 : rows], engine=nisa.engine.scalar)
         nisa.tensor_tensor(
             dst=states_sb,
             data1=states_sb,
-            data2=for_each(C_columns_sb, LANE_CHANNELS),
+            data2=for_each(C_columns_sb, channels),
             op=nl.multiply,
             engine=nisa.engine.gpsimd,
         )
-        for lane in range(LANE_CHANNELS):
+        for i in range(channels):
             nisa.nc_matmul(
-                dst=y_parts[:, :, first + lane],
-                stationary=states_sb[:, lane, :],
+                dst=y_parts[:, :, first + i],
+                stationary=states_sb[:, i, :],
                 moving=members,
                 is_moving_onezero=True,
             )
+
+
+def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray) -> nl.ndarray:
+    """What each token adds to the states: dt * x [rows, parts, channels] times B [rows, d_state].
+
+    A product with a diagonal matrix per channel multiplies token by token and turns tokens to the free dimension.
+
+    Returns:
+        [128, channels, rows], float32.
+    """
+    rows, parts, channels = dt_x_parts.shape
+    d_state = B_sb.shape[1]
+    inputs_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
+    for p in range(parts):
+        own_partitions = nl.ds(p * d_state, d_state)
+        diagonals_sb = _on_diagonal(dt_x_parts[:, p, :])
+        for start in range(0, channels, PRODUCT_CHANNELS):
+            block = nl.ds(start, PRODUCT_CHANNELS)
+            inputs_psum = nl.ndarray((d_state, PRODUCT_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_matmul(dst=inputs_psum, stationary=B_sb, moving=diagonals_sb[:, block, :])
+            nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.engine.scalar)
+    return inputs_sb
 
 
 def _add_skip(y_sb: nl.ndarray, y_psum: nl.ndarray, x_sb: nl.ndarray, D_sb: nl.ndarray) -> None:
