@@ -90,12 +90,9 @@ def load_model(
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     with torch.device("meta"):
-        whole = GraniteMoeHybridForCausalLM(config)
         model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel, decode_kernel)
     stored = _StoredTensors(folder)
-    stored.check(
-        dict(whole.named_parameters()), may_be_there={"lm_head.weight"} if config.tie_word_embeddings else set()
-    )
+    stored.check(config)
     dtype = dtype or stored.dtype()
     if dtype not in _DTYPES.values():
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
@@ -105,6 +102,15 @@ def load_model(
         set_parameter(model, name, weight)
     model.tie_weights()
     return model.eval()
+
+
+def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
+    """Look at the names, shapes and dtypes of a checkpoint's tensors, not at the tensors.
+
+    Raises:
+        UserError: they are not those of the model; the message lists what is wrong.
+    """
+    _StoredTensors(folder).check(config)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -157,6 +163,23 @@ def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, 
         pieces.append(tensor.narrow(axis, start + rank * parts // degree * length, length))
         start += size
     return torch.cat(pieces, dim=axis) if pieces else tensor
+
+
+def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
+    """Every rank's slice, one rank after another: for a framework that gives each rank an equal run of a tensor.
+
+    It is longer than `tensor` where ranks share a part.
+    """
+    axis = split_axis(name, config)
+    if axis is None:
+        return tensor
+    return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
+
+
+def split_axis(name: str, config: GraniteMoeHybridConfig) -> int | None:
+    """The axis along which a tensor is split over ranks; None if every rank takes the whole of it."""
+    axis, segments = _segments(name, config, degree=1)
+    return axis if segments else None
 
 
 def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[tuple[int, int]]]:
@@ -212,7 +235,7 @@ class _StoredTensors:
         for file in _weight_files(folder):
             with _open(file) as tensors:
                 for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
-                    name = _published_name(stored_name)
+                    name = published_name(stored_name)
                     self._files[name] = file
                     self._stored_names[name] = stored_name
                     self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
@@ -228,12 +251,15 @@ class _StoredTensors:
             raise UserError(f"the weights in {self.folder} have no {_EMBEDDING} of dtype {', '.join(_DTYPES)}.")
         return _DTYPES[self._dtypes[_EMBEDDING]]
 
-    def check(self, expected: dict[str, nn.Parameter], may_be_there: set[str]) -> None:
-        """Compare names and shapes.
+    def check(self, config: GraniteMoeHybridConfig) -> None:
+        """Compare names and shapes with those of the whole model.
 
         Raises:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
+        with torch.device("meta"):
+            expected = dict(GraniteMoeHybridForCausalLM(config).named_parameters())
+        may_be_there = {"lm_head.weight"} if config.tie_word_embeddings else set()
         strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
         missing = sorted(expected.keys() - self._shapes.keys())
         surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
@@ -283,7 +309,8 @@ def _open(file: Path) -> Iterator[safe_open]:
         raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
 
 
-def _published_name(name: str) -> str:
+def published_name(name: str) -> str:
+    """The name under which a tensor is published, of that or of transformers 5.x's name in memory."""
     for ending, published in _PUBLISHED_NAMES.items():
         if name.endswith(ending):
             return name.removesuffix(ending) + published

@@ -1,0 +1,161 @@
+"""The model as NxD Inference's users know one: compile, load, generate."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
+from torch.nn import functional as F
+from transformers import GraniteMoeHybridForCausalLM
+
+from granite4_neuron.checkpoint import check_weights
+from granite4_neuron.nxdi.checkpoint import convert
+from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+
+CONTINUATION_MODEL_TAG = "prefill_continuation_model"
+# Their attention scores, [heads, tokens, length of the cache], are the largest tensor of a continuation.
+CONTINUATION_TOKENS = 512
+
+
+class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
+    """A Granite 4 hybrid for NxD Inference.
+
+    Beside the graphs for context encoding and token generation there is one more kind: a continuation takes further
+    tokens of a prompt that is longer than the largest bucket for context encoding. With it a prompt may be as long as
+    neuron_config.seq_len.
+    """
+
+    _model_cls = NeuronGraniteMoeHybridModel
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prefill_continuation_model = None
+        if self._context_tokens < self.neuron_config.max_length:
+            self.enable_prefill_continuation()
+
+    @property
+    def _context_tokens(self) -> int:
+        """How many tokens of a prompt context encoding takes."""
+        return self.context_encoding_model.neuron_config.buckets[-1]
+
+    @property
+    def _num_results(self) -> int:
+        """How many of a graph's outputs come before the state: tokens or logits, or both."""
+        return 2 if self.neuron_config.output_logits else 1
+
+    def enable_prefill_continuation(self) -> None:
+        """Add the graphs for further tokens of a prompt, one for each bucket of the cache that can hold any."""
+        config = copy.deepcopy(self.config)
+        neuron_config = config.neuron_config
+        neuron_config.batch_size = neuron_config.ctx_batch_size
+        neuron_config.n_active_tokens = min(self._context_tokens, CONTINUATION_TOKENS)
+        neuron_config.bucket_n_active_tokens = False
+        neuron_config.is_prefill_stage = True
+        neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > self._context_tokens]
+        self.prefill_continuation_model = self.model_wrapper(
+            config=config,
+            model_cls=self._model_cls,
+            tag=CONTINUATION_MODEL_TAG,
+            compiler_args=self.get_compiler_args(),
+        )
+        # Compiled like context encoding: many tokens, little reuse between steps.
+        self.prefill_continuation_model.compiler_args = self.context_encoding_model.compiler_args
+        self.models.append(self.prefill_continuation_model)
+
+    def _get_model_outputs(
+        self, input_ids, attention_mask, position_ids, seq_ids, sampling_params, prev_hidden, adapter_ids, *args, **kwargs
+    ):
+        per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
+        rest = (prev_hidden, adapter_ids, *args)
+        if not self._is_prefill(position_ids):
+            return self._decode(per_row, rest, kwargs)
+        if input_ids.shape[1] <= self._context_tokens:
+            return super()._get_model_outputs(*per_row, *rest, **kwargs)
+        return self._prefill_in_pieces(per_row, rest, kwargs)
+
+    def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
+        """One token per row. A full batch is run in the order of its slots, which is how the graph finds them."""
+        seq_ids = per_row[3]
+        order = seq_ids.argsort()
+        if not self.neuron_config.is_continuous_batching or torch.equal(order, torch.arange(len(order))):
+            return super()._get_model_outputs(*per_row, *rest, **kwargs)
+        outputs, is_run_on_neuron = super()._get_model_outputs(*(tensor[order] for tensor in per_row), *rest, **kwargs)
+        results, state = self._results_and_state(outputs, is_run_on_neuron)
+        results = [result[order.argsort()] for result in results]
+        return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
+
+    def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
+        """Context encoding of a prompt's first tokens, and continuations for the others."""
+        input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
+        start = self._context_tokens
+        first = (input_ids[:, :start], attention_mask[:, :start], position_ids[:, :start], seq_ids, sampling_params)
+        outputs, is_run_on_neuron = super()._get_model_outputs(*first, *rest, **kwargs)
+        results, state = self._results_and_state(outputs, is_run_on_neuron)
+
+        continuation = self.prefill_continuation_model
+        if continuation is None:
+            raise ValueError(f"A prompt of {input_ids.shape[1]} tokens is longer than seq_len, {start}.")
+        tokens, lengths = continuation.neuron_config.n_active_tokens, attention_mask.sum(1)
+        for start in range(start, input_ids.shape[1], tokens):
+            self._copy_past_key_values([*results, *state])
+            piece = input_ids[:, start : start + tokens]
+            outputs = continuation(
+                F.pad(piece, (0, tokens - piece.shape[1])),
+                attention_mask[:, : start + tokens],
+                torch.arange(start, start + tokens).expand(len(piece), -1),
+                seq_ids,
+                sampling_params,
+                *rest[:2],
+            )
+            new_results, state = self._results_and_state(outputs, is_run_on_neuron)
+            # A row that ended in an earlier piece has its results from there.
+            results = [
+                new.where((lengths > start).view(-1, *[1] * (new.dim() - 1)), old)
+                for new, old in zip(new_results, results, strict=True)
+            ]
+        return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
+
+    def _results_and_state(self, outputs, is_run_on_neuron: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """On a device a graph's only result comes bare, and the state stays there: it has none to give."""
+        outputs = [outputs] if is_run_on_neuron and self._num_results == 1 else list(outputs)
+        return outputs[: self._num_results], outputs[self._num_results :]
+
+    def _outputs(self, results: list[torch.Tensor], state: list[torch.Tensor], is_run_on_neuron: bool):
+        return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
+
+    def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:
+        """On the CPU each kind of graph is a model of its own: give all of them the state."""
+        for model in self.models:
+            if not model.is_neuron():
+                for parameter, new in zip(model.model.kv_mgr.past_key_values, outputs[self._num_results :]):
+                    parameter.data = new
+
+    @classmethod
+    def get_config_cls(cls) -> type[GraniteMoeHybridInferenceConfig]:
+        return GraniteMoeHybridInferenceConfig
+
+    @classmethod
+    def get_state_dict(cls, model_name_or_path: str, config: GraniteMoeHybridInferenceConfig) -> dict:
+        """Weights under the traced model's names.
+
+        Raises:
+            UserError: they do not fit the config. NxD Inference itself would leave what is missing as it happens to be.
+        """
+        check_weights(Path(model_name_or_path), config.granite)
+        return super().get_state_dict(model_name_or_path, config)
+
+    @staticmethod
+    def convert_hf_to_neuron_state_dict(state_dict: dict, config: GraniteMoeHybridInferenceConfig) -> dict:
+        return convert(state_dict, config)
+
+    @staticmethod
+    def update_state_dict_for_tied_weights(state_dict: dict) -> None:
+        state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
+
+    @staticmethod
+    def load_hf_model(model_path: str, **kwargs) -> GraniteMoeHybridForCausalLM:
+        return GraniteMoeHybridForCausalLM.from_pretrained(model_path, **kwargs)

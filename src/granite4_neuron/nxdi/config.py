@@ -1,0 +1,83 @@
+"""What NxD Inference knows of a model: the checkpoint's config.json, and how to run it."""
+
+from __future__ import annotations
+
+from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+
+# Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
+# value of each that the recurrent state is written for.
+_SUPPORTED = {
+    "padding_side": "right",
+    "sequence_parallel_enabled": False,
+    "cp_degree": 1,
+    "attention_dp_degree": 1,
+    "pp_degree": 1,
+    "moe_ep_degree": 1,
+    "flash_decoding_enabled": False,
+    "is_prefix_caching": False,
+    "is_block_kv_layout": False,
+    "is_chunked_prefill": False,
+    "windowed_context_encoding_size": None,
+    "k_cache_transposed": False,
+    "kv_quant_config": None,
+    "token_generation_batches": None,
+    "speculation_length": 0,
+    "medusa_speculation_length": 0,
+    "enable_fused_speculation": False,
+    "is_medusa": False,
+    "quantized": False,
+    "lora_config": None,
+    "layer_boundary_markers": False,
+    "attn_block_tkg_nki_kernel_enabled": False,
+    "qkv_kernel_fuse_residual_add": False,
+}
+
+
+class GraniteMoeHybridInferenceConfig(InferenceConfig):
+    """The config of `NeuronGraniteMoeHybridForCausalLM`, dense models included; its neuron_config is a MoENeuronConfig.
+
+    Raises:
+        UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
+            something that is not supported.
+    """
+
+    @property
+    def granite(self) -> GraniteMoeHybridConfig:
+        """The model's own config."""
+        return GraniteMoeHybridConfig.from_dict(vars(self))
+
+    def add_derived_config(self) -> None:
+        """Set what NxD Inference's layers look for beside config.json's fields."""
+        super().add_derived_config()
+        self.head_dim = self.granite.head_dim
+        # Granite's shared MLP has a width of its own, which NxD Inference's shared experts have not: it is a layer.
+        self.n_shared_experts = 0
+        neuron_config = self.neuron_config
+        if isinstance(neuron_config, MoENeuronConfig):
+            neuron_config.router_config.act_fn = "softmax"
+            neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+        if neuron_config.is_continuous_batching:
+            # Rows that only fill the batch are marked, so that they leave their slots' state alone.
+            neuron_config.apply_seq_ids_mask = True
+
+    def validate_config(self) -> None:
+        super().validate_config()
+        neuron_config = self.neuron_config
+        if not isinstance(neuron_config, MoENeuronConfig):
+            raise UserError(f"neuron_config is a {type(neuron_config).__name__}, and must be a MoENeuronConfig.")
+        for name, supported in _SUPPORTED.items():
+            value = getattr(neuron_config, name)
+            if value != supported:
+                raise UserError(f"neuron_config.{name} is {value!r}; this model runs with {supported!r} only.")
+        if neuron_config.output_logits and neuron_config.on_device_sampling_config is None:
+            raise UserError(
+                "neuron_config.output_logits goes with on_device_sampling_config; without it logits are returned anyway."
+            )
+        self.granite.rank_dimensions(neuron_config.tp_degree)
+
+    @classmethod
+    def get_neuron_config_cls(cls) -> type[MoENeuronConfig]:
+        return MoENeuronConfig

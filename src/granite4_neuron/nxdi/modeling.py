@@ -1,0 +1,205 @@
+"""The model that NxD Inference traces: its embedding, attention, experts and head, and this package's other layers."""
+
+from __future__ import annotations
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
+from neuronx_distributed_inference.models.model_base import NeuronBaseModel
+from neuronx_distributed_inference.modules.attention.attention_base import NeuronAttentionBase
+from neuronx_distributed_inference.modules.attention.utils import RotaryEmbedding
+from neuronx_distributed_inference.modules.generation.sampling import create_sampler
+from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_module
+from torch import nn
+
+from granite4_neuron.config import MAMBA
+from granite4_neuron.layers.mamba2 import Mamba2
+from granite4_neuron.layers.moe import SharedMLP
+from granite4_neuron.layers.norm import RMSNorm
+from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.parallel import NeuronParallel, split_over_ranks
+from granite4_neuron.nxdi.state import HybridCacheManager, NeuronStep
+
+
+class NeuronGraniteMoeHybridModel(NeuronBaseModel):
+    """One step of a rank. Which one is told from the shapes of input_ids [batch, tokens] and attention_mask [batch, n]:
+
+    * context encoding, tokens == n: the first tokens of sequences. The mask has ones for the real ones.
+    * continuation, 1 < tokens < n: further tokens of prompts, which attend to the cache as well. The mask has ones for
+      all tokens of a sequence up to the step's last real one.
+    * token generation, tokens == 1: the mask has ones for the tokens before this one.
+    """
+
+    def setup_attr_for_model(self, config: GraniteMoeHybridInferenceConfig) -> None:
+        neuron_config = config.neuron_config
+        self.on_device_sampling = neuron_config.on_device_sampling_config is not None
+        self.tp_degree = neuron_config.tp_degree
+        self.hidden_size = config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.max_batch_size = neuron_config.max_batch_size
+        self.buckets = neuron_config.buckets
+
+    def init_model(self, config: GraniteMoeHybridInferenceConfig) -> None:
+        granite, dtype = config.granite, config.neuron_config.torch_dtype
+        self.embedding_multiplier = granite.embedding_multiplier
+        self.embed_tokens = ParallelEmbedding(
+            granite.vocab_size, granite.hidden_size, dtype=dtype, shard_across_embedding=True, pad=True
+        )
+        self.layers = nn.ModuleList(NeuronDecoderLayer(config, kind) for kind in granite.layer_types)
+        self.norm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
+        self.lm_head = _ScaledHead(config, gather_output=not self.on_device_sampling)
+
+    def init_inference_optimization(self, config: GraniteMoeHybridInferenceConfig) -> None:
+        if self.on_device_sampling:
+            self.sampler = create_sampler(config.neuron_config)
+        self.kv_mgr = HybridCacheManager(config, self.num_key_value_heads, self.rank_util)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        seq_ids: torch.Tensor,
+        sampling_params: torch.Tensor,
+        *args: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """As NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
+        self.n_positions = attention_mask.shape[-1]  # a bucket's; on the CPU nobody else sets it
+        position_ids = _positions(input_ids, attention_mask, position_ids, seq_ids)
+        return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args)
+
+    def _is_context_encoding(self, input_ids: torch.Tensor) -> bool:
+        return 1 < input_ids.shape[-1] == self.n_positions
+
+    def create_attn_mask(
+        self,
+        attention_mask: torch.Tensor,
+        is_for_context_encoding: bool,
+        is_for_speculation: bool,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Over the step itself for context encoding, over the cache otherwise: [batch, 1, tokens, n], bool."""
+        tokens = position_ids.shape[1]
+        if is_for_context_encoding or tokens == 1:
+            return super().create_attn_mask(attention_mask, is_for_context_encoding, is_for_speculation, position_ids)
+        before = torch.arange(self.n_positions, device=position_ids.device) < position_ids[:, :1]
+        return before[:, None, None].expand(-1, 1, tokens, -1)
+
+    def get_model_output(
+        self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Final hidden states [batch, tokens, hidden_size], and the new value of each state tensor."""
+        lengths = (position_ids >= 0).sum(1)
+        step = NeuronStep(position_ids.long(), lengths, seq_ids.long(), self.n_positions, self.kv_mgr.num_slots)
+        if step.is_continuation:
+            tokens = position_ids.shape[1]
+            kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
+        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
+        kwargs["inputs_embeds"] = self.embed_tokens(input_ids).float() * self.embedding_multiplier
+        return super().get_model_output(input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs)
+
+
+class NeuronDecoderLayer(nn.Module):
+    """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
+
+    def __init__(self, config: GraniteMoeHybridInferenceConfig, layer_type: str):
+        super().__init__()
+        granite, degree, dtype = config.granite, config.neuron_config.tp_degree, config.neuron_config.torch_dtype
+        parallel = NeuronParallel(degree=degree)
+        self.residual_multiplier = granite.residual_multiplier
+        self.input_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
+        self.post_attention_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
+        if layer_type == MAMBA:
+            self.mamba = Mamba2(granite, "chunked", parallel).to(dtype)
+            split_over_ranks(self.mamba, "mamba", granite, degree)
+        else:
+            self.self_attn = NeuronAttention(config)
+        self.is_mamba = layer_type == MAMBA
+        self.block_sparse_moe = _experts(config) if granite.num_local_experts else None
+        self.shared_mlp = SharedMLP(granite, parallel).to(dtype)
+        split_over_ranks(self.shared_mlp, "shared_mlp", granite, degree)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        step: NeuronStep,
+        idx: int,
+        kv_mgr: HybridCacheManager,
+        padding_mask: torch.Tensor | None,
+        cos_cache: torch.Tensor | None,
+        sin_cache: torch.Tensor | None,
+        **attention_arguments,
+    ) -> tuple:
+        """Hidden states, the layer's two state tensors for the batch's rows, the rotary tables, no residual."""
+        x = self.input_layernorm(hidden_states)
+        if self.is_mamba:
+            rows = kv_mgr.mamba_rows(idx, step)
+            mixed, state = self.mamba(x, step, rows), (rows.conv_state, rows.ssm_state)
+        else:
+            mixed, state, cos_cache, sin_cache = self.self_attn(
+                x, cos_cache=cos_cache, sin_cache=sin_cache, **attention_arguments
+            )
+        hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
+
+        x = self.post_attention_layernorm(hidden_states)
+        hidden_states = torch.add(hidden_states, self.shared_mlp(x), alpha=self.residual_multiplier)
+        if self.block_sparse_moe is not None:
+            mixed = self.block_sparse_moe(x, padding_mask)[0]
+            hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
+        return hidden_states, state, cos_cache, sin_cache, None
+
+
+class NeuronAttention(NeuronAttentionBase):
+    """NxD Inference's attention with Granite's scale, and rotary positions where the model has them."""
+
+    def __init__(self, config: GraniteMoeHybridInferenceConfig):
+        granite = config.granite
+        rotary = RotaryEmbedding(granite.head_dim, granite.max_position_embeddings, granite.rope_theta)
+        super().__init__(
+            config,
+            hidden_size=granite.hidden_size,
+            num_attention_heads=granite.num_attention_heads,
+            num_key_value_heads=granite.num_key_value_heads,
+            head_dim=granite.head_dim,
+            rotary_emb=rotary if granite.uses_rope else None,
+            rms_norm_eps=granite.rms_norm_eps,
+            qkv_bias=granite.attention_bias,
+            o_bias=granite.attention_bias,
+            softmax_scale=1.0 / granite.attention_multiplier,  # the scores are divided by it
+        )
+
+
+class _ScaledHead(ColumnParallelLinear):
+    """The language model head; logits in float32, divided by the config's logits_scaling."""
+
+    def __init__(self, config: GraniteMoeHybridInferenceConfig, gather_output: bool):
+        granite, dtype = config.granite, config.neuron_config.torch_dtype
+        super().__init__(
+            granite.hidden_size, granite.vocab_size, bias=False, gather_output=gather_output, dtype=dtype
+        )
+        self.logits_scaling = granite.logits_scaling
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).float() / self.logits_scaling
+
+
+def _experts(config: GraniteMoeHybridInferenceConfig) -> nn.Module:
+    return initialize_moe_module(config, apply_act_fn_over_topk=True)
+
+
+def _positions(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, seq_ids: torch.Tensor
+) -> torch.Tensor:
+    """[batch, tokens]: a token's place in its sequence; -1 for padding, and in rows that only fill the batch.
+
+    NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells.
+    """
+    tokens, known = input_ids.shape[1], attention_mask.sum(1, keepdim=True)
+    if tokens == 1:
+        positions, is_real = known, known >= 0
+    else:
+        positions = position_ids[:, :1] + torch.arange(tokens, device=input_ids.device)
+        is_real = positions < known
+    has_sequence = seq_ids[:, None] >= 0
+    return positions.where(is_real & has_sequence, -1).to(position_ids.dtype)

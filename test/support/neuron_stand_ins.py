@@ -1,0 +1,69 @@
+"""Stand-ins for the Neuron SDK's closed packages, so that NxD Inference's public source runs on a CPU.
+
+In its CPU mode NxD Inference computes nothing with them: it imports their names, decorates and subclasses with them.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
+PLATFORM = "trn2"
+
+
+def install(nxdi_source: Path, nxd_source: Path) -> None:
+    """Make neuronx_distributed_inference and neuronx_distributed importable from their checked-out sources."""
+    # At import torch_xla looks for libneuronxla, and would take a stand-in for a device: it must come first.
+    import torch_xla  # noqa: F401
+
+    sys.meta_path.append(_Finder())
+    sys.path[:0] = [str(nxdi_source / "src"), str(nxd_source / "src")]
+    torch.classes.neuron = _stand_in("neuron")
+    import torch_neuronx.utils
+
+    torch_neuronx.utils.get_platform_target = lambda: PLATFORM
+
+
+class _StandIn(type):
+    """The type of a name that stands in for a class, a function, a decorator, a namespace or a constant."""
+
+    def __getattr__(cls, name: str) -> _StandIn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _stand_in(name)
+
+    def __getitem__(cls, item: object) -> _StandIn:
+        return cls
+
+    def __call__(cls, *arguments, **options):
+        if cls.__bases__ != (object,):  # a real class that has a stand-in for its base
+            return super().__call__(*arguments, **options)
+        decorated = arguments[0] if arguments else None
+        return decorated if callable(decorated) else cls
+
+
+def _stand_in(name: str) -> _StandIn:
+    return _StandIn(name, (object,), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module without content at every path below PACKAGES."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in PACKAGES:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _StandIn.__getattr__.__get__(_stand_in(spec.name))
+        return module
+
+    def exec_module(self, module):
+        pass
