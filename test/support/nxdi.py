@@ -1,0 +1,102 @@
+"""Run the NxD Inference port the way its users do: right-padded batches in, logits out, token after token."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from test.support import neuron_stand_ins
+from test.support.stepping import random_tokens
+
+PACKAGE = "neuronx_distributed_inference"
+SOURCES = ("NXDI_SRC", "NXD_SRC")
+BUCKET = 128
+MAX_LENGTH = 256
+
+
+def why_not_importable() -> str | None:
+    """Why NxD Inference cannot be used here; None after making sure that it can be imported."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla is not installed (requirements-nxdi.txt)"
+    if importlib.util.find_spec(PACKAGE) is None:
+        if any(name not in os.environ for name in SOURCES):
+            return f"NxD Inference is not installed, and {' and '.join(SOURCES)} do not name its sources"
+        neuron_stand_ins.install(*(Path(os.environ[name]) for name in SOURCES))
+    return None
+
+
+def make_config(folder: Path, **options):
+    """The config of a checkpoint with `options` of its neuron_config."""
+    from neuronx_distributed_inference.models.config import MoENeuronConfig
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    from granite4_neuron.nxdi import GraniteMoeHybridInferenceConfig
+
+    values = dict(
+        tp_degree=1, batch_size=1, max_context_length=BUCKET, seq_len=MAX_LENGTH, torch_dtype="float32", on_cpu=True
+    )
+    neuron_config = MoENeuronConfig(**{**values, **options})
+    return GraniteMoeHybridInferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
+
+
+def cpu_model(folder: Path, **options):
+    """A checkpoint, loaded in CPU mode."""
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    model = NeuronGraniteMoeHybridForCausalLM(str(folder), make_config(folder, **options))
+    model.to_cpu()
+    return model
+
+
+@torch.inference_mode()
+def prefill(model, prompts: Sequence[torch.Tensor], seq_ids: Sequence[int] | None = None) -> torch.Tensor:
+    """Logits [batch, vocab_size] after prompts of any lengths; padding is not zeros, its position is 1."""
+    longest = max(map(len, prompts))
+    input_ids = random_tokens(model.config.vocab_size, len(prompts), longest, seed=7)
+    attention_mask = torch.arange(longest) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    position_ids = torch.arange(longest).expand(len(prompts), -1).where(attention_mask, 1)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, : len(prompt)] = prompt
+    return _logits(model, input_ids, attention_mask, position_ids, seq_ids)
+
+
+@torch.inference_mode()
+def decode(
+    model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Logits [batch, vocab_size] after one more token of sequences that have `lengths` tokens so far."""
+    lengths = torch.tensor(lengths)[:, None]
+    attention_mask = torch.arange(int(lengths.max())) < lengths
+    return _logits(model, torch.tensor(tokens)[:, None], attention_mask, lengths, seq_ids)
+
+
+def run(
+    model, sequences: torch.Tensor, prompt_lengths: Sequence[int], steps: int, seq_ids: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of `steps` tokens that follow it."""
+    model.reset()
+    rows = list(zip(sequences, prompt_lengths, strict=True))
+    logits = [prefill(model, [row[:length] for row, length in rows], seq_ids)]
+    for step in range(steps):
+        tokens = [int(row[length + step]) for row, length in rows]
+        logits.append(decode(model, tokens, [length + step for length in prompt_lengths], seq_ids))
+    return torch.stack(logits, dim=1)
+
+
+def at(logits: torch.Tensor, prompt_lengths: Sequence[int], steps: int) -> torch.Tensor:
+    """Of whole sequences' logits [batch, length, vocab_size], those that `run` gives."""
+    return torch.stack([row[length - 1 : length + steps] for row, length in zip(logits, prompt_lengths, strict=True)])
+
+
+def _logits(model, input_ids, attention_mask, position_ids, seq_ids) -> torch.Tensor:
+    output = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask.long(),
+        position_ids=position_ids,
+        seq_ids=torch.arange(len(input_ids)) if seq_ids is None else torch.tensor(seq_ids),
+    )
+    return output.logits[:, -1].clone()
