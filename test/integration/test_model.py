@@ -1,36 +1,45 @@
 """The model of NxD Inference, at three levels, each skipped where its parts are absent:
 
-* in NxD Inference's CPU mode: installed, or from sources that NXDI_SRC and NXD_SRC name (requirements-nxdi.txt);
-* without a device, what a compiled graph is told about its state;
-* on a Neuron device (test_neuron_device.py).
+* TestCpuMode: logits, in NxD Inference's CPU mode. It comes with the Neuron SDK; elsewhere NXDI_SRC and NXD_SRC name
+  checkouts of neuronx-distributed-inference and neuronx-distributed (requirements-nxdi.txt).
+* TestAliases: what a compiled graph is told about its state, without a device.
+* TestNeuronDevice: compiled, on a Neuron device.
 """
 
+import math
 import os
 import socket
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from granite4_neuron.checkpoint import load_model, rank_slice
-from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.accuracy import Difference
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation.loading import load_tokenizer
+from granite4_neuron.state import HybridState
+from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
 from test.support import nxdi
 from test.support.checkpoints import CASES, Case
-from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
+from test.support.stepping import random_tokens, reference_logits, run_cuts
 
 TOLERANCE = 1e-4
 STEPS = 16
 PROMPTS = (1, 2, 3, 40, 100, nxdi.BUCKET, 200)  # the last is longer than the bucket
 RAGGED = ((40, 1, 100), (2, nxdi.BUCKET, 3), (200, 1, 130), (17, 90, 64))
 CASE = {case.name: case for case in CASES}
+TP_CASES = ("moe", "dense", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def neuron_inference():
-    """NxD Inference in CPU mode, and in this process a group of one rank that it leaves behind."""
+@pytest.fixture(scope="module")
+def cpu_mode():
+    """NxD Inference, computing with plain torch; in this process a group of one rank."""
     reason = nxdi.why_not_importable()
     if reason:
         pytest.skip(reason)
@@ -45,26 +54,46 @@ def neuron_inference():
         torch.distributed.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def moe_folder(random_checkpoints):
     return random_checkpoints(CASE["moe"])
 
 
 @pytest.fixture(scope="module")
-def moe(moe_folder):
-    return nxdi.cpu_model(moe_folder)
+def continuous(cpu_mode, moe_folder):
+    """Three slots, filled one by one."""
+    return nxdi.cpu_model(moe_folder, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
 
 
 @pytest.fixture(scope="module")
-def continuous(moe_folder):
-    """Three slots, filled one by one."""
-    return nxdi.cpu_model(moe_folder, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+def two_ranks(cpu_mode, random_checkpoints, tmp_path_factory):
+    """What each of two ranks gives for each of TP_CASES and of the first ragged batches."""
+    results = tmp_path_factory.mktemp("two_ranks")
+    folders = [random_checkpoints(CASE[name]) for name in TP_CASES]
+    arguments = (folders, free_port(), results)
+    torch.multiprocessing.start_processes(run_rank, args=arguments, nprocs=2, start_method="spawn")
+    return [torch.load(results / f"{rank}.pt") for rank in range(2)]
+
+
+def run_rank(rank: int, folders: list[Path], port: int, results: Path) -> None:
+    """One process, with the environment that torchrun would give it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NXD_CPU_MODE="1")
+    torch.set_num_threads(1)
+    assert nxdi.why_not_importable() is None
+    logits = []
+    for folder in folders:
+        model = nxdi.cpu_model(folder, tp_degree=2, batch_size=3)
+        os.environ.pop("WORLD_SIZE", None)  # where it is set, NxD Inference starts a group for each model
+        tokens = random_tokens(model.config.vocab_size, 3, 200 + STEPS)
+        logits.append([nxdi.run(model, tokens, lengths, STEPS) for lengths in RAGGED[:3]])
+    torch.save(logits, results / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def expected_logits(folder, tokens):
@@ -81,198 +110,365 @@ def difference(folder, model, prompt_lengths, seq_ids=None, seed=0):
     return (logits - nxdi.at(expected_logits(folder, tokens), prompt_lengths, STEPS)).abs().max().item()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_equal_transformers(case, random_checkpoints):
-    """Prompts of all lengths one after another on the same model, so that state left over would show."""
-    folder = random_checkpoints(case)
-    model = nxdi.cpu_model(folder)
-    for length in PROMPTS:
-        assert difference(folder, model, [length], seed=length) <= TOLERANCE, length
-
-
-@pytest.mark.parametrize("case", ["moe", "dense", "rope", "conv3_no_bias", "untied_head"])
-def test_ragged_batch(case, random_checkpoints):
-    folder = random_checkpoints(CASE[case])
-    model = nxdi.cpu_model(folder, batch_size=3)
-    for seed, lengths in enumerate(RAGGED):
-        assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
-
-
-@pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_continuous_batching(moe_folder, continuous, seq_ids):
-    """A slot for each sequence, in any order."""
-    for seed, lengths in enumerate(RAGGED):
-        assert difference(moe_folder, continuous, lengths, seq_ids, seed) <= TOLERANCE, lengths
-
-
-def test_sequences_come_and_go(moe_folder, continuous):
-    """Prefill while other sequences are in the middle of decode; fewer rows than slots; a slot used again."""
-    tokens = random_tokens(continuous.config.vocab_size, 4, 230)
-    expected = reference_logits(moe_folder, tokens)
-    slot, done = {}, {}
-
-    def check(logits, rows):
-        for row, output in zip(rows, logits, strict=True):
-            assert (output - expected[row, done[row] - 1]).abs().max() <= TOLERANCE
-
-    def start(row, length, seq_id):
-        slot[row], done[row] = seq_id, length
-        check(nxdi.prefill(continuous, [tokens[row, :length]], [seq_id]), [row])
-
-    def decode(*rows):
-        lengths = [done[row] for row in rows]
-        logits = nxdi.decode(
-            continuous, [int(tokens[row, done[row]]) for row in rows], lengths, [slot[row] for row in rows]
-        )
-        for row in rows:
-            done[row] += 1
-        check(logits, rows)
-
-    start(0, 40, seq_id=2)
-    decode(0)
-    start(1, 1, seq_id=0)
-    decode(0, 1)
-    decode(1)
-    start(2, 200, seq_id=1)
-    decode(2, 0, 1)
-    decode(0, 2)
-    start(3, 7, seq_id=0)  # in the place of sequence 1
-    for _ in range(3):
-        decode(0, 2, 3)
-    decode(3)
-    decode(3, 0)
-
-
 def state_of(model):
     return model.token_generation_model.model.kv_mgr.past_key_values
 
 
-@pytest.mark.parametrize("length", [20, 200])
-def test_prefill_leaves_other_slots_alone(continuous, length):
-    tokens = random_tokens(continuous.config.vocab_size, 3, 200)
-    nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
-    before = [tensor.clone() for tensor in state_of(continuous)]
-    nxdi.prefill(continuous, [tokens[0, :length].flip(0)], [1])
-    for old, new in zip(before, state_of(continuous), strict=True):
-        assert torch.equal(old[[0, 2]], new[[0, 2]])
-        assert not torch.equal(old[1], new[1])
+def reference_texts(folder, tokenizer, texts, new_tokens):
+    """transformers' greedy continuations, as token ids."""
+    from transformers import GraniteMoeHybridForCausalLM
+
+    reference = GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    outputs = []
+    for text in texts:
+        prompt = tokenizer(text, return_tensors="pt").input_ids
+        options = dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        outputs.append(reference.generate(prompt, **options)[0, prompt.shape[1] :])
+    return torch.stack(outputs)
 
 
-def test_decode_leaves_slots_without_a_row_alone(continuous):
-    tokens = random_tokens(continuous.config.vocab_size, 3, 40)
-    nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
-    before = [tensor.clone() for tensor in state_of(continuous)]
-    nxdi.decode(continuous, [5], [30], [1])
-    length = continuous.neuron_config.max_length  # beyond it lies what no sequence reads
-    for old, new in zip(before, state_of(continuous), strict=True):
-        assert torch.equal(old[[0, 2], :, :length], new[[0, 2], :, :length])
-        assert not torch.equal(old[1], new[1])
-
-
-def test_generation_equals_transformers(moe_folder):
+def generated_texts(model, tokenizer, texts, new_tokens):
+    """The same from NxD Inference's generate, as one ragged batch."""
     from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
-    from transformers import GenerationConfig, GraniteMoeHybridForCausalLM
+    from transformers import GenerationConfig
 
-    model = nxdi.cpu_model(moe_folder, batch_size=3)
-    lengths, options = torch.tensor([40, 150, 9]), dict(max_new_tokens=STEPS, do_sample=False, eos_token_id=None)
-    prompts = random_tokens(model.config.vocab_size, 3, 150)
-    mask = torch.arange(150) < lengths[:, None]
-    ours = HuggingFaceGenerationAdapter(model).generate(
-        prompts,
-        attention_mask=mask.long(),
-        generation_config=GenerationConfig(**options, pad_token_id=0, top_k=1),
+    batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    options = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, top_k=1, eos_token_id=None, pad_token_id=0)
+    output = HuggingFaceGenerationAdapter(model).generate(
+        batch.input_ids, attention_mask=batch.attention_mask, generation_config=options
     )
-    reference = GraniteMoeHybridForCausalLM.from_pretrained(moe_folder).eval()
-    for row, length in enumerate(lengths):
-        theirs = reference.generate(prompts[row : row + 1, :length], pad_token_id=0, **options)
-        assert torch.equal(ours[row, 150:], theirs[0, length:])
+    return output[:, batch.input_ids.shape[1] :]
 
 
-def test_tokens_and_logits_from_the_graph(moe_folder):
-    """On-device sampling, which returns tokens, and with output_logits also what they were chosen from."""
-    sampling = dict(on_device_sampling_config={"top_k": 1, "do_sample": False}, output_logits=True, batch_size=2)
-    model = nxdi.cpu_model(moe_folder, **sampling)
-    for lengths in ((30, 3), (200, 90)):
-        tokens = random_tokens(model.config.vocab_size, 2, 210)
-        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        positions = torch.arange(max(lengths)).where(mask, 1)
-        with torch.inference_mode():
-            output = model(input_ids=tokens[:, : max(lengths)], attention_mask=mask.long(), position_ids=positions)
-        expected = nxdi.at(reference_logits(moe_folder, tokens), lengths, 0)[:, 0]
-        assert (output.logits[:, -1] - expected).abs().max() <= TOLERANCE
-        assert torch.equal(output.tokens.view(-1), expected.argmax(-1))
+@pytest.mark.usefixtures("cpu_mode")
+class TestCpuMode:
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_logits_equal_transformers(self, case, random_checkpoints):
+        """Prompts of all lengths one after another on the same model, so that state left over would show."""
+        folder = random_checkpoints(case)
+        model = nxdi.cpu_model(folder)
+        for length in PROMPTS:
+            assert difference(folder, model, [length], seed=length) <= TOLERANCE, length
+
+    @pytest.mark.parametrize("case", ["moe", "dense", "rope", "conv3_no_bias", "untied_head"])
+    def test_ragged_batch(self, case, random_checkpoints):
+        folder = random_checkpoints(CASE[case])
+        model = nxdi.cpu_model(folder, batch_size=3)
+        for seed, lengths in enumerate(RAGGED):
+            assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
+
+    @pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+    def test_continuous_batching(self, moe_folder, continuous, seq_ids):
+        """A slot for each sequence, in any order."""
+        for seed, lengths in enumerate(RAGGED):
+            assert difference(moe_folder, continuous, lengths, seq_ids, seed) <= TOLERANCE, lengths
+
+    def test_sequences_come_and_go(self, moe_folder, continuous):
+        """Prefill while other sequences are in the middle of decode; fewer rows than slots; a slot used again."""
+        tokens = random_tokens(continuous.config.vocab_size, 4, 230)
+        expected = reference_logits(moe_folder, tokens)
+        slot, done = {}, {}
+
+        def check(logits, rows):
+            for row, output in zip(rows, logits, strict=True):
+                assert (output - expected[row, done[row] - 1]).abs().max() <= TOLERANCE
+
+        def start(row, length, seq_id):
+            slot[row], done[row] = seq_id, length
+            check(nxdi.prefill(continuous, [tokens[row, :length]], [seq_id]), [row])
+
+        def decode(*rows):
+            lengths = [done[row] for row in rows]
+            logits = nxdi.decode(
+                continuous, [int(tokens[row, done[row]]) for row in rows], lengths, [slot[row] for row in rows]
+            )
+            for row in rows:
+                done[row] += 1
+            check(logits, rows)
+
+        start(0, 40, seq_id=2)
+        decode(0)
+        start(1, 1, seq_id=0)
+        decode(0, 1)
+        decode(1)
+        start(2, 200, seq_id=1)
+        decode(2, 0, 1)
+        decode(0, 2)
+        start(3, 7, seq_id=0)  # in the place of sequence 1
+        for _ in range(3):
+            decode(0, 2, 3)
+        decode(3)
+        decode(3, 0)
+
+    @pytest.mark.parametrize("length", [20, 200])
+    def test_prefill_leaves_other_slots_alone(self, continuous, length):
+        tokens = random_tokens(continuous.config.vocab_size, 3, 200)
+        nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
+        before = [tensor.clone() for tensor in state_of(continuous)]
+        nxdi.prefill(continuous, [tokens[0, :length].flip(0)], [1])
+        for old, new in zip(before, state_of(continuous), strict=True):
+            assert torch.equal(old[[0, 2]], new[[0, 2]])
+            assert not torch.equal(old[1], new[1])
+
+    def test_decode_leaves_slots_without_a_row_alone(self, continuous):
+        tokens = random_tokens(continuous.config.vocab_size, 3, 40)
+        nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
+        before = [tensor.clone() for tensor in state_of(continuous)]
+        nxdi.decode(continuous, [5], [30], [1])
+        length = continuous.neuron_config.max_length  # beyond it lies what no sequence reads
+        for old, new in zip(before, state_of(continuous), strict=True):
+            assert torch.equal(old[[0, 2], :, :length], new[[0, 2], :, :length])
+            assert not torch.equal(old[1], new[1])
+
+    def test_generates_the_reference_texts(self):
+        """The small trained checkpoint, whose tokens a wrong state changes, through NxD Inference's generate."""
+        folder = bundled_checkpoint()
+        tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+        model = nxdi.cpu_model(folder, batch_size=len(TEXTS), enable_bucketing=True, context_encoding_buckets=[16])
+        expected = reference_texts(folder, tokenizer, TEXTS, 48)
+        assert torch.equal(generated_texts(model, tokenizer, list(TEXTS), 48), expected)
+
+    def test_tokens_and_logits_from_the_graph(self, moe_folder):
+        """On-device sampling, which returns tokens, and with output_logits also what they were chosen from."""
+        sampling = dict(on_device_sampling_config={"top_k": 1, "do_sample": False}, output_logits=True, batch_size=2)
+        model = nxdi.cpu_model(moe_folder, **sampling)
+        for lengths in ((30, 3), (200, 90)):
+            tokens = random_tokens(model.config.vocab_size, 2, 210)
+            mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+            positions = torch.arange(max(lengths)).where(mask, 1)
+            with torch.inference_mode():
+                output = model(input_ids=tokens[:, : max(lengths)], attention_mask=mask.long(), position_ids=positions)
+            expected = nxdi.at(reference_logits(moe_folder, tokens), lengths, 0)[:, 0]
+            assert (output.logits[:, -1] - expected).abs().max() <= TOLERANCE
+            assert torch.equal(output.tokens.view(-1), expected.argmax(-1))
+
+    def test_buckets(self, moe_folder):
+        """Of context encoding, of token generation and of continuations; a small one pads less and gives the same."""
+        model = nxdi.cpu_model(
+            moe_folder,
+            batch_size=2,
+            enable_bucketing=True,
+            context_encoding_buckets=[32, 64],
+            token_generation_buckets=[64, 160, 256],
+        )
+        assert model.prefill_continuation_model.neuron_config.buckets == [160, 256]
+        assert model.prefill_continuation_model.neuron_config.n_active_tokens == 64
+        for lengths in ((5, 20), (33, 63), (64, 1), (65, 3), (240, 129)):
+            assert difference(moe_folder, model, lengths) <= TOLERANCE, lengths
+
+    def test_bfloat16(self, random_checkpoints):
+        """The SSM states stay in float32, and the error is not above that of transformers in bfloat16."""
+        case = CASE["moe"]
+        folder = random_checkpoints(Case("moe_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
+        model = nxdi.cpu_model(folder, torch_dtype="bfloat16")
+        for idx, tensor in enumerate(state_of(model)):
+            is_ssm_state = idx % 2 and model.config.granite.layer_types[idx // 2] == "mamba"
+            assert tensor.dtype == (torch.float32 if is_ssm_state else torch.bfloat16)
+        ours, theirs = [], []
+        for seed in range(4):
+            tokens = random_tokens(model.config.vocab_size, 1, 100 + STEPS, seed=seed)
+            exact = nxdi.at(reference_logits(folder, tokens), [100], STEPS)
+            ours.append((nxdi.run(model, tokens, [100], STEPS) - exact).abs().mean())
+            rounded = nxdi.at(reference_logits(folder, tokens, torch.bfloat16), [100], STEPS)
+            theirs.append((rounded - exact).abs().mean())
+        assert sum(ours) <= sum(theirs)
+
+    @pytest.mark.parametrize("name", TP_CASES)
+    def test_two_ranks(self, name, two_ranks, random_checkpoints):
+        folder = random_checkpoints(CASE[name])
+        tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
+        expected = expected_logits(folder, tokens)
+        for rank in two_ranks:
+            for logits, lengths in zip(rank[TP_CASES.index(name)], RAGGED, strict=False):
+                assert (logits - nxdi.at(expected, lengths, STEPS)).abs().max() <= TOLERANCE
 
 
-def test_buckets(moe_folder):
-    """Of context encoding, of token generation and of continuations; a small one pads less and gives the same."""
-    model = nxdi.cpu_model(
-        moe_folder,
-        batch_size=2,
-        enable_bucketing=True,
-        context_encoding_buckets=[32, 64],
-        token_generation_buckets=[64, 160, 256],
+def scaled_attention_output(model, patch):
+    """The softmax scale 1 / sqrt(head_dim), and attention_multiplier on what comes out."""
+    granite = model.config.granite
+    for layer in model.token_generation_model.model.layers:
+        if not layer.is_mamba:
+            patch.setattr(layer.self_attn, "softmax_scale", math.sqrt(granite.head_dim))
+            weight = layer.self_attn.o_proj.o_proj.weight
+            patch.setattr(weight, "data", weight.data * granite.attention_multiplier)
+
+
+def padding_where_positions_are_zero(model, patch):
+    from granite4_neuron.nxdi import modeling
+
+    correct = modeling._positions
+
+    def positions(input_ids, attention_mask, position_ids, seq_ids):
+        if input_ids.shape[1] == 1:
+            return correct(input_ids, attention_mask, position_ids, seq_ids)
+        return position_ids.where(position_ids > 0, -1)
+
+    patch.setattr(modeling, "_positions", positions)
+
+
+def state_in_bfloat16(model, patch):
+    from granite4_neuron.nxdi.state import NeuronStep
+
+    correct = NeuronStep.with_rows
+    patch.setattr(
+        NeuronStep, "with_rows", lambda self, state, rows: correct(self, state, rows.bfloat16().to(rows.dtype))
     )
-    assert model.prefill_continuation_model.neuron_config.buckets == [160, 256]
-    assert model.prefill_continuation_model.neuron_config.n_active_tokens == 64
-    for lengths in ((5, 20), (33, 63), (64, 1), (65, 3), (240, 129)):
-        assert difference(moe_folder, model, lengths) <= TOLERANCE, lengths
 
 
-def test_bfloat16(random_checkpoints):
-    """The SSM states stay in float32, and the error is not above that of transformers in bfloat16."""
-    case = CASE["moe"]
-    folder = random_checkpoints(Case("moe_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
-    model = nxdi.cpu_model(folder, torch_dtype="bfloat16")
-    for idx, tensor in enumerate(state_of(model)):
-        is_ssm_state = idx % 2 and model.config.granite.layer_types[idx // 2] == "mamba"
-        assert tensor.dtype == (torch.float32 if is_ssm_state else torch.bfloat16)
-    ours, theirs = [], []
-    for seed in range(4):
-        tokens = random_tokens(model.config.vocab_size, 1, 100 + STEPS, seed=seed)
-        exact = nxdi.at(reference_logits(folder, tokens), [100], STEPS)
-        ours.append((nxdi.run(model, tokens, [100], STEPS) - exact).abs().mean())
-        rounded = nxdi.at(reference_logits(folder, tokens, torch.bfloat16), [100], STEPS)
-        theirs.append((rounded - exact).abs().mean())
-    assert sum(ours) <= sum(theirs)
+def state_not_reset(model, patch):
+    from granite4_neuron.nxdi.state import NeuronStep
+
+    patch.setattr(NeuronStep, "is_fresh", property(lambda self: torch.zeros_like(self.lengths, dtype=torch.bool)))
 
 
-# Two ranks.
-
-TP_CASES = ("moe", "dense", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
-
-
-def run_rank(rank, folders, port, results):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["NXD_CPU_MODE"] = "1"
-    torch.set_num_threads(1)
-    assert nxdi.why_not_importable() is None
-    logits = []
-    for number, folder in enumerate(folders):
-        if number:
-            del os.environ["WORLD_SIZE"]  # or NxD Inference would start the group again
-        model = nxdi.cpu_model(folder, tp_degree=2, batch_size=3)
-        tokens = random_tokens(model.config.vocab_size, 3, 200 + STEPS)
-        logits.append([nxdi.run(model, tokens, lengths, STEPS) for lengths in RAGGED[:3]])
-        os.environ["WORLD_SIZE"] = "2"
-    torch.save(logits, f"{results}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+def router_softmax_over_all_experts(model, patch):
+    for layer in model.token_generation_model.model.layers:
+        patch.setattr(layer.block_sparse_moe.router, "apply_act_fn_over_topk", False)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(random_checkpoints, tmp_path_factory):
-    """What each of two ranks gives for each of TP_CASES and of the first ragged batches."""
-    results = tmp_path_factory.mktemp("two_ranks")
-    folders = [random_checkpoints(CASE[name]) for name in TP_CASES]
-    arguments = (folders, free_port(), str(results))
-    torch.multiprocessing.start_processes(run_rank, args=arguments, nprocs=2, start_method="spawn")
-    return [torch.load(results / f"{rank}.pt") for rank in range(2)]
+BUGS = (
+    scaled_attention_output,
+    padding_where_positions_are_zero,
+    state_in_bfloat16,
+    state_not_reset,
+    router_softmax_over_all_experts,
+)
 
 
-@pytest.mark.parametrize("name", TP_CASES)
-def test_two_ranks(name, two_ranks, random_checkpoints):
-    folder = random_checkpoints(CASE[name])
-    tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
-    expected = expected_logits(folder, tokens)
-    for rank in two_ranks:
-        for logits, lengths in zip(rank[TP_CASES.index(name)], RAGGED, strict=False):
-            assert (logits - nxdi.at(expected, lengths, STEPS)).abs().max() <= TOLERANCE
+@pytest.mark.usefixtures("cpu_mode")
+class TestBugsAreSeen:
+    """Each of these bugs, planted, fails the comparison of TestCpuMode."""
+
+    @pytest.fixture(scope="class")
+    def model(self, cpu_mode, moe_folder):
+        return nxdi.cpu_model(moe_folder)
+
+    @pytest.mark.parametrize("bug", BUGS)
+    def test_bug(self, bug, model, moe_folder, monkeypatch):
+        assert difference(moe_folder, model, [40]) <= TOLERANCE
+        bug(model, monkeypatch)
+        assert difference(moe_folder, model, [40]) > 3 * TOLERANCE
+
+
+GRAPHS = ("context_encoding_model", "token_generation_model", "prefill_continuation_model")
+RESULTS = {
+    "logits": dict(batch_size=2),
+    "tokens": dict(on_device_sampling_config={"do_sample": False}, batch_size=2),
+    "tokens and logits": dict(on_device_sampling_config={"do_sample": False}, output_logits=True, batch_size=2),
+    "continuous batching": dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True),
+}
+
+
+def check_aliases(wrapper):
+    """Each state tensor has an output of its own, after the tokens or logits, in order."""
+    instance = wrapper.get_model_instance()
+    instance.load_module()
+    module, aliases = instance.get(0)
+    states, first = list(module.kv_mgr.past_key_values), 2 if wrapper.neuron_config.output_logits else 1
+    assert len(states) == 2 * wrapper.config.num_hidden_layers == len(aliases)
+    assert [aliases.get(state) for state in states] == list(range(first, first + len(states)))
+    with torch.inference_mode():
+        outputs = module(*wrapper.input_generator()[0])
+    assert len(outputs) == first + len(states)
+    for state, output in zip(states, outputs[first:], strict=True):
+        assert output.shape == state.shape and output.dtype == state.dtype
+
+
+def dropped_alias(get):
+    def get_without_the_last(self, *args, **kwargs):
+        module, aliases = get(self, *args, **kwargs)
+        return module, dict(list(aliases.items())[:-1])
+
+    return get_without_the_last
+
+
+@pytest.mark.usefixtures("cpu_mode")
+class TestAliases:
+    """The state is aliased from a graph's outputs to its inputs by index, and so stays on the device."""
+
+    @pytest.fixture(scope="class", params=RESULTS.values(), ids=RESULTS.keys())
+    def model(self, request, cpu_mode, moe_folder):
+        return nxdi.cpu_model(moe_folder, **request.param)
+
+    @pytest.mark.parametrize("graph", GRAPHS)
+    def test_each_state_tensor_has_its_output(self, graph, model):
+        check_aliases(getattr(model, graph))
+
+    def test_a_dropped_alias_is_seen(self, model, monkeypatch):
+        from neuronx_distributed_inference.models.model_wrapper import DecoderModelInstance
+
+        monkeypatch.setattr(DecoderModelInstance, "get", dropped_alias(DecoderModelInstance.get))
+        with pytest.raises(AssertionError):
+            check_aliases(model.token_generation_model)
+
+    @torch.inference_mode()
+    def test_the_order_is_that_of_hybrid_state(self, cpu_mode, moe_folder):
+        """Index by index the state of the CPU runtime, after context encoding, a continuation and token generation."""
+        model, ours = nxdi.cpu_model(moe_folder), load_model(moe_folder, torch.float32)
+        tokens = random_tokens(model.config.vocab_size, 1, 202)
+        nxdi.run(model, tokens, [200], 2)
+        state = HybridState.allocate(ours.config, 1, 202, torch.float32)
+        ours(tokens, torch.arange(202)[None], torch.tensor([202]), torch.tensor([1]), state)
+        for index, (tensor, expected) in enumerate(zip(state_of(model), state.tensors(), strict=True)):
+            if ours.config.layer_types[index // 2] == "attention":
+                tensor = tensor[:, :, :202]
+            assert (tensor - expected[1:]).abs().max() <= 1e-5
+
+
+NEURON_DEVICE = Path("/dev/neuron0")
+
+
+@pytest.mark.skipif(not NEURON_DEVICE.exists(), reason=f"no Neuron device here ({NEURON_DEVICE})")
+class TestNeuronDevice:
+    """Compiled by the Neuron SDK and run on a device, on two cores."""
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory):
+        from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+        folder, compiled = bundled_checkpoint(), str(tmp_path_factory.mktemp("compiled"))
+        config = nxdi.make_config(folder, tp_degree=2, batch_size=len(TEXTS), on_cpu=False)
+        model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+        model.compile(compiled)
+        model.load(compiled)
+        return model
+
+    def test_logits(self, model):
+        """Against transformers, with prompts in and beyond the bucket; a second run starts from nothing."""
+        for lengths in ((1, 2, 3, 40, 100, nxdi.BUCKET, 17, 64), (200, 1, 130, 128, 129, 5, 90, 33)):
+            tokens = random_tokens(model.config.vocab_size, len(lengths), max(lengths) + STEPS)
+            logits = nxdi.run(model, tokens, lengths, STEPS)
+            expected = nxdi.at(reference_logits(bundled_checkpoint(), tokens), lengths, STEPS)
+            found = Difference.between(logits.flatten(0, 1), expected.flatten(0, 1))
+            assert found.maximum <= 1e-2 and found.top1_agreement >= 0.99, found
+
+    def test_logits_pass_the_check_of_nxd_inference(self, model):
+        """Which is in a package of the SDK; it raises where a logit is further off than 2 %."""
+        from neuronx_distributed_inference.utils.accuracy import check_accuracy_logits_v2, generate_expected_logits
+        from transformers import GenerationConfig
+
+        input_ids = random_tokens(model.config.vocab_size, len(TEXTS), 40)
+        mask = torch.ones_like(input_ids)
+        options = GenerationConfig(do_sample=False, top_k=1, eos_token_id=None, pad_token_id=0)
+        expected = generate_expected_logits(model, input_ids, mask, options, num_tokens=STEPS)
+        check_accuracy_logits_v2(
+            model, expected, input_ids, mask, options, tol_map={"all": (1e-5, 0.02)}, num_tokens_to_check=STEPS
+        )
+
+    def test_generates_the_reference_texts(self, model):
+        tokenizer = load_tokenizer(bundled_checkpoint(), model.config.granite)
+        expected = reference_texts(bundled_checkpoint(), tokenizer, TEXTS, 48)
+        texts = generated_texts(model, tokenizer, list(TEXTS), 48)
+        assert (texts == expected).double().mean() >= 0.95
+        print(tokenizer.batch_decode(texts))
+
+    def test_throughput(self, model, record_property):
+        """Measured and reported, not judged."""
+        lengths = [nxdi.BUCKET] * len(TEXTS)
+        tokens = random_tokens(model.config.vocab_size, len(TEXTS), nxdi.BUCKET + 64)
+        nxdi.run(model, tokens, lengths, 4)
+        start = time.perf_counter()
+        nxdi.run(model, tokens, lengths, 64)
+        rate = 64 * len(TEXTS) / (time.perf_counter() - start)
+        record_property("tokens_per_second", rate)
+        print(f"{rate:.0f} tokens/s with {len(TEXTS)} sequences, prefill of {nxdi.BUCKET} tokens included")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from test.support import neuron_stand_ins
 from test.support.stepping import random_tokens
 
-PACKAGE = "neuronx_distributed_inference"
+SDK = "torch_neuronx"
 SOURCES = ("NXDI_SRC", "NXD_SRC")
 BUCKET = 128
 MAX_LENGTH = 256
@@ -22,9 +23,9 @@ def why_not_importable() -> str | None:
     """Why NxD Inference cannot be used here; None after making sure that it can be imported."""
     if importlib.util.find_spec("torch_xla") is None:
         return "torch_xla is not installed (requirements-nxdi.txt)"
-    if importlib.util.find_spec(PACKAGE) is None:
+    if importlib.util.find_spec(SDK) is None:
         if any(name not in os.environ for name in SOURCES):
-            return f"NxD Inference is not installed, and {' and '.join(SOURCES)} do not name its sources"
+            return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"
         neuron_stand_ins.install(*(Path(os.environ[name]) for name in SOURCES))
     return None
 
@@ -65,9 +66,7 @@ def prefill(model, prompts: Sequence[torch.Tensor], seq_ids: Sequence[int] | Non
 
 
 @torch.inference_mode()
-def decode(
-    model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequence[int] | None = None
-) -> torch.Tensor:
+def decode(model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequence[int] | None = None) -> torch.Tensor:
     """Logits [batch, vocab_size] after one more token of sequences that have `lengths` tokens so far."""
     lengths = torch.tensor(lengths)[:, None]
     attention_mask = torch.arange(int(lengths.max())) < lengths
@@ -77,7 +76,7 @@ def decode(
 def run(
     model, sequences: torch.Tensor, prompt_lengths: Sequence[int], steps: int, seq_ids: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of `steps` tokens that follow it."""
+    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of the `steps` tokens behind it."""
     model.reset()
     rows = list(zip(sequences, prompt_lengths, strict=True))
     logits = [prefill(model, [row[:length] for row, length in rows], seq_ids)]
@@ -90,6 +89,21 @@ def run(
 def at(logits: torch.Tensor, prompt_lengths: Sequence[int], steps: int) -> torch.Tensor:
     """Of whole sequences' logits [batch, length, vocab_size], those that `run` gives."""
     return torch.stack([row[length - 1 : length + steps] for row, length in zip(logits, prompt_lengths, strict=True)])
+
+
+@contextmanager
+def simulated_ranks(degree: int) -> Iterator[None]:
+    """What NxD traces and shards in: no process but this one, and parameters without values."""
+    from neuronx_distributed.parallel_layers import parallel_state
+    from neuronx_distributed.trace.mock_torchdist import mock_distributed
+    from neuronx_distributed.utils.model_utils import init_on_device
+
+    before = dict(vars(parallel_state))
+    with mock_distributed(degree), init_on_device(torch.device("meta"), force_custom_init_on_device=True):
+        torch.distributed.init_process_group(backend="xla", rank=0, world_size=degree)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree, skip_collective_init=True)
+        yield
+    vars(parallel_state).update(before)
 
 
 def _logits(model, input_ids, attention_mask, position_ids, seq_ids) -> torch.Tensor:

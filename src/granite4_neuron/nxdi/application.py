@@ -67,7 +67,16 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         self.models.append(self.prefill_continuation_model)
 
     def _get_model_outputs(
-        self, input_ids, attention_mask, position_ids, seq_ids, sampling_params, prev_hidden, adapter_ids, *args, **kwargs
+        self,
+        input_ids,
+        attention_mask,
+        position_ids,
+        seq_ids,
+        sampling_params,
+        prev_hidden,
+        adapter_ids,
+        *args,
+        **kwargs,
     ):
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         rest = (prev_hidden, adapter_ids, *args)
@@ -79,7 +88,10 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
         """One token per row. A full batch is run in the order of its slots, which is how the graph finds them."""
-        seq_ids = per_row[3]
+        input_ids, attention_mask, _, seq_ids, sampling_params = per_row
+        # The generation adapter counts from the largest position of a padded prompt, which is 1 if it has one token.
+        position_ids = attention_mask.sum(1, keepdim=True)
+        per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         order = seq_ids.argsort()
         if not self.neuron_config.is_continuous_batching or torch.equal(order, torch.arange(len(order))):
             return super()._get_model_outputs(*per_row, *rest, **kwargs)

@@ -19,9 +19,7 @@ _EXPERTS = {
 }
 
 
-def convert(
-    state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferenceConfig
-) -> dict[str, torch.Tensor]:
+def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferenceConfig) -> dict[str, torch.Tensor]:
     """Weights of the whole model, for all ranks.
 
     Args:

@@ -175,9 +175,7 @@ class _ScaledHead(ColumnParallelLinear):
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig, gather_output: bool):
         granite, dtype = config.granite, config.neuron_config.torch_dtype
-        super().__init__(
-            granite.hidden_size, granite.vocab_size, bias=False, gather_output=gather_output, dtype=dtype
-        )
+        super().__init__(granite.hidden_size, granite.vocab_size, bias=False, gather_output=gather_output, dtype=dtype)
         self.logits_scaling = granite.logits_scaling
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -195,11 +193,8 @@ def _positions(
 
     NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells.
     """
-    tokens, known = input_ids.shape[1], attention_mask.sum(1, keepdim=True)
-    if tokens == 1:
-        positions, is_real = known, known >= 0
-    else:
-        positions = position_ids[:, :1] + torch.arange(tokens, device=input_ids.device)
-        is_real = positions < known
-    has_sequence = seq_ids[:, None] >= 0
-    return positions.where(is_real & has_sequence, -1).to(position_ids.dtype)
+    is_real = seq_ids[:, None] >= 0
+    if input_ids.shape[1] > 1:
+        position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        is_real = is_real & (position_ids < attention_mask.sum(1, keepdim=True))
+    return position_ids.where(is_real, -1)

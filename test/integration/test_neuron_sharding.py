@@ -1,0 +1,135 @@
+"""What each rank of NxD loads: shapes at the family's real sizes, values of small checkpoints. Nothing is run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, family_names
+from granite4_neuron.errors import UserError
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import HybridState
+from test.support import nxdi
+from test.support.checkpoints import CASES
+
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
+NEURON_NAMES = {  # ours: NxD Inference's, and whether it is transposed there
+    "self_attn.q_proj": ("self_attn.qkv_proj.q_proj", False),
+    "self_attn.k_proj": ("self_attn.qkv_proj.k_proj", False),
+    "self_attn.v_proj": ("self_attn.qkv_proj.v_proj", False),
+    "self_attn.o_proj": ("self_attn.o_proj.o_proj", False),
+    "block_sparse_moe.router.layer": ("block_sparse_moe.router.linear_router", False),
+    "block_sparse_moe.input_linear": ("block_sparse_moe.expert_mlps.mlp_op.gate_up_proj", True),
+    "block_sparse_moe.output_linear": ("block_sparse_moe.expert_mlps.mlp_op.down_proj", True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nxd_inference():
+    reason = nxdi.why_not_importable()
+    if reason:
+        pytest.skip(reason)
+
+
+def neuron_name(name: str) -> tuple[str, bool]:
+    """Of one of our parameters: NxD Inference's name, and whether it is transposed there."""
+    name = name.removeprefix("model.")
+    for ours, (theirs, is_transposed) in NEURON_NAMES.items():
+        if f".{ours}." in name:
+            return name.replace(ours, theirs), is_transposed
+    return name, False
+
+
+def compared(parallel_model: GraniteMoeHybridForCausalLM, theirs: dict[str, torch.Tensor]):
+    """(name, our parameter of a rank, NxD's), for all but the embedding, which NxD splits by columns."""
+    for name, parameter in parallel_model.named_parameters():
+        if name != "model.embed_tokens.weight":
+            their_name, is_transposed = neuron_name(name)
+            yield name, parameter.transpose(1, 2) if is_transposed else parameter, theirs[their_name]
+
+
+def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
+    """A family member's config, written to a folder, with its first Mamba and its first attention layer only."""
+    values = GraniteMoeHybridConfig.from_family(name).to_dict()
+    values["layer_types"] = [kind for kind in (MAMBA, ATTENTION) if kind in values["layer_types"]]
+    values["num_hidden_layers"] = len(values["layer_types"])
+    (folder / "config.json").write_text(json.dumps(values))
+    return GraniteMoeHybridConfig.from_file(folder / "config.json")
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("name", family_names())
+def test_shapes_of_a_rank(name, degree, tmp_path):
+    """Of weights and state; or the degrees that do divide the model, in one sentence."""
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    granite = one_layer_of_each_kind(name, tmp_path)
+    try:
+        granite.rank_dimensions(degree)
+    except UserError as refusal:
+        assert degree not in (1, 2)
+        with pytest.raises(UserError, match="this model can be split by 1, 2") as refused:
+            nxdi.make_config(tmp_path, tp_degree=degree)
+        assert str(refused.value) == str(refusal)
+        return
+    config = nxdi.make_config(tmp_path, tp_degree=degree, torch_dtype="bfloat16", on_cpu=False, batch_size=2)
+    application = NeuronGraniteMoeHybridForCausalLM(str(tmp_path), config)
+    with nxdi.simulated_ranks(degree):
+        instance = application.token_generation_model.get_model_instance()
+        instance.load_module()
+        module, _ = instance.get(0)
+    with torch.device("meta"):
+        ours = GraniteMoeHybridForCausalLM(granite, parallel=Parallel(0, degree))
+        state = HybridState.allocate(granite, 2, nxdi.MAX_LENGTH, torch.bfloat16, "meta", degree)
+
+    theirs = dict(module.named_parameters())
+    for parameter_name, parameter, their_parameter in compared(ours, theirs):
+        assert their_parameter.shape == parameter.shape, parameter_name
+        assert their_parameter.dtype == torch.bfloat16, parameter_name
+    vocab_rows, columns = theirs["embed_tokens.weight"].shape
+    assert (vocab_rows, columns * degree) == (granite.vocab_size, granite.hidden_size)
+    for tensor, expected in zip(module.kv_mgr.past_key_values, state.tensors(), strict=True):
+        assert tensor.shape == (2, *expected.shape[1:])  # no null slot
+        assert tensor.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("fused_qkv", [False, True])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_of_every_rank(case, degree, fused_qkv, random_checkpoints):
+    """NxD's sharder gives each rank what this package's own backends load."""
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    folder = random_checkpoints(case)
+    try:
+        case.config().rank_dimensions(degree)
+    except UserError:
+        pytest.skip(f"this checkpoint cannot be split by {degree}")
+    config = nxdi.make_config(folder, tp_degree=degree, on_cpu=False, fused_qkv=fused_qkv)
+    application = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    before = dict(vars(parallel_state))
+    ranks = application.get_builder().shard_checkpoint()
+    vars(parallel_state).update(before)
+    assert len(ranks) == degree
+    for rank, theirs in enumerate(ranks):
+        ours = load_model(folder, torch.float32, parallel=Parallel(rank, degree))
+        if fused_qkv:
+            _split_qkv(theirs, ours)
+        for name, parameter, their_parameter in compared(ours, theirs):
+            assert torch.equal(their_parameter, parameter), name
+        assert theirs["rank_util.rank"].item() == rank
+
+
+def _split_qkv(theirs: dict[str, torch.Tensor], ours: GraniteMoeHybridForCausalLM) -> None:
+    for name in [name for name in theirs if ".Wqkv." in name]:
+        layer, _, leaf = name.partition(".self_attn.qkv_proj.Wqkv.")
+        start = 0
+        for part in ("q_proj", "k_proj", "v_proj"):
+            rows = len(ours.get_parameter(f"model.{layer}.self_attn.{part}.{leaf}"))
+            theirs[f"{layer}.self_attn.qkv_proj.{part}.{leaf}"] = theirs[name][start : start + rows]
+            start += rows
