@@ -96,26 +96,37 @@ def test_shapes_of_a_rank(name, degree, tmp_path):
         assert tensor.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("fused_qkv", [False, True])
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_values_of_every_rank(case, degree, fused_qkv, random_checkpoints):
+def test_values_of_every_rank(case, degree, random_checkpoints):
+    check_values(random_checkpoints(case), degree)
+
+
+def test_values_with_fused_projections(random_checkpoints):
+    """Keys and values in one weight with the queries, biases too."""
+    (case,) = [case for case in CASES if case.name == "projection_bias"]
+    check_values(random_checkpoints(case), 2, fused_qkv=True)
+
+
+def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
     """NxD's sharder gives each rank what this package's own backends load."""
+    from neuronx_distributed.trace.trace import get_sharded_checkpoint
+
     from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
-    folder = random_checkpoints(case)
     try:
-        case.config().rank_dimensions(degree)
+        GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)
     except UserError:
         pytest.skip(f"this checkpoint cannot be split by {degree}")
     config = nxdi.make_config(folder, tp_degree=degree, on_cpu=False, fused_qkv=fused_qkv)
     application = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
-    from neuronx_distributed.parallel_layers import parallel_state
-
-    before = dict(vars(parallel_state))
-    ranks = application.get_builder().shard_checkpoint()
-    vars(parallel_state).update(before)
-    assert len(ranks) == degree
+    checkpoint, ranks = application.checkpoint_loader_fn(), []
+    with nxdi.simulated_ranks(degree):
+        instance = application.token_generation_model.get_model_instance()
+        instance.load_module()
+        for rank in range(degree):
+            ranks.append(dict(checkpoint))
+            get_sharded_checkpoint(ranks[-1], instance.module, rank, degree)
     for rank, theirs in enumerate(ranks):
         ours = load_model(folder, torch.float32, parallel=Parallel(rank, degree))
         if fused_qkv:
