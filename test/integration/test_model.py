@@ -19,7 +19,6 @@ import torch.multiprocessing
 from granite4_neuron.accuracy import Difference
 from granite4_neuron.checkpoint import load_model
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.state import HybridState

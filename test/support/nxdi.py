@@ -76,7 +76,7 @@ def decode(model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequen
 def run(
     model, sequences: torch.Tensor, prompt_lengths: Sequence[int], steps: int, seq_ids: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of the `steps` tokens behind it."""
+    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of `steps` more tokens."""
     model.reset()
     rows = list(zip(sequences, prompt_lengths, strict=True))
     logits = [prefill(model, [row[:length] for row, length in rows], seq_ids)]

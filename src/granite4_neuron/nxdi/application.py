@@ -55,6 +55,7 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         neuron_config.n_active_tokens = min(self._context_tokens, CONTINUATION_TOKENS)
         neuron_config.bucket_n_active_tokens = False
         neuron_config.is_prefill_stage = True
+        neuron_config.allow_input_truncation = False  # it would cut a prompt's tokens and its mask in different places
         neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > self._context_tokens]
         self.prefill_continuation_model = self.model_wrapper(
             config=config,
@@ -82,7 +83,7 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
             return self._decode(per_row, rest, kwargs)
-        if input_ids.shape[1] <= self._context_tokens:
+        if input_ids.shape[1] <= self._context_tokens or self.prefill_continuation_model is None:
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         return self._prefill_in_pieces(per_row, rest, kwargs)
 
@@ -103,19 +104,20 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
         """Context encoding of a prompt's first tokens, and continuations for the others."""
         input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
-        start = self._context_tokens
-        first = (input_ids[:, :start], attention_mask[:, :start], position_ids[:, :start], seq_ids, sampling_params)
+        encoded = self._context_tokens
+        first = (
+            *(tensor[:, :encoded] for tensor in (input_ids, attention_mask, position_ids)),
+            seq_ids,
+            sampling_params,
+        )
         outputs, is_run_on_neuron = super()._get_model_outputs(*first, *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
 
-        continuation = self.prefill_continuation_model
-        if continuation is None:
-            raise ValueError(f"A prompt of {input_ids.shape[1]} tokens is longer than seq_len, {start}.")
-        tokens, lengths = continuation.neuron_config.n_active_tokens, attention_mask.sum(1)
-        for start in range(start, input_ids.shape[1], tokens):
+        tokens, lengths = self.prefill_continuation_model.neuron_config.n_active_tokens, attention_mask.sum(1)
+        for start in range(encoded, input_ids.shape[1], tokens):
             self._copy_past_key_values([*results, *state])
             piece = input_ids[:, start : start + tokens]
-            outputs = continuation(
+            outputs = self.prefill_continuation_model(
                 F.pad(piece, (0, tokens - piece.shape[1])),
                 attention_mask[:, : start + tokens],
                 torch.arange(start, start + tokens).expand(len(piece), -1),
@@ -143,7 +145,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         """On the CPU each kind of graph is a model of its own: give all of them the state."""
         for model in self.models:
             if not model.is_neuron():
-                for parameter, new in zip(model.model.kv_mgr.past_key_values, outputs[self._num_results :]):
+                states = model.model.kv_mgr.past_key_values
+                for parameter, new in zip(states, outputs[self._num_results :], strict=True):
                     parameter.data = new
 
     @classmethod

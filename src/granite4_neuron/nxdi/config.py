@@ -30,6 +30,7 @@ _SUPPORTED = {
     "is_medusa": False,
     "quantized": False,
     "lora_config": None,
+    "async_mode": False,
     "layer_boundary_markers": False,
     "attn_block_tkg_nki_kernel_enabled": False,
     "qkv_kernel_fuse_residual_add": False,
@@ -74,7 +75,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 raise UserError(f"neuron_config.{name} is {value!r}; this model runs with {supported!r} only.")
         if neuron_config.output_logits and neuron_config.on_device_sampling_config is None:
             raise UserError(
-                "neuron_config.output_logits goes with on_device_sampling_config; without it logits are returned anyway."
+                "neuron_config.output_logits is set without on_device_sampling_config; set both or neither: "
+                "where nothing is sampled on the device, logits are what is returned."
             )
         self.granite.rank_dimensions(neuron_config.tp_degree)
 

@@ -62,9 +62,9 @@ class NeuronStep(Step):
 class HybridCacheManager(KVCacheManager):
     """NxD Inference's cache for the attention layers, conv_state and ssm_state for the Mamba layers.
 
-    All of them are in `past_key_values`, in the order of `HybridState.tensors`, so that whatever NxD Inference does with
-    a cache it does with the whole state: alias a graph's outputs to its inputs, keep it on the device, or copy it from
-    model to model on the CPU.
+    All of them are in `past_key_values`, in the order of `HybridState.input_output_aliases`. So whatever NxD Inference
+    does with a cache it does with the whole state: alias a graph's outputs to its inputs, keep it on the device, or
+    copy it from model to model on the CPU.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig, num_kv_head: int, global_rank: nn.Module):
@@ -105,7 +105,7 @@ class HybridCacheManager(KVCacheManager):
         if self.layer_types[idx] == MAMBA:
             return tuple(map(step.with_rows, self._fetch_cache(idx), kv_per_layer))
         if step.is_continuation:
-            return tuple(_with_tokens(cache, new, step) for cache, new in zip(self._fetch_cache(idx), kv_per_layer))
+            return tuple(_with_tokens(*pair, step) for pair in zip(self._fetch_cache(idx), kv_per_layer, strict=True))
         return super().update_kv_by_layer_id(idx, *args, kv_per_layer=kv_per_layer, **kwargs)
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
