@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from granite4_neuron import generate, load
 from granite4_neuron.accuracy import Difference
 from granite4_neuron.checkpoint import load_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.state import HybridState
@@ -33,7 +35,7 @@ STEPS = 16
 PROMPTS = (1, 2, 3, 40, 100, nxdi.BUCKET, 200)  # the last is longer than the bucket
 RAGGED = ((40, 1, 100), (2, nxdi.BUCKET, 3), (200, 1, 130), (17, 90, 64))
 CASE = {case.name: case for case in CASES}
-TP_CASES = ("moe", "dense", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
+TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +228,20 @@ class TestCpuMode:
         model = nxdi.cpu_model(folder, batch_size=len(TEXTS), enable_bucketing=True, context_encoding_buckets=[16])
         expected = reference_texts(folder, tokenizer, TEXTS, 48)
         assert torch.equal(generated_texts(model, tokenizer, list(TEXTS), 48), expected)
+
+    def test_runtime_generates_the_texts_of_the_cpu_runtime(self):
+        """The package's own generation, over the model of NxD Inference."""
+        from granite4_neuron.nxdi import NeuronRuntime
+
+        ours, tokenizer = load(dtype=torch.float32)
+        slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+        runtime = NeuronRuntime(nxdi.cpu_model(bundled_checkpoint(), **slots), ours.generation_config)
+        prompts, options = [TEXTS[0], "A", TEXTS[1] * 8], dict(max_tokens=40, temperature=0)
+        assert generate(runtime, tokenizer, prompts, **options) == generate(ours, tokenizer, prompts, **options)
+        with pytest.raises(UserError, match="compiled for 3 sequences of 256 tokens, and 4 of"):
+            generate(runtime, tokenizer, [*prompts, "B"], **options)
+        with pytest.raises(UserError, match="must be compiled with is_continuous_batching"):
+            NeuronRuntime(nxdi.cpu_model(bundled_checkpoint()), ours.generation_config)
 
     def test_tokens_and_logits_from_the_graph(self, moe_folder):
         """On-device sampling, which returns tokens, and with output_logits also what they were chosen from."""

@@ -9,5 +9,6 @@ HuggingFaceGenerationAdapter(model).generate(input_ids, attention_mask=attention
 
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.runtime import NeuronRuntime
 
-__all__ = ["GraniteMoeHybridInferenceConfig", "NeuronGraniteMoeHybridForCausalLM"]
+__all__ = ["GraniteMoeHybridInferenceConfig", "NeuronGraniteMoeHybridForCausalLM", "NeuronRuntime"]

@@ -95,7 +95,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
             tokens = position_ids.shape[1]
             kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
-        kwargs["inputs_embeds"] = self.embed_tokens(input_ids).float() * self.embedding_multiplier
+        hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
+        # Padding enters as zeros, and so it is finite in every layer.
+        kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         return super().get_model_output(input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs)
 
 
