@@ -225,9 +225,10 @@ class TestCpuMode:
         """The small trained checkpoint, whose tokens a wrong state changes, through NxD Inference's generate."""
         folder = bundled_checkpoint()
         tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
-        model = nxdi.cpu_model(folder, batch_size=len(TEXTS), enable_bucketing=True, context_encoding_buckets=[16])
-        expected = reference_texts(folder, tokenizer, TEXTS, 48)
-        assert torch.equal(generated_texts(model, tokenizer, list(TEXTS), 48), expected)
+        texts = [*TEXTS, "A"]  # a prompt of one token, too
+        model = nxdi.cpu_model(folder, batch_size=len(texts), enable_bucketing=True, context_encoding_buckets=[16])
+        expected = reference_texts(folder, tokenizer, texts, 48)
+        assert torch.equal(generated_texts(model, tokenizer, texts, 48), expected)
 
     def test_runtime_generates_the_texts_of_the_cpu_runtime(self):
         """The package's own generation, over the model of NxD Inference."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -59,6 +60,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
             neuron_config.router_config.act_fn = "softmax"
+            neuron_config.router_config.dtype = torch.float32
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
         if neuron_config.is_continuous_batching:
             # Rows that only fill the batch are marked, so that they leave their slots' state alone.

@@ -1,0 +1,77 @@
+"""The config of the NxD Inference port: what it refuses, what it saves and reads back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from granite4_neuron.errors import UserError
+from test.support import nxdi
+from test.support.checkpoints import CASES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nxd_inference():
+    reason = nxdi.why_not_importable()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def folder(random_checkpoints):
+    return random_checkpoints(CASES[0])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(sequence_parallel_enabled=True), "sequence_parallel_enabled is True; this model runs with False only"),
+        (dict(padding_side="left"), "padding_side is 'left'; this model runs with 'right' only"),
+        (dict(windowed_context_encoding_size=64), "windowed_context_encoding_size is 64; this model runs with None"),
+        (dict(speculation_length=4), "speculation_length is 4; this model runs with 0 only"),
+        (dict(async_mode=True), "async_mode is True; this model runs with False only"),
+        (dict(output_logits=True), "set both or neither"),
+        (dict(tp_degree=3), "tp_degree is 3; this model can be split by 1, 2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_sentence(options, message, folder):
+    with pytest.raises(UserError, match=message):
+        nxdi.make_config(folder, **options)
+
+
+def test_a_neuron_config_for_dense_models_is_refused(folder):
+    from neuronx_distributed_inference.models.config import NeuronConfig
+    from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
+
+    from granite4_neuron.nxdi import GraniteMoeHybridInferenceConfig
+
+    with pytest.raises(UserError, match="neuron_config is a NeuronConfig, and must be a MoENeuronConfig"):
+        GraniteMoeHybridInferenceConfig(NeuronConfig(), load_config=load_pretrained_config(str(folder)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
+    """compile() saves it beside the graphs; a model made from that folder alone reads it."""
+    folder = random_checkpoints(case)
+    config = nxdi.make_config(folder, is_continuous_batching=True, batch_size=3, ctx_batch_size=1)
+    config.save(tmp_path)
+    again = type(config).load(tmp_path)
+    assert again.granite == config.granite == type(config.granite).from_file(folder / "config.json")
+    assert again.neuron_config.apply_seq_ids_mask
+    if case.config().num_local_experts:
+        assert again.neuron_config.router_config.dtype == torch.float32
+    assert json.loads(again.to_json_string()) == json.loads(config.to_json_string())
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
+    """NxD Inference itself loads what there is."""
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mamba.A_log"]
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = NeuronGraniteMoeHybridForCausalLM(str(tmp_path), nxdi.make_config(tmp_path))
+    with pytest.raises(UserError, match=r"missing: model\.layers\.0\.mamba\.A_log"):
+        model.checkpoint_loader_fn()
