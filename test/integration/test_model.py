@@ -2,7 +2,7 @@
 
 * TestCpuMode: logits, in NxD Inference's CPU mode. It comes with the Neuron SDK; elsewhere NXDI_SRC and NXD_SRC name
   checkouts of neuronx-distributed-inference and neuronx-distributed (requirements-nxdi.txt).
-* TestAliases: what a compiled graph is told about its state, without a device.
+* TestGraphs: without a device, what a compiled graph is told about its state, and what its compiler gets to see.
 * TestNeuronDevice: compiled, on a Neuron device.
 """
 
@@ -18,16 +18,18 @@ import torch.multiprocessing
 
 from granite4_neuron import generate, load
 from granite4_neuron.accuracy import Difference
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
+from granite4_neuron.hlo_lint import findings
+from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import HybridState
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
 from test.support import nxdi
-from test.support.checkpoints import CASES, Case
+from test.support.checkpoints import CASES, DENSE, Case, small_config
 from test.support.stepping import random_tokens, reference_logits, run_cuts
 
 TOLERANCE = 1e-4
@@ -399,7 +401,7 @@ def dropped_alias(get):
 
 
 @pytest.mark.usefixtures("cpu_mode")
-class TestAliases:
+class TestGraphs:
     """The state is aliased from a graph's outputs to its inputs by index, and so stays on the device."""
 
     @pytest.fixture(scope="class", params=RESULTS.values(), ids=RESULTS.keys())
@@ -429,6 +431,24 @@ class TestAliases:
             if ours.config.layer_types[index // 2] == "attention":
                 tensor = tensor[:, :, :202]
             assert (tensor - expected[1:]).abs().max() <= 1e-5
+
+    @pytest.mark.parametrize("graph", GRAPHS)
+    def test_what_the_compiler_sees_of_the_mamba_layers(self, graph, cpu_mode, tmp_path):
+        """Traced without attention and experts, which are NxD Inference's. Its gather of each last token is left."""
+        import torch_xla
+
+        config = small_config(layer_types=("mamba",) * 2, mamba_n_groups=2, **DENSE)
+        save_model(random_model(config), tmp_path / "model")
+        options = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+        wrapper = getattr(nxdi.cpu_model(tmp_path / "model", **options), graph)
+        model = wrapper.model_cls(wrapper.config).eval().to(torch_xla.device())
+        inputs = [tensor.to(torch_xla.device()) for tensor in wrapper.input_generator()[0]]
+        torch_xla.sync()
+        with torch.no_grad():
+            outputs = model(*inputs)
+        found = findings(torch_xla._XLAC._get_xla_tensors_hlo(outputs))
+        assert len(found) == (graph != "token_generation_model")
+        assert all("gather" in finding for finding in found)
 
 
 NEURON_DEVICE = Path("/dev/neuron0")

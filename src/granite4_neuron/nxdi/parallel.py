@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
+import torch_xla.core.xla_model as xm
+from neuronx_distributed.parallel_layers import comm, parallel_state
 from neuronx_distributed.parallel_layers.layers import BaseParallelLinear
 from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
@@ -20,6 +23,10 @@ class NeuronParallel(Parallel):
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         return reduce_from_tensor_model_parallel_region(partial)
+
+    def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return comm.all_reduce(xm.REDUCE_SUM, list(partials), groups=group)
 
 
 def split_over_ranks(module: nn.Module, name: str, config: GraniteMoeHybridConfig, degree: int) -> None:
