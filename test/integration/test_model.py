@@ -40,7 +40,7 @@ CASE = {case.name: case for case in CASES}
 TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def cpu_mode():
     """NxD Inference, computing with plain torch; in this process a group of one rank."""
     reason = nxdi.why_not_importable()
@@ -54,6 +54,9 @@ def cpu_mode():
         yield
     torch.set_num_threads(threads)
     if torch.distributed.is_initialized():
+        from neuronx_distributed.parallel_layers import parallel_state
+
+        parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
 
@@ -62,13 +65,13 @@ def moe_folder(random_checkpoints):
     return random_checkpoints(CASE["moe"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def continuous(cpu_mode, moe_folder):
     """Three slots, filled one by one."""
     return nxdi.cpu_model(moe_folder, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def two_ranks(cpu_mode, random_checkpoints, tmp_path_factory):
     """What each of two ranks gives for each of TP_CASES and of the first ragged batches."""
     results = tmp_path_factory.mktemp("two_ranks")

@@ -180,6 +180,18 @@ except UserError as error:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_slices_of_all_ranks_in_order():
+    """Key heads that ranks share are there once for each of them."""
+    config = small_config(num_attention_heads=8)  # 2 key heads of 8 columns
+    key = torch.arange(16)[:, None].expand(-1, 64)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert checkpoint.split_axis(name, config) == 0
+    slices = checkpoint.rank_slices(name, key, config, 4)
+    assert slices[:, 0].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
+    assert checkpoint.split_axis("model.layers.1.input_layernorm.weight", config) is None
+    assert checkpoint.rank_slices("model.layers.1.input_layernorm.weight", key, config, 4) is key
+
+
 def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     """180 MB in bfloat16, of which no tensor is large; also when it is converted to float32 on the way in."""
     config = small_config(

@@ -17,8 +17,10 @@ from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
-# Their attention scores, [heads, tokens, length of the cache], are the largest tensor of a continuation.
+# At most: attention scores, [heads, tokens, length of the cache], are the largest tensor of a continuation.
 CONTINUATION_TOKENS = 512
+
+Outputs = torch.Tensor | list[torch.Tensor]
 
 
 class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
@@ -69,16 +71,17 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     def _get_model_outputs(
         self,
-        input_ids,
-        attention_mask,
-        position_ids,
-        seq_ids,
-        sampling_params,
-        prev_hidden,
-        adapter_ids,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        seq_ids: torch.Tensor,
+        sampling_params: torch.Tensor,
+        prev_hidden: torch.Tensor | None,
+        adapter_ids: torch.Tensor | None,
         *args,
         **kwargs,
-    ):
+    ) -> tuple[Outputs, bool]:
+        """A graph's outputs, or what they would be if there were a graph for the whole prompt; whether on a device."""
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
@@ -87,7 +90,7 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         return self._prefill_in_pieces(per_row, rest, kwargs)
 
-    def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
+    def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
         """One token per row. A full batch is run in the order of its slots, which is how the graph finds them."""
         input_ids, attention_mask, _, seq_ids, sampling_params = per_row
         # The generation adapter counts from the largest position of a padded prompt, which is 1 if it has one token.
@@ -101,7 +104,7 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         results = [result[order.argsort()] for result in results]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
-    def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict):
+    def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
         """Context encoding of a prompt's first tokens, and continuations for the others."""
         input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
         encoded = self._context_tokens
@@ -133,12 +136,14 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
             ]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
-    def _results_and_state(self, outputs, is_run_on_neuron: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _results_and_state(
+        self, outputs: Outputs, is_run_on_neuron: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """On a device a graph's only result comes bare, and the state stays there: it has none to give."""
         outputs = [outputs] if is_run_on_neuron and self._num_results == 1 else list(outputs)
         return outputs[: self._num_results], outputs[self._num_results :]
 
-    def _outputs(self, results: list[torch.Tensor], state: list[torch.Tensor], is_run_on_neuron: bool):
+    def _outputs(self, results: list[torch.Tensor], state: list[torch.Tensor], is_run_on_neuron: bool) -> Outputs:
         return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
 
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:

@@ -35,6 +35,7 @@ class NeuronStep(Step):
 
     @cached_property
     def is_fresh(self) -> torch.Tensor:
+        """[batch], true for rows that start from zeros, whatever their slot holds."""
         return self.positions[:, 0] == 0
 
     @property
@@ -93,6 +94,7 @@ class HybridCacheManager(KVCacheManager):
         return MambaState(*(step.rows(state) for state in self._fetch_cache(idx)))
 
     def get_kv_by_layer_id(self, idx: int, *args, step: NeuronStep, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_rows`."""
         if self.layer_types[idx] == MAMBA:
             return self._fetch_cache(idx)
         key, value = super().get_kv_by_layer_id(idx, *args, **kwargs)
@@ -121,8 +123,9 @@ class HybridCacheManager(KVCacheManager):
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
     """A cache [slots, kv_heads, length, head_dim] with a batch's tokens [batch, kv_heads, tokens, head_dim] added.
 
-    Padding goes to the last place, -1: no token comes after the one that is there.
+    Padding goes to the last place: what is there is read by tokens after it, and there are none.
     """
+    positions = step.positions.where(step.is_real, cache.shape[2] - 1)
     heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
-    places = (step.slots[:, None, None], heads, step.positions[:, None, :])
+    places = (step.slots[:, None, None], heads, positions[:, None, :])
     return torch.index_put(cache, places, new.to(cache.dtype))
