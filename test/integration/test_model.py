@@ -277,6 +277,18 @@ class TestCpuMode:
         for lengths in ((5, 20), (33, 63), (64, 1), (65, 3), (240, 129)):
             assert difference(moe_folder, model, lengths) <= TOLERANCE, lengths
 
+    @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
+    def test_longest_prompts(self, context_length, moe_folder):
+        """As long as the cache; what is longer is refused, and leaves nothing behind. Without continuations, too."""
+        model = nxdi.cpu_model(moe_folder, batch_size=2, max_context_length=context_length)
+        assert (model.prefill_continuation_model is None) == (context_length == nxdi.MAX_LENGTH)
+        tokens, lengths = random_tokens(model.config.vocab_size, 2, nxdi.MAX_LENGTH + 1), (nxdi.MAX_LENGTH, 130)
+        expected = nxdi.at(reference_logits(moe_folder, tokens[:, : nxdi.MAX_LENGTH]), lengths, 0)
+        assert (nxdi.run(model, tokens, lengths, 0) - expected).abs().max() <= TOLERANCE
+        with pytest.raises(ValueError, match=f"Input len {nxdi.MAX_LENGTH + 1} exceeds largest bucket"):
+            nxdi.run(model, tokens, (3, nxdi.MAX_LENGTH + 1), 0)
+        assert difference(moe_folder, model, (33, 120)) <= TOLERANCE
+
     def test_bfloat16(self, random_checkpoints):
         """The SSM states stay in float32, and the error is not above that of transformers in bfloat16."""
         case = CASE["moe"]

@@ -62,6 +62,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             neuron_config.router_config.act_fn = "softmax"
             neuron_config.router_config.dtype = torch.float32
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+        if neuron_config.on_cpu:
+            neuron_config.attn_kernel_enabled = False  # the kernel is the device's
         if neuron_config.is_continuous_batching:
             # Rows that only fill the batch are marked, so that they leave their slots' state alone.
             neuron_config.apply_seq_ids_mask = True
