@@ -35,10 +35,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from granite4_neuron import UserError, checkpoint, stream_generate
+from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 
@@ -73,11 +74,14 @@ class Result:
 
 
 class Ours:
-    """This package's CPU runtime, through its public generation loop."""
+    """This package, on the CPU or on a Neuron device, through its public generation loop."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None):
-        model = checkpoint.load_model(folder, dtype)
-        self._runtime = CPURuntime(model, transformers.GenerationConfig())
+    def __init__(self, folder: Path, dtype: torch.dtype | None, compiled: Path | None):
+        generation_config = transformers.GenerationConfig()
+        if compiled is not None:
+            self._runtime = load_compiled(folder, compiled, generation_config)
+        else:
+            self._runtime = CPURuntime(checkpoint.load_model(folder, dtype), generation_config)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -107,9 +111,6 @@ class Transformers:
             tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
             times.append(time.perf_counter() - started)
         return times
-
-
-IMPLEMENTATIONS = {OURS: Ours, TRANSFORMERS: Transformers}
 
 
 def main() -> int:
@@ -185,7 +186,7 @@ def _ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[f
 def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, name, folder, options.dtype, options.threads)
+    arguments = (theirs, name, folder, options.dtype, options.compiled, options.threads)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -196,14 +197,17 @@ def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Co
         process.join()
 
 
-def _serve(connection: Connection, name: str, folder: Path, dtype: str | None, threads: int) -> None:
+def _serve(
+    connection: Connection, name: str, folder: Path, dtype: str | None, compiled: Path | None, threads: int
+) -> None:
     """In a process of its own: run points until the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side hears of it too, and hangs up
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     try:
-        implementation = IMPLEMENTATIONS[name](folder, dtype and getattr(torch, dtype))
+        torch_dtype = dtype and getattr(torch, dtype)
+        implementation = Ours(folder, torch_dtype, compiled) if name == OURS else Transformers(folder, torch_dtype)
     except UserError as error:
         connection.send(error)
         return
@@ -345,6 +349,10 @@ def _check(options: argparse.Namespace) -> None:
     for file in (options.json, options.plot):
         if file and not file.absolute().parent.is_dir():
             raise UserError(f"{file} cannot be written: there is no such folder.")
+    if (options.backend == "nxdi") != (options.compiled is not None):
+        raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
+    if options.backend == "nxdi":
+        neuron_sdk.require()
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
     if options.plot:
@@ -364,6 +372,8 @@ def _parser() -> argparse.ArgumentParser:
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument("--backend", choices=["cpu", "nxdi"], default="cpu", help="where to run (default: %(default)s)")
+    parser.add_argument("--compiled", type=Path, metavar="DIR", help="for nxdi: what the compile command wrote")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")

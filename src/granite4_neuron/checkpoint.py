@@ -135,7 +135,7 @@ def save_model(
     weights = dict(model.named_parameters())
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
-    with _complete_or_absent(Path(folder)) as partial:
+    with complete_or_absent(Path(folder)) as partial:
         for file, names in plan.filename_to_tensors.items():
             save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
         if plan.is_sharded:
@@ -318,7 +318,7 @@ def published_name(name: str) -> str:
 
 
 @contextmanager
-def _complete_or_absent(folder: Path) -> Iterator[Path]:
+def complete_or_absent(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` to write to; it becomes `folder` when all went well, and is removed otherwise."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; choose another place to write to.")

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from granite4_neuron import accuracy, checkpoint, graphs, plan
+from granite4_neuron import accuracy, checkpoint, graphs, neuron_sdk, plan
 from granite4_neuron.config import DTYPES, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat_prompt, load, stream_generate
@@ -40,6 +40,7 @@ examples:
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
   granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
+  granite4-neuron plan --model granite-4.0-h-small --instance trn2.3xlarge --tp-degree 4
 """
 
 
@@ -82,7 +83,12 @@ def peak_memory_bytes() -> int:
 def _generate(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     model, tokenizer = load(
-        _model_or_bundled(options), _dtype(options), options.prefill_scan, options.backend, options.decode_kernel
+        _model_or_bundled(options),
+        _dtype(options),
+        options.prefill_scan,
+        options.backend,
+        options.decode_kernel,
+        options.compiled,
     )
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
@@ -229,6 +235,24 @@ def _planned(config: GraniteMoeHybridConfig, dtype: torch.dtype, options: argpar
 
 def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3f}"
+
+
+def _compile(options: argparse.Namespace) -> int:
+    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
+    if min(counts) < 1 or options.max_context_length > options.seq_len:
+        raise UserError(
+            "--tp-degree, --batch-size, --max-context-length and --seq-len must be at least 1, and --seq-len no less "
+            "than --max-context-length."
+        )
+    neuron_sdk.require()
+    # Not at the top: only this command and the nxdi backend need NxD Inference.
+    from granite4_neuron.nxdi.loading import compile_model
+
+    folder = checkpoint.find(options.model)
+    dtype = _dtype(options) or checkpoint.stored_dtype(folder)
+    compile_model(folder, options.output, dtype, *counts, options.prefill_scan, options.decode_kernel)
+    print(f"wrote {options.output}", file=sys.stderr)
+    return 0
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -452,6 +476,29 @@ def _parser() -> argparse.ArgumentParser:
     planner.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's longest)")
     planner.set_defaults(run=_plan)
 
+    compiler = commands.add_parser(
+        "compile",
+        help="compile a model for Trainium2",
+        description="Compile the graphs of a model with NxD Inference, for generate --backend nxdi. Needs the Neuron "
+        "SDK.",
+    )
+    compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
+    _add_arithmetic(compiler)
+    compiler.add_argument("--tp-degree", type=int, default=4, metavar="T", help="ranks of the model (default: 4)")
+    compiler.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+    compiler.add_argument(
+        "--max-context-length",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of the largest graph for prompts; longer prompts take several steps (default: %(default)s)",
+    )
+    compiler.add_argument(
+        "--seq-len", type=int, default=4096, metavar="N", help="longest prompt and continuation (default: %(default)s)"
+    )
+    compiler.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
+    compiler.set_defaults(run=_compile)
+
     convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
     _add_model(convert)
     convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
@@ -475,6 +522,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     _add_model(generate)
     _add_arithmetic(generate)
     generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+    generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")

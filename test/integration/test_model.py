@@ -163,6 +163,19 @@ class TestCpuMode:
         for seed, lengths in enumerate(RAGGED):
             assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
 
+    @pytest.mark.parametrize(
+        "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
+    )
+    def test_nki_kernels(self, options, random_checkpoints):
+        """In NKI's simulator, or where there is none in this package's emulator."""
+        sizes = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
+        folder = random_checkpoints(Case("kernels", sizes))
+        kernels = dict(prefill_scan="ssd", decode_kernel="nki")
+        model = nxdi.cpu_model(folder, kernels, batch_size=3, **options)
+        assert state_of(model)[1].shape == (3, 64, 4, 32)
+        for seed, lengths in enumerate(RAGGED[:3]):
+            assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
+
     @pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
     def test_continuous_batching(self, moe_folder, continuous, seq_ids):
         """A slot for each sequence, in any order."""

@@ -5,6 +5,7 @@ In its CPU mode NxD Inference computes nothing with them: it imports their names
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -24,6 +25,8 @@ def install(nxdi_source: Path, nxd_source: Path) -> None:
 
     sys.meta_path.append(_Finder())
     sys.path[:0] = [str(nxdi_source / "src"), str(nxd_source / "src")]
+    for name in ("nki", "nki.language", "nki.isa"):
+        _answer_every_name(importlib.import_module(name))  # the emulator, where there is one, has a few only
     torch.classes.neuron = _stand_in("neuron")
     import torch_neuronx.utils
 
@@ -52,6 +55,11 @@ def _stand_in(name: str) -> _StandIn:
     return _StandIn(name, (object,), {})
 
 
+def _answer_every_name(module: types.ModuleType) -> None:
+    """Names that a module has not are stand-ins."""
+    module.__getattr__ = _StandIn.__getattr__.__get__(_stand_in(module.__name__))
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a module without content at every path below PACKAGES."""
 
@@ -62,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__getattr__ = _StandIn.__getattr__.__get__(_stand_in(spec.name))
+        _answer_every_name(module)
         return module
 
     def exec_module(self, module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,8 +30,8 @@ def why_not_importable() -> str | None:
     return None
 
 
-def make_config(folder: Path, **options):
-    """The config of a checkpoint with `options` of its neuron_config."""
+def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **options):
+    """The config of a checkpoint with `options` of its neuron_config; `kernels`: prefill_scan and decode_kernel."""
     from neuronx_distributed_inference.models.config import MoENeuronConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
@@ -41,14 +41,16 @@ def make_config(folder: Path, **options):
         tp_degree=1, batch_size=1, max_context_length=BUCKET, seq_len=MAX_LENGTH, torch_dtype="float32", on_cpu=True
     )
     neuron_config = MoENeuronConfig(**{**values, **options})
-    return GraniteMoeHybridInferenceConfig(neuron_config, load_config=load_pretrained_config(str(folder)))
+    return GraniteMoeHybridInferenceConfig(
+        neuron_config, load_config=load_pretrained_config(str(folder)), **(kernels or {})
+    )
 
 
-def cpu_model(folder: Path, **options):
+def cpu_model(folder: Path, kernels: Mapping[str, str] | None = None, **options):
     """A checkpoint, loaded in CPU mode."""
     from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
-    model = NeuronGraniteMoeHybridForCausalLM(str(folder), make_config(folder, **options))
+    model = NeuronGraniteMoeHybridForCausalLM(str(folder), make_config(folder, kernels, **options))
     model.to_cpu()
     return model
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron import checkpoint
+from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main
 
 
@@ -345,3 +345,32 @@ def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
     long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
     assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]
+
+
+class TestNeuronSdkIsMissing:
+    """Each command that needs it says so in one sentence, and leaves nothing behind."""
+
+    @pytest.fixture(autouse=True)
+    def no_sdk(self, monkeypatch):
+        monkeypatch.setattr(neuron_sdk, "PACKAGES", ("torch", "torch_neuronx_that_is_not_here"))
+
+    def test_compile(self, case_folder, tmp_path, capsys):
+        output = tmp_path / "graphs"
+        assert main(["compile", "--model", str(case_folder), "--output", str(output)]) == 2
+        error = capsys.readouterr().err
+        assert "missing here: torch_neuronx_that_is_not_here." in error and neuron_sdk.GUIDE in error
+        assert not output.exists()
+
+    def test_generate(self, tmp_path, capsys):
+        assert main(["generate", "text", "--backend", "nxdi", "--compiled", str(tmp_path)]) == 2
+        assert "missing here: torch_neuronx_that_is_not_here." in capsys.readouterr().err
+
+    @pytest.mark.parametrize("arguments", [("--backend", "nxdi"), ("--compiled", "folder")])
+    def test_compiled_graphs_belong_to_the_backend(self, arguments, capsys):
+        assert main(["generate", "text", *arguments]) == 2
+        assert "belongs to the backend nxdi" in capsys.readouterr().err
+
+    def test_lengths(self, case_folder, tmp_path, capsys):
+        arguments = ["compile", "--model", str(case_folder), "--output", str(tmp_path / "graphs")]
+        assert main([*arguments, "--max-context-length", "300", "--seq-len", "200"]) == 2
+        assert "no less than --max-context-length" in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """The config of the NxD Inference port: what it refuses, what it saves and reads back."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
 from test.support import nxdi
@@ -75,3 +77,36 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
     model = NeuronGraniteMoeHybridForCausalLM(str(tmp_path), nxdi.make_config(tmp_path))
     with pytest.raises(UserError, match=r"missing: model\.layers\.0\.mamba\.A_log"):
         model.checkpoint_loader_fn()
+
+
+def test_the_choice_of_kernels_is_saved(folder, tmp_path):
+    config = nxdi.make_config(folder, dict(prefill_scan="ssd", decode_kernel="nki"))
+    config.save(tmp_path)
+    again = type(config).load(tmp_path)
+    assert (again.prefill_scan, again.decode_kernel) == ("ssd", "nki")
+    assert (nxdi.make_config(folder).prefill_scan, nxdi.make_config(folder).decode_kernel) == ("chunked", "torch")
+
+
+def test_graphs_of_another_model_are_refused(folder, random_checkpoints, tmp_path):
+    from granite4_neuron.nxdi.loading import load_compiled
+
+    nxdi.make_config(random_checkpoints(CASES[1]), is_continuous_batching=True, ctx_batch_size=1).save(tmp_path)
+    with pytest.raises(UserError, match="was compiled for another model"):
+        load_compiled(folder, tmp_path, GenerationConfig())
+    with pytest.raises(UserError, match=r"has no neuron_config\.json"):
+        load_compiled(folder, folder, GenerationConfig())
+
+
+def test_a_compilation_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.nxdi.loading import CONFIG_FILE, compile_model
+
+    def fails(model, path):
+        model.config.save(path)
+        assert (path / CONFIG_FILE).is_file() and model.neuron_config.tp_degree == 2
+        raise RuntimeError("the compiler stopped")
+
+    monkeypatch.setattr(NeuronGraniteMoeHybridForCausalLM, "compile", lambda model, path: fails(model, Path(path)))
+    with pytest.raises(RuntimeError, match="the compiler stopped"):
+        compile_model(folder, tmp_path / "graphs", torch.float32, 2, 3, 128, 256)
+    assert list(tmp_path.iterdir()) == []

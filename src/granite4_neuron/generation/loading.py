@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron import checkpoint
+from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
 
-BACKENDS = ("cpu", "xla")
+BACKENDS = ("cpu", "xla", "nxdi")
 
 
 def bundled_checkpoint() -> Path:
@@ -29,6 +29,7 @@ def load(
     prefill_scan: str = "chunked",
     backend: str = "cpu",
     decode_kernel: str = "torch",
+    compiled: str | Path | None = None,
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
 
@@ -36,7 +37,9 @@ def load(
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan, decode_kernel: see `GraniteMoeHybridForCausalLM`.
-        backend: "cpu" for plain torch on this machine's processor, "xla" for compiled graphs on torch_xla's device.
+        backend: "cpu" for plain torch on this machine's processor, "xla" for compiled graphs on torch_xla's device,
+            "nxdi" for NxD Inference on a Neuron device.
+        compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
 
     Raises:
         UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
@@ -45,9 +48,28 @@ def load(
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
     generation_config = _generation_config(folder, config)
-    runtime = _runtime(backend)
+    if backend not in BACKENDS:
+        raise UserError(f"the backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    if (backend == "nxdi") != (compiled is not None):
+        raise UserError("a folder of compiled graphs belongs to the backend nxdi, and that backend needs one.")
+    if backend == "nxdi":
+        return load_compiled(folder, Path(compiled), generation_config), tokenizer
+    runtime = CPURuntime if backend == "cpu" else _xla_runtime()
     weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
     return runtime(weights, generation_config), tokenizer
+
+
+def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig):
+    """A `NeuronRuntime`; see `nxdi.loading.load_compiled`.
+
+    Raises:
+        UserError: as there; also when the Neuron SDK is not installed.
+    """
+    neuron_sdk.require()
+    # Not at the top: only this backend needs NxD Inference.
+    from granite4_neuron.nxdi import loading
+
+    return loading.load_compiled(folder, compiled, generation_config)
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
@@ -70,11 +92,7 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
     return tokenizer
 
 
-def _runtime(backend: str) -> type:
-    if backend not in BACKENDS:
-        raise UserError(f"the backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
-    if backend == "cpu":
-        return CPURuntime
+def _xla_runtime() -> type:
     # Not at the top: importing torch_xla takes seconds and starts its client.
     from granite4_neuron.runtime.xla import XLARuntime
 

@@ -41,10 +41,16 @@ _SUPPORTED = {
 class GraniteMoeHybridInferenceConfig(InferenceConfig):
     """The config of `NeuronGraniteMoeHybridForCausalLM`, dense models included; its neuron_config is a MoENeuronConfig.
 
+    Args:
+        prefill_scan, decode_kernel: by keyword; see `MambaKernels`.
+
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
             something that is not supported.
     """
+
+    prefill_scan = "chunked"
+    decode_kernel = "torch"
 
     @property
     def granite(self) -> GraniteMoeHybridConfig:

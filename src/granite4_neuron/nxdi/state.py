@@ -13,6 +13,7 @@ from torch import nn
 from granite4_neuron.config import MAMBA
 from granite4_neuron.layers.step import Step
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.ops import MambaKernels
 from granite4_neuron.state import MambaState, mamba_state_shapes
 
 
@@ -77,7 +78,9 @@ class HybridCacheManager(KVCacheManager):
         self.layer_types = layer_types
         self.num_slots = config.neuron_config.kv_cache_batch_size
 
-        conv_shape, ssm_shape = mamba_state_shapes(config.granite, config.neuron_config.tp_degree)
+        kernels = MambaKernels(config.prefill_scan, config.decode_kernel)
+        degree = config.neuron_config.tp_degree
+        conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernels.has_kernel_layout)
         caches = iter(self.past_key_values)
         tensors = []
         for layer_type in layer_types:

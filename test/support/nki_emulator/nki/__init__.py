@@ -21,8 +21,8 @@ class Kernel:
         return Kernel(self.function, programs)
 
 
-def jit(function: Callable) -> Kernel:
-    """Mark a function as a kernel."""
+def jit(function: Callable, mode: str | None = None) -> Kernel:
+    """Mark a function as a kernel; `mode` is ignored, as in NKI 0.6."""
     return Kernel(function)
 
 

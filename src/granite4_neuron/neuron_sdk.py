@@ -1,0 +1,22 @@
+"""Whether the Neuron SDK's packages are there; none of them is imported to find out."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from granite4_neuron.errors import UserError
+
+PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
+GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
+
+
+def require() -> None:
+    """Raises:
+    UserError: a package is missing; the message lists which, and where to read how to install them.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"NxD Inference needs the Neuron SDK (2.31 is the last that has it); missing here: {', '.join(missing)}. "
+            f"How to install it: {GUIDE}"
+        )
