@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,14 @@ from test.support.checkpoints import CASES, save_byte_tokenizer, small_config
 from test.support.nki_emulator import provide_nki
 
 provide_nki()
+
+
+def pytest_configure(config):
+    """Tests that run side by side take one thread each: two that share a core wait for one another at every step."""
+    if getattr(config.option, "numprocesses", None):
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(variable, "1")
+
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
