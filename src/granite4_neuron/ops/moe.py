@@ -84,9 +84,12 @@ def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
 
 
 def _all_experts(hidden_states, w1, w2, topk_weights, topk_ids):
-    """Static shapes, for many tokens: every expert for every token, then the weights of the chosen ones."""
+    """Static shapes, for many tokens: every expert for every token, with the weight 0 where it was not chosen.
+
+    The second product sums over the experts too: a result per expert would be the largest tensor of the model.
+    """
     experts = torch.arange(w1.shape[0], device=topk_ids.device)
     weights = (topk_weights[..., None] * (topk_ids[..., None] == experts)).sum(1)  # [tokens, num_experts]
-    gate, up = (hidden_states @ w1.transpose(1, 2)).chunk(2, dim=-1)  # [num_experts, tokens, intermediate_size]
-    y = (F.silu(gate) * up) @ w2.transpose(1, 2)
-    return (y.float() * weights.T[..., None]).sum(0).to(hidden_states.dtype)
+    gate, up = torch.einsum("th,efh->etf", hidden_states, w1).chunk(2, dim=-1)
+    activated = (F.silu(gate) * up).float() * weights.T[..., None]
+    return torch.einsum("etf,ehf->th", activated.to(w2.dtype), w2)
