@@ -118,14 +118,14 @@ def test_segment_sum_is_exact_where_differences_of_sums_are_not():
     assert error <= 1e-6 < 1e-5 < naive
 
 
-class TestSelectiveStateUpdate:
+class TestSelectiveStateStep:
     @pytest.mark.parametrize("groups", [1, 2])
     def test_equals_the_recurrence(self, groups):
         inputs = scan_inputs(3, 5, 4, 8, groups, 16)
         state, outputs = inputs["state"].clone(), []
         for t in range(5):
             x, dt, B, C = (inputs[name][:, t] for name in ("x", "dt", "B", "C"))
-            outputs.append(ops.selective_state_update(state, x, dt, inputs["A"], B, C, inputs["D"]))
+            outputs.append(ops.selective_state_step(state, x, dt, inputs["A"], B, C, inputs["D"]))
         exact_y, exact_state = oracles.ssm_recurrence(**inputs)
         assert relative_error(torch.stack(outputs, 1), exact_y) <= 1e-5
         assert relative_error(state, exact_state) <= 1e-5
@@ -136,8 +136,8 @@ class TestSelectiveStateUpdate:
         x, B, C = (inputs[name][:, 0] for name in ("x", "B", "C"))
         raw, bias, z = torch.randn(2, 4), torch.randn(4), torch.randn(2, 4, 8)
         tied, expanded = inputs["state"].clone(), inputs["state"].clone()
-        y = ops.selective_state_update(tied, x, raw, inputs["A"], B, C, inputs["D"], z, bias, True)
-        y_expanded = ops.selective_state_update(
+        y = ops.selective_state_step(tied, x, raw, inputs["A"], B, C, inputs["D"], z, bias, True)
+        y_expanded = ops.selective_state_step(
             expanded,
             x,
             raw[..., None].expand(-1, -1, 8),

@@ -4,13 +4,14 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 """
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
-from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
+from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
+from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
 from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
 from granite4_neuron.ops.moe import fused_experts, topk_softmax
 from granite4_neuron.ops.norm import rms_norm, rms_norm_gated
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
-from granite4_neuron.ops.selective_state_update import selective_state_update
+from granite4_neuron.ops.selective_scan import selective_scan_fn
+from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
 
 __all__ = [
     "DECODE_KERNELS",
@@ -19,11 +20,16 @@ __all__ = [
     "apply_rotary",
     "cached_attention",
     "causal_conv1d",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "fused_experts",
     "mamba_chunk_scan_combined",
+    "mamba_chunk_scan_combined_varlen",
     "rms_norm",
     "rms_norm_gated",
     "rotary_tables",
+    "selective_scan_fn",
+    "selective_state_step",
     "selective_state_update",
     "topk_softmax",
     "write_cache",

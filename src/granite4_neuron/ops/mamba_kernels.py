@@ -9,7 +9,7 @@ import torch
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
-from granite4_neuron.ops.selective_state_update import selective_state_update
+from granite4_neuron.ops.selective_state_update import selective_state_step
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
@@ -126,7 +126,7 @@ class MambaKernels:
         if is_nki:
             y, ssm_state = self._scan_nki(x, dt, A, B, C, D, ssm_state)
         elif is_decode:
-            y = selective_state_update(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
+            y = selective_state_step(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
         else:
             y, ssm_state = mamba_chunk_scan_combined(
                 x, dt, A, B, C, self._chunk_size(x), D, initial_states=ssm_state, return_final_states=True

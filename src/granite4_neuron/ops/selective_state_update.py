@@ -1,12 +1,156 @@
-"""One token of the Mamba-2 recurrence."""
+"""The Mamba-2 recurrence, token by token.
+
+`selective_state_step` is the mathematics, and the model's decode step: one token, one dense state per row.
+`selective_state_update` has the signature of vLLM's function of this name: states in slots, and several tokens per row.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from granite4_neuron.ops.arguments import (
+    NULL_BLOCK_ID,
+    PAD_SLOT_ID,
+    check_distinct,
+    check_floating,
+    check_integers,
+    check_shape,
+    check_slots,
+    is_padding,
+    ragged,
+)
+
 
 def selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    dst_state_batch_indices: torch.Tensor | None = None,
+    null_block_id: int | None = NULL_BLOCK_ID,
+    out: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    is_blackwell: bool = False,
+    enable_stochastic_rounding: bool = False,
+    cache_philox_rounds: int = 0,
+) -> torch.Tensor:
+    """Advance states that are kept in slots by one token per row, or by a few: a verify step of speculation.
+
+    Every token computes `selective_state_step` from the state that the row's previous token left, in float32; states
+    are rounded to `state`'s dtype only where they are stored. All sources are read before the first destination is
+    written: a slot may be one row's source and another's destination, and a source that is nobody's destination does
+    not change.
+
+    * Without `num_accepted_tokens` a row starts from state_batch_indices[row, 0] and stores the state after its last
+      token in dst_state_batch_indices[row, 0].
+    * With it, a row starts from state_batch_indices[row, max(num_accepted_tokens[row] - 1, 0)], where the last token
+      that was accepted left its state, and stores the state after token t in dst_state_batch_indices[row, t], for
+      every t.
+
+    The heads axis may be left out of all tensors at once: one head is then meant.
+
+    Args:
+        state: [slots, num_heads, head_dim, d_state], updated in place.
+        x: [tokens, num_heads, head_dim].
+        dt: like x.
+        A: [num_heads, head_dim, d_state], negative. Where A, dt and dt_bias are expanded from one value per head
+            (stride 0), the decay is computed once per head.
+        B, C: [tokens, n_groups, d_state]; consecutive heads share a group.
+        D: [num_heads, head_dim] or None.
+        dt_bias: [num_heads, head_dim] or None; added to dt before the softplus. Before z, as in vLLM's Triton version
+            and unlike in mamba_ssm and in vLLM's CPU version, which have it after z.
+        z: like x, or None; the output is multiplied by silu(z).
+        dt_softplus: apply softplus to dt.
+        state_batch_indices: [rows] or [rows, columns], integers, where to read states; None for slots 0 to rows - 1,
+            read and written. A row whose source is -1 or `null_block_id` is padding, and touches no slot. There may
+            be more rows than x has.
+        dst_state_batch_indices: where to store states, likewise; None for state_batch_indices. What would go to -1 or
+            `null_block_id` is not stored.
+        null_block_id: the slot that marks padding, or None where there is none.
+        out: like x, receives the result; None for a new tensor.
+        num_accepted_tokens: [rows], integers from 0 to columns. What it holds for padding does not matter.
+        cu_seqlens: [rows + 1], integers, where each row's tokens start in x; None for one token per row. An empty row
+            leaves its slots alone.
+        is_blackwell, cache_philox_rounds: part of vLLM's signature, hints for a GPU, without effect.
+        enable_stochastic_rounding: must be False.
+
+    Returns:
+        `out`; zeros for padding.
+
+    Raises:
+        ValueError: naming the argument whose shape, dtype or index is wrong, or that gives two states one destination.
+
+    Source: as `selective_state_step`; signature and in-place rules of vLLM 0.33
+    (vllm/model_executor/layers/mamba/ops/mamba_ssm.py).
+    """
+    if enable_stochastic_rounding:
+        raise ValueError("enable_stochastic_rounding is True where False is needed: states are rounded to nearest")
+    result = torch.empty_like(x) if out is None else out
+    check_shape("out", result, *x.shape)
+    if state.dim() == 3:
+        state, x, dt, B, C, z, out = (_one_head(values, 1) for values in (state, x, dt, B, C, z, result))
+        A, D, dt_bias = (_one_head(values, 0) for values in (A, D, dt_bias))
+    else:
+        out = result
+    check_shape("state", state, -1, -1, -1, -1)
+    num_slots, num_heads, head_dim, d_state = state.shape
+    check_shape("x", x, -1, num_heads, head_dim)
+    tokens = len(x)
+    check_shape("dt", dt, *x.shape)
+    check_shape("A", A, num_heads, head_dim, d_state)
+    check_shape("B", B, tokens, -1, d_state)
+    check_shape("C", C, *B.shape)
+    check_shape("D", D, num_heads, head_dim)
+    check_shape("dt_bias", dt_bias, num_heads, head_dim)
+    check_shape("z", z, *x.shape)
+    check_floating(state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias, z=z, out=out)
+    if B.shape[1] == 0 or num_heads % B.shape[1]:
+        raise ValueError(f"B has {B.shape[1]} groups, which do not divide {num_heads} heads")
+    if cu_seqlens is None:
+        starts, lengths = torch.arange(tokens), torch.ones(tokens, dtype=torch.int64)
+    else:
+        starts, lengths = ragged("cu_seqlens", cu_seqlens, tokens)
+
+    sources, destinations = _sources_and_destinations(
+        lengths, num_slots, state_batch_indices, dst_state_batch_indices, null_block_id, num_accepted_tokens
+    )
+    live = (sources != PAD_SLOT_ID).nonzero()[:, 0]
+    live = live[lengths[live].argsort(descending=True, stable=True)]
+
+    # One value per head is all that an expanded tensor holds.
+    if _is_expanded(A, 2) and _is_expanded(dt, 1) and (dt_bias is None or _is_expanded(dt_bias, 1)):
+        A, dt, dt_bias = A[..., 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[..., 0]
+    out.zero_()
+    _advance(
+        state,
+        sources[live],
+        destinations[live],
+        starts[live],
+        lengths[live],
+        x,
+        dt,
+        A,
+        B,
+        C,
+        D,
+        dt_bias,
+        z,
+        dt_softplus,
+        out,
+    )
+    return result
+
+
+def selective_state_step(
     state: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -22,7 +166,7 @@ def selective_state_update(
 
         state <- exp(dt * A) * state + dt * x (outer) B;    y = state . C + D * x;    y <- y * silu(z)
 
-    Arguments are those of mamba_ssm's function of the same name, without state_batch_indices; arithmetic is float32.
+    Arguments are those of mamba_ssm's selective_state_update, without state_batch_indices; arithmetic is float32.
 
     Args:
         state: [batch, num_heads, head_dim, d_state], updated in place.
@@ -71,3 +215,104 @@ def selective_state_update(
 def _per_head(values: torch.Tensor, batch_dims: int) -> torch.Tensor:
     """[..., num_heads] as [..., num_heads, 1]; [..., num_heads, head_dim] as it is."""
     return values[..., None] if values.dim() == batch_dims else values
+
+
+def _advance(
+    state: torch.Tensor,
+    sources: torch.Tensor,
+    destinations: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_softplus: bool,
+    out: torch.Tensor,
+) -> None:
+    """The computation behind `selective_state_update`: no padding among the rows, and indices that need no checks.
+
+    Args:
+        sources, starts, lengths: [rows]; lengths never rise, so that the rows with a token t are the first ones.
+        destinations: [rows, tokens of the longest row], -1 where a state is not stored.
+        A, dt, dt_bias, and all others: as in `selective_state_step`, with tokens in the place of its batch.
+    """
+    current = state[sources].float()
+    for t in range(int(lengths[0]) if len(lengths) else 0):
+        rows = int((lengths > t).sum())
+        at = starts[:rows] + t
+        gate = None if z is None else z[at]
+        y = selective_state_step(current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus)
+        out[at] = y.to(out.dtype)
+        stored = destinations[:rows, t] != PAD_SLOT_ID
+        state[destinations[:rows, t][stored]] = current[:rows][stored].to(state.dtype)
+
+
+def _sources_and_destinations(
+    lengths: torch.Tensor,
+    num_slots: int,
+    state_batch_indices: torch.Tensor | None,
+    dst_state_batch_indices: torch.Tensor | None,
+    null_block_id: int | None,
+    num_accepted_tokens: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each row's state is read, [rows], and where it is stored after each token, [rows, tokens of the longest].
+
+    Either holds -1 where nothing is read or stored.
+    """
+    rows = len(lengths)
+    if state_batch_indices is None:
+        if dst_state_batch_indices is not None or num_accepted_tokens is not None:
+            raise ValueError("state_batch_indices is None where it is needed, for destinations or accepted tokens")
+        if num_slots < rows:
+            raise ValueError(f"state has {num_slots} slots where {rows} are needed")
+        read = write = torch.arange(rows)[:, None]
+    else:
+        read = write = _table("state_batch_indices", state_batch_indices, rows, num_slots, null_block_id)
+        if dst_state_batch_indices is not None:
+            write = _table("dst_state_batch_indices", dst_state_batch_indices, rows, num_slots, null_block_id)
+
+    column = torch.zeros(rows, dtype=torch.int64)
+    if num_accepted_tokens is not None:
+        check_shape("num_accepted_tokens", num_accepted_tokens, rows)
+        has_blocks = (read != PAD_SLOT_ID).any(1) & (lengths > 0)
+        accepted = check_integers("num_accepted_tokens", num_accepted_tokens[has_blocks], 0, read.shape[1] + 1)
+        column[has_blocks] = (accepted - 1).clamp(min=0)
+    sources = read.gather(1, column[:, None])[:, 0].where(lengths > 0, PAD_SLOT_ID)
+
+    lengths = lengths.where(sources != PAD_SLOT_ID, 0)
+    tokens = torch.arange(int(lengths.max()) if rows else 0)
+    if num_accepted_tokens is None:
+        destinations = write[:, :1].where(tokens == lengths[:, None] - 1, PAD_SLOT_ID)
+    elif write.shape[1] < len(tokens):
+        name = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
+        raise ValueError(f"{name} has {write.shape[1]} columns where a row of {len(tokens)} tokens needs one per token")
+    else:
+        destinations = write[:, : len(tokens)].where(tokens < lengths[:, None], PAD_SLOT_ID)
+    check_distinct(
+        "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices",
+        destinations[destinations != PAD_SLOT_ID],
+    )
+    return sources, destinations
+
+
+def _table(name: str, indices: torch.Tensor, rows: int, num_slots: int, null_block_id: int | None) -> torch.Tensor:
+    """[rows, columns] in int64, -1 for padding of either kind."""
+    table = indices[:, None] if indices.dim() == 1 else indices
+    check_shape(name, table, -1, -1)
+    if len(table) < rows or table.shape[1] == 0:
+        raise ValueError(f"{name} has shape {list(indices.shape)} where {rows} rows of one column or more are needed")
+    table = check_slots(name, table[:rows], num_slots)
+    return table.where(~is_padding(table, null_block_id), PAD_SLOT_ID)
+
+
+def _one_head(values: torch.Tensor | None, at: int) -> torch.Tensor | None:
+    return None if values is None else values.unsqueeze(at)
+
+
+def _is_expanded(values: torch.Tensor, last_axes: int) -> bool:
+    return all(stride == 0 for stride in values.stride()[-last_axes:])

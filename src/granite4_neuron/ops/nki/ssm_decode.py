@@ -17,7 +17,7 @@ from granite4_neuron.ops.nki.common import (
     ones,
     program_share,
 )
-from granite4_neuron.ops.selective_state_update import selective_state_update
+from granite4_neuron.ops.selective_state_update import selective_state_step
 
 MAX_SEQUENCES = 16  # at a time; each needs columns in a PSUM bank,
 MAX_ROW = 16384  # and its x on partition 0: so many float32 for all of them
@@ -35,7 +35,7 @@ def ssm_decode_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition of `ssm_decode`: same arguments, same results."""
     new_states = states.permute(0, 2, 3, 1).contiguous()
-    y = selective_state_update(new_states, x, dt, A, B, C, D)
+    y = selective_state_step(new_states, x, dt, A, B, C, D)
     return y, new_states.permute(0, 3, 1, 2)
 
 
