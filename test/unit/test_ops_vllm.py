@@ -300,6 +300,11 @@ class TestConvFn:
         case.arguments |= dict(cache_indices=None, has_initial_state=None)
         assert case.holds(ops.causal_conv1d_fn, slot_oracles.causal_conv1d_fn)
 
+    def test_a_table_may_be_longer_than_the_batch(self):
+        case = conv_fn_case(MIXED)
+        longer = Case(case.state, dict(case.arguments, cache_indices=F.pad(case.arguments["cache_indices"], (0, 3))))
+        assert torch.equal(longer.run(ops.causal_conv1d_fn)[0], case.run(ops.causal_conv1d_fn)[0])
+
     @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from([2, 4]))
     def test_cuts(self, pieces, width):
         """A sequence in pieces, each fewer tokens than the window is long or more, is the whole sequence."""
@@ -428,6 +433,14 @@ class TestStateUpdate:
             exact = exact[:, 0]
         y = ops.selective_state_update(*tensors, dt_softplus=True)
         assert agrees(y, exact) and agrees(state, exact_state)
+
+    def test_in_place_and_new(self):
+        case = state_update_case(VERIFY)
+        expected, _ = case.run(ops.selective_state_update)
+        for name in ("x", "out"):
+            arguments = dict(case.arguments, state=case.arguments["state"].clone(), x=case.arguments["x"].clone())
+            out = arguments["x"] if name == "x" else torch.full_like(arguments["x"], math.nan)
+            assert ops.selective_state_update(**arguments, out=out) is out and torch.equal(out, expected)
 
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 30), st.integers(0, 100))
     def test_verify_steps_are_the_accepted_sequence(self, accepted, prompt, seed):
@@ -631,6 +644,7 @@ WRONG = [
     (conv_fn_case, "cache_indices", lambda a: dict(cache_indices=a["cache_indices"] - 2)),
     (conv_fn_case, "cache_indices", lambda a: dict(cache_indices=a["cache_indices"].clamp(1, 1))),
     (conv_fn_case, "cache_indices", lambda a: dict(cache_indices=a["cache_indices"][1:])),
+    (conv_fn_case, "cache_indices", lambda a: dict(cache_indices=table_of(a))),
     (conv_fn_case, "has_initial_state", lambda a: dict(has_initial_state=a["has_initial_state"].int())),
     (conv_fn_case, "activation", lambda a: dict(activation="gelu")),
     (conv_update_case, "x", lambda a: dict(x=a["x"][None])),

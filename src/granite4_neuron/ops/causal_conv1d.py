@@ -91,8 +91,8 @@ def causal_conv1d_fn(
         conv_states: [slots, dim, at least d_conv - 1], updated in place: the first d_conv - 1 columns are the window,
             oldest input first, and further columns are left alone.
         query_start_loc: [batch + 1], integers, where each sequence starts. An empty one leaves its slot alone.
-        cache_indices: [batch], integers, the slot of each sequence; None for slots 0 to batch - 1. A sequence of slot
-            -1, `pad_slot_id` or `null_block_id` is padding, and touches no slot.
+        cache_indices: [batch or more], integers, each sequence's slot; None for slots 0 to batch - 1. A sequence of
+            slot -1, `pad_slot_id` or `null_block_id` is padding, and touches no slot.
         has_initial_state: [batch], bool, false where the window is zeros, whatever the slot holds; None for all false.
         activation: None or False, or True, "silu" or "swish".
         metadata, validate_data: part of vLLM's signature, without effect: arguments are always checked.
@@ -113,13 +113,13 @@ def causal_conv1d_fn(
     starts, lengths = ragged("query_start_loc", query_start_loc, total)
     batch = len(lengths)
     check_flags("has_initial_state", has_initial_state, batch)
-    check_shape("cache_indices", cache_indices, batch)
 
     live = lengths > 0
     if cache_indices is None:
         slots = _own_slots(batch, conv_states, "conv_states")
     else:
-        slots = check_slots("cache_indices", cache_indices, len(conv_states))
+        check_shape("cache_indices", cache_indices, max(batch, len(cache_indices)))
+        slots = check_slots("cache_indices", cache_indices[:batch], len(conv_states))
         live &= ~is_padding(slots, pad_slot_id, null_block_id)
     slots, starts, lengths = slots[live], starts[live], lengths[live]
     check_distinct("cache_indices", slots)

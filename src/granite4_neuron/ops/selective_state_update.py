@@ -76,7 +76,7 @@ def selective_state_update(
         dst_state_batch_indices: where to store states, likewise; None for state_batch_indices. What would go to -1 or
             `null_block_id` is not stored.
         null_block_id: the slot that marks padding, or None where there is none.
-        out: like x, receives the result; None for a new tensor.
+        out: like x, receives the result, and may be x itself; None for a new tensor.
         num_accepted_tokens: [rows], integers from 0 to columns. What it holds for padding does not matter.
         cu_seqlens: [rows + 1], integers, where each row's tokens start in x; None for one token per row. An empty row
             leaves its slots alone.
@@ -94,13 +94,12 @@ def selective_state_update(
     """
     if enable_stochastic_rounding:
         raise ValueError("enable_stochastic_rounding is True where False is needed: states are rounded to nearest")
-    result = torch.empty_like(x) if out is None else out
-    check_shape("out", result, *x.shape)
+    if out is None:
+        out = torch.empty_like(x)
+    check_shape("out", out, *x.shape)
     if state.dim() == 3:
-        state, x, dt, B, C, z, out = (_one_head(values, 1) for values in (state, x, dt, B, C, z, result))
+        state, x, dt, B, C, z = (_one_head(values, 1) for values in (state, x, dt, B, C, z))
         A, D, dt_bias = (_one_head(values, 0) for values in (A, D, dt_bias))
-    else:
-        out = result
     check_shape("state", state, -1, -1, -1, -1)
     num_slots, num_heads, head_dim, d_state = state.shape
     check_shape("x", x, -1, num_heads, head_dim)
@@ -129,8 +128,7 @@ def selective_state_update(
     # One value per head is all that an expanded tensor holds.
     if _is_expanded(A, 2) and _is_expanded(dt, 1) and (dt_bias is None or _is_expanded(dt_bias, 1)):
         A, dt, dt_bias = A[..., 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[..., 0]
-    out.zero_()
-    _advance(
+    y = _advance(
         state,
         sources[live],
         destinations[live],
@@ -145,9 +143,8 @@ def selective_state_update(
         dt_bias,
         z,
         dt_softplus,
-        out,
     )
-    return result
+    return out.copy_(y.view(out.shape))
 
 
 def selective_state_step(
@@ -232,24 +229,29 @@ def _advance(
     dt_bias: torch.Tensor | None,
     z: torch.Tensor | None,
     dt_softplus: bool,
-    out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """The computation behind `selective_state_update`: no padding among the rows, and indices that need no checks.
 
     Args:
         sources, starts, lengths: [rows]; lengths never rise, so that the rows with a token t are the first ones.
         destinations: [rows, tokens of the longest row], -1 where a state is not stored.
-        A, dt, dt_bias, and all others: as in `selective_state_step`, with tokens in the place of its batch.
+        x, and what follows it: as in `selective_state_step`, with tokens in the place of its batch.
+
+    Returns:
+        [tokens, num_heads, head_dim] in float32, zeros for tokens of no row.
     """
+    y = torch.zeros(x.shape)
     current = state[sources].float()
     for t in range(int(lengths[0]) if len(lengths) else 0):
         rows = int((lengths > t).sum())
         at = starts[:rows] + t
         gate = None if z is None else z[at]
-        y = selective_state_step(current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus)
-        out[at] = y.to(out.dtype)
+        y[at] = selective_state_step(
+            current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus
+        )
         stored = destinations[:rows, t] != PAD_SLOT_ID
         state[destinations[:rows, t][stored]] = current[:rows][stored].to(state.dtype)
+    return y
 
 
 def _sources_and_destinations(
@@ -265,6 +267,7 @@ def _sources_and_destinations(
     Either holds -1 where nothing is read or stored.
     """
     rows = len(lengths)
+    written = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
     if state_batch_indices is None:
         if dst_state_batch_indices is not None or num_accepted_tokens is not None:
             raise ValueError("state_batch_indices is None where it is needed, for destinations or accepted tokens")
@@ -274,7 +277,7 @@ def _sources_and_destinations(
     else:
         read = write = _table("state_batch_indices", state_batch_indices, rows, num_slots, null_block_id)
         if dst_state_batch_indices is not None:
-            write = _table("dst_state_batch_indices", dst_state_batch_indices, rows, num_slots, null_block_id)
+            write = _table(written, dst_state_batch_indices, rows, num_slots, null_block_id)
 
     column = torch.zeros(rows, dtype=torch.int64)
     if num_accepted_tokens is not None:
@@ -289,14 +292,12 @@ def _sources_and_destinations(
     if num_accepted_tokens is None:
         destinations = write[:, :1].where(tokens == lengths[:, None] - 1, PAD_SLOT_ID)
     elif write.shape[1] < len(tokens):
-        name = "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices"
-        raise ValueError(f"{name} has {write.shape[1]} columns where a row of {len(tokens)} tokens needs one per token")
+        raise ValueError(
+            f"{written} has {write.shape[1]} columns where a row of {len(tokens)} tokens needs one per token"
+        )
     else:
         destinations = write[:, : len(tokens)].where(tokens < lengths[:, None], PAD_SLOT_ID)
-    check_distinct(
-        "state_batch_indices" if dst_state_batch_indices is None else "dst_state_batch_indices",
-        destinations[destinations != PAD_SLOT_ID],
-    )
+    check_distinct(written, destinations[destinations != PAD_SLOT_ID])
     return sources, destinations
 
 
