@@ -119,8 +119,8 @@ def conv_fn_case(rows, dim=6, width=4, extra_columns=0, seed=0, dtype=torch.floa
 
 
 def conv_update_case(rows, dim=6, width=4, speculative=True, blocks=0, num_spec=3, seed=0, dtype=torch.float32):
-    """With `blocks`, windows are read in one block of a row's table and written in another; the first row's destination
-    is what the second one reads."""
+    """With `blocks`, windows are read in one block of a row's table and written in another: the first row's destination
+    is what the second one reads, and the last one's is none."""
     torch.manual_seed(seed)
     lengths, kinds = zip(*rows, strict=True)
     table, num_slots = slots_of(kinds, max(blocks, 1))
@@ -130,6 +130,7 @@ def conv_update_case(rows, dim=6, width=4, speculative=True, blocks=0, num_spec=
     live = [row for row, kind in enumerate(kinds) if kind == CONTINUED]
     if blocks and len(live) > 1:
         table[live[0], write[live[0]]] = sources[live[1]]
+        table[live[-1], write[live[-1]]] = seed % 2 - 1
     arguments = dict(
         x=tokens_like(lengths, kinds, dim, dtype=dtype),
         weight=torch.randn(dim, width).to(dtype),
@@ -150,7 +151,8 @@ def state_update_case(
     rows, heads=4, head_dim=4, d_state=8, groups=2, columns=4, speculative=True, other=True, seed=0, max_A=16.0,
     dtype=torch.float32, state_dtype=torch.float32
 ):  # fmt: skip
-    """With `other`, a row's destinations are the sources of the next one, so that rows write what others read."""
+    """With `other`, a row's destinations are the sources of the next one, so that rows write what others read; columns
+    behind a row's tokens mean nothing, and the second token of the last row is stored nowhere."""
     torch.manual_seed(seed)
     lengths, kinds = zip(*rows, strict=True)
     table, num_slots = slots_of(kinds, columns)
@@ -158,6 +160,9 @@ def state_update_case(
     if other:
         live = [row for row, kind in enumerate(kinds) if kind == CONTINUED]
         destinations[live] = table[[*live[1:], *live[:1]]]
+        for row in live:
+            destinations[row, max(lengths[row], 1) :] = destinations[live[0], 0]
+        destinations[live[-1:], 1] = seed % 2 - 1
     accepted = torch.randint(0, columns + 1, (len(rows),), dtype=torch.int32)
     sources = table.gather(1, (accepted.long() - 1).clamp(min=0)[:, None] if speculative else table[:, :1].long() * 0)
     tokens = partial(tokens_like, lengths, kinds, dtype=dtype)
@@ -317,6 +322,17 @@ class TestConvFn:
             outputs.append(ops.causal_conv1d_fn(x, weight, bias, states, *here))
             start += piece
         assert agrees(torch.cat(outputs, 1).T, oracles.causal_conv(history, weight, bias))
+
+    def test_cuts_where_windows_are_narrower_than_x(self):
+        """Tokens count with the precision that a window keeps of them, whether they come from a window or not."""
+        x, weight = torch.randn(5, 6), torch.randn(5, 4)
+        states, slots = torch.zeros(2, 5, 3, dtype=torch.bfloat16), torch.tensor([1])
+        whole = ops.causal_conv1d_fn(x, weight, None, states, torch.tensor([0, 6]), slots)
+        first = ops.causal_conv1d_fn(x[:, :4], weight, None, states, torch.tensor([0, 4]), slots)
+        more = torch.tensor([True])
+        second = ops.causal_conv1d_fn(x[:, 4:5], weight, None, states, torch.tensor([0, 1]), slots, more)
+        third = ops.causal_conv1d_update(x[:, 5:].T.clone(), states, weight, None, "silu", slots).T
+        assert whole.dtype == torch.float32 and torch.equal(torch.cat([first, second, third], 1), whole)
 
 
 class TestConvUpdate:
@@ -587,22 +603,24 @@ class TestSelectiveScan:
 
     @pytest.mark.parametrize("cut_by_caller", [True, False])
     def test_block_table(self, cut_by_caller):
-        """After each block of 8 its state is in the block's slot, and after the last token in the last one's."""
+        """After each block of 8 its state is in the block's slot, if it has one, and at the end in the last one's."""
         case = scan_case([(20, CONTINUED), (20, NULL), (5, NEW)])
         arguments = case.arguments
         sizes = [[8, 8, 4], [], [5]] if not cut_by_caller else [[3, 8, 8, 1], [], [5]]
         source = int(arguments["cache_indices"][0])
         states = torch.full((12, 6, 4), math.nan)
         states[10] = arguments["ssm_states"][source]
-        slots = [[7, 10, 3, 5, 9, 8], [0] * 6, [1, 2, 4, 6, 0, 0]]
+        slots = [[7, 10, 3, 5, 0, 8], [0] * 6, [1, 2, 4, 6, 0, 0]]
         expected, h = states.double(), states[10].double()
         start = 0
-        for size, slot in zip(sizes[0], (5, 9, 8) if not cut_by_caller else (3, 5, 9, 8), strict=True):
+        for size, slot in zip(sizes[0], (5, 0, 8) if not cut_by_caller else (3, 5, 0, 8), strict=True):
             piece = {name: arguments[name][..., start : start + size] for name in ("u", "delta", "B", "C")}
             piece |= dict(query_start_loc=torch.tensor([0, size]), cache_indices=torch.tensor([1]))
             piece |= dict(has_initial_state=torch.tensor([True]), ssm_states=torch.stack([h, h]))
             slot_oracles.selective_scan_fn(**arguments | piece)
-            expected[slot] = h = piece["ssm_states"][1]
+            h = piece["ssm_states"][1]
+            if slot:
+                expected[slot] = h
             start += size
         piece = {name: arguments[name][..., 40:45] for name in ("u", "delta", "B", "C")}
         piece |= dict(query_start_loc=torch.tensor([0, 5]), cache_indices=torch.tensor([1]))
