@@ -39,7 +39,7 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence of `selective_state_update` over `length` tokens, chunk by chunk.
+    """The recurrence of `selective_state_step` over `length` tokens, chunk by chunk.
 
     Arguments have the names, shapes and meaning of those of mamba_ssm's function of the same name, which also takes
     seq_idx and cu_seqlens: pass what follows initial_states by keyword. Arithmetic is float32. A token with dt = 0
