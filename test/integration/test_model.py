@@ -92,7 +92,12 @@ def run_rank(rank: int, folders: list[Path], port: int, results: Path) -> None:
         os.environ.pop("WORLD_SIZE", None)  # where it is set, NxD Inference starts a group for each model
         tokens = random_tokens(model.config.vocab_size, 3, 200 + STEPS)
         logits.append([nxdi.run(model, tokens, lengths, STEPS) for lengths in RAGGED[:3]])
-    torch.save(logits, results / f"{rank}.pt")
+    one = nxdi.cpu_model(folders[0], tp_degree=2)
+    slots = nxdi.cpu_model(folders[0], tp_degree=2, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+    tokens = random_tokens(one.config.vocab_size, 3, 200 + STEPS)
+    alone = [nxdi.run(one, tokens[:1], [length], STEPS) for length in PROMPTS]
+    by_slot = [nxdi.run(slots, tokens, lengths, STEPS, (2, 0, 1)) for lengths in RAGGED[:3]]
+    torch.save(dict(ragged=logits, alone=alone, by_slot=by_slot), results / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -325,8 +330,19 @@ class TestCpuMode:
         tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
         expected = expected_logits(folder, tokens)
         for rank in two_ranks:
-            for logits, lengths in zip(rank[TP_CASES.index(name)], RAGGED, strict=False):
+            for logits, lengths in zip(rank["ragged"][TP_CASES.index(name)], RAGGED, strict=False):
                 assert (logits - nxdi.at(expected, lengths, STEPS)).abs().max() <= TOLERANCE
+
+    def test_two_ranks_alone_and_by_slot(self, two_ranks, random_checkpoints):
+        """One sequence, prompts of all lengths; and sequences in slots, out of order."""
+        folder = random_checkpoints(CASE[TP_CASES[0]])
+        tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
+        expected = expected_logits(folder, tokens)
+        for rank in two_ranks:
+            for logits, length in zip(rank["alone"], PROMPTS, strict=True):
+                assert (logits - nxdi.at(expected[:1], [length], STEPS)).abs().max() <= TOLERANCE, length
+            for logits, lengths in zip(rank["by_slot"], RAGGED, strict=False):
+                assert (logits - nxdi.at(expected, lengths, STEPS)).abs().max() <= TOLERANCE, lengths
 
 
 def scaled_attention_output(model, patch):
