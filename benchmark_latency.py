@@ -219,7 +219,11 @@ def _serve(
             return
         generator = torch.Generator().manual_seed(turn)
         prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
-        times = implementation.run(prompts.tolist(), point.output_length)
+        try:
+            times = implementation.run(prompts.tolist(), point.output_length)
+        except UserError as error:
+            connection.send(error)
+            return
         connection.send((times, peak_memory_bytes()))
 
 
@@ -352,6 +356,8 @@ def _check(options: argparse.Namespace) -> None:
     if (options.backend == "nxdi") != (options.compiled is not None):
         raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
     if options.backend == "nxdi":
+        if options.dtype:
+            raise UserError("--dtype belongs to the cpu backend; compiled graphs have one already.")
         neuron_sdk.require()
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")

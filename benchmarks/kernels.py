@@ -87,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report. Returns the process's exit code."""
     options = _parser().parse_args(arguments)
     try:
+        if options.json and not options.json.absolute().parent.is_dir():
+            raise UserError(f"{options.json} cannot be written: there is no such folder.")
         rows = list(report(options.model, options.tp_degree))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -155,6 +155,8 @@ def _check(options: argparse.Namespace) -> int:
 def _graphs(options: argparse.Namespace) -> int:
     if min(options.tp_degree, options.batch_size, options.max_length, *options.buckets) < 1:
         raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
+    if max(options.buckets) > options.max_length:
+        raise UserError(f"a step of {max(options.buckets)} tokens needs --max-length to be as much at least.")
     if options.json and not options.json.absolute().parent.is_dir():
         raise UserError(f"{options.json} cannot be written: there is no such folder.")
     config, dtype = _config_and_dtype(str(_model_or_bundled(options)))
@@ -184,20 +186,23 @@ def _graphs(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if min(options.tp_degree, options.batch_size, options.context or 1) < 1:
+    if min(options.tp_degree, options.batch_size) < 1 or (options.context is not None and options.context < 1):
         raise UserError("--tp-degree, --batch-size and --context must be at least 1.")
     if options.model is None:
         return _plan_family(options)
     config, dtype = _config_and_dtype(options.model)
     planned = _planned(config, _dtype(options) or dtype, options)
-    table = Table("per logical core", f"of {plan.CORE_BYTES / 1e9:.0f} GB")
+    batch_size, context = planned.batch_size, planned.context
+    table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}")
     table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
     table.add_row("weights", _gigabytes(planned.weights))
-    table.add_row(f"Mamba state of {planned.batch_size}", _gigabytes(planned.state))
-    table.add_row(f"KV cache of {planned.batch_size} x {planned.context:,} tokens", _gigabytes(planned.cache))
-    table.add_row("logits", _gigabytes(planned.logits))
-    temporaries = "unknown without torch_xla" if planned.temporaries is None else _gigabytes(planned.temporaries)
-    table.add_row("temporaries of a prefill step", temporaries)
+    table.add_row(f"Mamba state of {batch_size}", _gigabytes(batch_size * planned.state))
+    table.add_row(f"KV cache of {batch_size} x {context:,} tokens", _gigabytes(batch_size * context * planned.token))
+    table.add_row("logits", _gigabytes(batch_size * planned.logits))
+    table.add_row("attention scores of a continued prompt", _gigabytes(context * planned.scores))
+    temporaries = planned.temporaries
+    known = "unknown without torch_xla and jax" if temporaries is None else _gigabytes(temporaries.of(batch_size))
+    table.add_row("other temporaries of a step", known)
     table.add_section()
     table.add_row("sum", _gigabytes(planned.total))
     table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
@@ -209,7 +214,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plan_family(options: argparse.Namespace) -> int:
     """A line for each member: what fits at its whole context, or at the one that is asked for."""
-    table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "largest batch")
+    table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "", "largest batch")
     table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
     refusals = []
     for name in family_names():
@@ -219,17 +224,20 @@ def _plan_family(options: argparse.Namespace) -> int:
         except UserError as error:
             refusals.append(f"{name}: {error}")
             continue
-        sequence = (planned.state + planned.cache) // planned.batch_size
+        sequence = planned.state + planned.context * planned.token
         sizes = [_gigabytes(size) for size in (planned.weights, sequence, planned.total)]
+        fits = "fits" if planned.fits else "does not fit"
         short_name = name.removeprefix("granite-4.0-")
-        table.add_row(short_name, sizes[0], f"{planned.context:,}", *sizes[1:], f"{planned.largest_batch:,}")
+        table.add_row(short_name, sizes[0], f"{planned.context:,}", *sizes[1:], fits, f"{planned.largest_batch:,}")
+    if not table.rows:
+        raise UserError(refusals[0].partition(": ")[2])
     _print_table(table)
     print("\n".join(refusals), end="\n" if refusals else "")
     return 0
 
 
 def _planned(config: GraniteMoeHybridConfig, dtype: torch.dtype, options: argparse.Namespace) -> plan.Plan:
-    context = options.context or config.max_position_embeddings
+    context = config.max_position_embeddings if options.context is None else options.context
     return plan.plan(config, dtype, options.instance, options.tp_degree, options.batch_size, context)
 
 

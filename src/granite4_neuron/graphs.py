@@ -6,6 +6,7 @@ and compiled for the CPU to learn how much temporary memory they need.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class GraphReport:
     """One graph of one rank; sizes in bytes.
 
     flops, bytes_accessed and instructions are of the graph before optimisation: every operand and result of every
-    instruction counts as accessed. temporary_bytes is the peak of the CPU's compiled module, beside weights and state.
+    instruction counts as accessed. temporary_bytes is the peak of the CPU's compiled module, beside weights and state,
+    which is donated there too.
     """
 
     graph: str
@@ -142,7 +144,32 @@ def analyse(proto: bytes) -> tuple[float, float, int, str]:
     module = _hlo.HloModule.from_serialized_hlo_module_proto(proto)
     device = jax.devices("cpu")[0]
     cost = _jax.hlo_module_cost_analysis(device.client, module)
+    text = module.to_string()
     mlir = _jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto))
-    executable = device.client.compile_and_load(mlir, _jax.DeviceList((device,)))
+    executable = device.client.compile_and_load(_with_donation(mlir, text), _jax.DeviceList((device,)))
     temporary = executable.get_compiled_memory_stats().temp_size_in_bytes
-    return cost["flops"], cost["bytes accessed"], temporary, module.to_string()
+    return cost["flops"], cost["bytes accessed"], temporary, text
+
+
+def _with_donation(mlir: str, hlo_text: str) -> str:
+    """The module with each output that is written over a parameter aliased to it, as the runtime has it."""
+    main = mlir.index("@main(")
+    for parameter, output in _written_parameters(hlo_text).items():
+        argument = re.compile(rf"(%arg{parameter}: tensor<[^>]*>)")
+        mlir = mlir[:main] + argument.sub(rf"\1 {{tf.aliasing_output = {output} : i32}}", mlir[main:], count=1)
+    return mlir
+
+
+def _written_parameters(hlo_text: str) -> dict[int, int]:
+    """Which output is which parameter with rows scattered into it."""
+    module = hlo_lint.instructions(hlo_text)
+    root = next(name for name in reversed(module) if module[name].opcode == "tuple")
+    written = {}
+    for output, name in enumerate(module[root].operands):
+        opcodes = set()
+        while module[name].opcode in ("scatter", "transpose"):
+            opcodes.add(module[name].opcode)
+            name = module[name].operands[0]
+        if "scatter" in opcodes and module[name].opcode == "parameter":
+            written[module[name].parameter] = output
+    return written

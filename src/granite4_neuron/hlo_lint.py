@@ -28,13 +28,14 @@ _WIDE_DTYPES = ("f64", "c128")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO text. `operands` are names; `attributes` is all that follows them."""
+    """One line of HLO text. `operands` are names; `attributes` is all that follows them; `parameter` is a number."""
 
     name: str
     opcode: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     operands: tuple[str, ...]
     attributes: str
+    parameter: int | None
 
 
 def instructions(hlo_text: str) -> dict[str, Instruction]:
@@ -49,7 +50,8 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
                 for shape in _SHAPE.finditer(match["result"])
             )
             names = tuple(re.findall(r"%([\w.-]+)", operands))
-            found[match["name"]] = Instruction(match["name"], match["opcode"], shapes, names, attributes)
+            number = int(operands) if match["opcode"] == "parameter" else None
+            found[match["name"]] = Instruction(match["name"], match["opcode"], shapes, names, attributes, number)
     return found
 
 
@@ -58,7 +60,9 @@ def findings(hlo_text: str) -> list[str]:
 
     The rules: no tensor of rank above 4; no 64-bit floating point; nothing that talks to the host; no loop; no
     convolution; a gather picks whole rows of its first axis (a slot, an expert, a token's embedding) and never places
-    in a sequence; no gather or scatter at places that are known when the graph is made, where a slice would do.
+    in a sequence; no gather or scatter at places that are known when the graph is made, where a slice would do. A
+    scatter at places that depend on data is how a cache is written, and is let through. A loop over tokens that was
+    unrolled while tracing cannot be told from other instructions: count them for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.

@@ -1,4 +1,4 @@
-"""Whether the Neuron SDK's packages are there; none of them is imported to find out."""
+"""What can be known of the Neuron SDK and of the port to it without importing either."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import importlib.util
 
 from granite4_neuron.errors import UserError
 
+# The most tokens of a step that continues a prompt: their attention scores, [heads, tokens, length of the cache], are
+# its largest tensor.
+CONTINUATION_TOKENS = 512
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
 

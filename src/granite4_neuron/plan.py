@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from granite4_neuron import graphs
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 from granite4_neuron.state import sequence_bytes, token_bytes
 
 # Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
@@ -21,28 +24,41 @@ PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
+class Temporaries:
+    """The most that a step needs beside what stays, in bytes: of prefill, and of decode by the number of sequences."""
+
+    prefill: int
+    decode: int
+    decode_of_a_sequence: int
+
+    def of(self, batch_size: int) -> int:
+        return max(self.prefill, self.decode + batch_size * self.decode_of_a_sequence)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Bytes that one logical core holds.
 
-    state: of all sequences, whatever their length. cache: keys and values of all sequences, up to the context's
-    length. logits: of one token per sequence, over the whole vocabulary, in float32, and as gathered from all ranks.
-    temporaries: the most that a step of prefill needs besides, or None where torch_xla is not there to tell.
+    state: of a sequence, whatever its length. token: keys and values of one token of a sequence. logits: of one token
+    of a sequence, over the whole vocabulary, in float32, and as gathered from all ranks. scores: what NxD Inference's
+    attention keeps for each token of context while a prompt is continued. temporaries: of this package's own graphs, or
+    None where torch_xla is not there to tell.
     """
 
-    config: GraniteMoeHybridConfig
-    dtype: torch.dtype
+    max_context: int
     tp_degree: int
     batch_size: int
     context: int
     weights: int
     state: int
-    cache: int
+    token: int
     logits: int
-    temporaries: int | None
+    scores: int
+    temporaries: Temporaries | None
 
     @property
     def total(self) -> int:
-        return self._fixed + self.state + self.cache + self.logits
+        return self._bytes(self.batch_size, self.context)
 
     @property
     def fits(self) -> bool:
@@ -51,33 +67,37 @@ class Plan:
     @property
     def longest_context(self) -> int:
         """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
-        free = CORE_BYTES - self._fixed - self.state - self.logits
-        per_token = self.batch_size * token_bytes(self.config, self.dtype, self.tp_degree)
-        if free < 0 or not per_token:
-            return 0 if free < 0 else self.config.max_position_embeddings
-        return min(self.config.max_position_embeddings, free // per_token)
+        return _largest(self.max_context, lambda context: self._bytes(self.batch_size, context) <= CORE_BYTES)
 
     @property
     def largest_batch(self) -> int:
         """The most sequences of this context that fit; 0 for none."""
-        return max(0, CORE_BYTES - self._fixed) // ((self.state + self.cache + self.logits) // self.batch_size)
-
-    @property
-    def _fixed(self) -> int:
-        return self.weights + (self.temporaries or 0)
+        enough = CORE_BYTES // (self.state + self.context * self.token + self.logits)
+        return _largest(enough, lambda batch_size: self._bytes(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
         """One sentence: it fits, or why not and what would."""
         gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
         if self.fits:
             return f"It fits: {gigabytes} per core."
-        if self._fixed >= CORE_BYTES:
-            need = f"{self._fixed / 1e9:.1f} GB"
+        alone = self._bytes(0, 0)
+        if alone >= CORE_BYTES:
+            need = f"{alone / 1e9:.1f} GB"
             return f"It does not fit: weights and the temporaries of a step need {need}; split it over more ranks."
         return (
             f"It does not fit: {gigabytes} per core; up to {self.longest_context:,} tokens do at this batch size, or "
             f"{self.largest_batch} sequences of this context."
         )
+
+    def _bytes(self, batch_size: int, context: int) -> int:
+        temporaries = 0 if self.temporaries is None else self.temporaries.of(batch_size)
+        sequences = batch_size * (self.state + context * self.token + self.logits)
+        return self.weights + sequences + context * self.scores + temporaries
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 for none."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 def plan(
@@ -105,31 +125,34 @@ def plan(
     weights = sum(parameter.numel() for parameter in model.parameters())
     if config.tie_word_embeddings:
         weights += model.lm_head.weight.numel()  # NxD Inference keeps the embedding and the head apart
+    heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
     return Plan(
-        config,
-        dtype,
+        config.max_position_embeddings,
         tp_degree,
         batch_size,
         context,
         weights=weights * dtype.itemsize,
-        state=batch_size * sequence_bytes(config, dtype, tp_degree),
-        cache=batch_size * context * token_bytes(config, dtype, tp_degree),
-        logits=batch_size * config.vocab_size * torch.float32.itemsize * 2,
+        state=sequence_bytes(config, dtype, tp_degree),
+        token=token_bytes(config, dtype, tp_degree),
+        logits=config.vocab_size * torch.float32.itemsize * 2,
+        scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
         temporaries=_temporaries(config, tp_degree, context),
     )
 
 
-def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> int | None:
-    """From the graph of one layer of each kind: layers run one after another, and share what they need.
+def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:
+    """From the graphs of one layer of each kind: layers run one after another, and share what they need.
 
     In float32, in which most of a step's arithmetic is whatever the dtype; XLA's CPU compiler would count float32
     copies of bfloat16 weights.
     """
     kinds = tuple(dict.fromkeys(config.layer_types))
     layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)
-    tokens = min(PREFILL_TOKENS, context)
+    few, many = 1, 9
     try:
-        report = next(graphs.report(layers, torch.float32, tp_degree, 1, (tokens,), context))
+        prefill, decode = graphs.report(layers, torch.float32, tp_degree, few, (min(PREFILL_TOKENS, context),), context)
+        (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
     except graphs.ToolsMissing:
         return None
-    return report.temporary_bytes
+    of_a_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
+    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * of_a_sequence, of_a_sequence)

@@ -49,10 +49,12 @@ def test_temporaries_grow_linearly_with_the_bucket():
 
 
 def test_temporaries_of_a_long_context_are_those_of_a_chunk():
-    """And the cache: however long the context, scores exist for one block of it at a time."""
+    """However long it is, scores exist for one block of it at a time, and the cache is written where it lies."""
     config = small_config(layer_types=("mamba", "attention"), **DENSE)
-    short, long = (graphs_of(config, buckets=(2048,), max_length=length)[0] for length in (16384, 131072))
-    assert long.temporary_bytes <= short.temporary_bytes + long.state_bytes
+    short, long = (graphs_of(config, buckets=(2048,), max_length=length) for length in (16384, 131072))
+    for before, after in zip(short, long, strict=True):
+        assert after.state_bytes > 7 * before.state_bytes
+        assert after.temporary_bytes <= 1.05 * before.temporary_bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

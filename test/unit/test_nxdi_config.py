@@ -35,6 +35,12 @@ def folder(random_checkpoints):
         (dict(async_mode=True), "async_mode is True; this model runs with False only"),
         (dict(output_logits=True), "set both or neither"),
         (dict(tp_degree=3), "tp_degree is 3; this model can be split by 1, 2"),
+        (dict(max_context_length=1), "max_context_length is 1, which is a graph for decode"),
+        (dict(seq_len=5000), "seq_len is 5000; the model's longest is 4096"),
+        (dict(is_continuous_batching=True, batch_size=2, ctx_batch_size=2), "ctx_batch_size must be 1"),
+        (dict(kv_cache_batch_size=3), "kv_cache_batch_size must be what it is by default"),
+        (dict(kernels=dict(prefill_scan="foo")), "prefill_scan is 'foo'; it must be one of chunked, quadratic"),
+        (dict(kernels=dict(decode_kernel="nki"), logical_nc_config=1), "logical_nc_config is 1; with NKI kernels"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_sentence(options, message, folder):
@@ -91,10 +97,17 @@ def test_graphs_of_another_model_are_refused(folder, random_checkpoints, tmp_pat
     from granite4_neuron.nxdi.loading import load_compiled
 
     nxdi.make_config(random_checkpoints(CASES[1]), is_continuous_batching=True, ctx_batch_size=1).save(tmp_path)
+    (tmp_path / "model.pt").touch()
     with pytest.raises(UserError, match="was compiled for another model"):
         load_compiled(folder, tmp_path, GenerationConfig())
     with pytest.raises(UserError, match=r"has no neuron_config\.json"):
         load_compiled(folder, folder, GenerationConfig())
+    (tmp_path / "neuron_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"neuron_config\.json is damaged"):
+        load_compiled(folder, tmp_path, GenerationConfig())
+    (tmp_path / "model.pt").unlink()
+    with pytest.raises(UserError, match=r"has no model\.pt"):
+        load_compiled(folder, tmp_path, GenerationConfig())
 
 
 def test_a_compilation_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """What fits into a core's memory, against what the model and its state really hold."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,18 +9,18 @@ from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.plan import _temporaries as find_temporaries
 from granite4_neuron.state import HybridState
+from test.support.checkpoints import small_config
+
+TEMPORARIES = plan.Temporaries(prefill=2 * 10**9, decode=10**8, decode_of_a_sequence=10**8)
 
 
-@pytest.fixture(autouse=True)
-def no_graphs(monkeypatch):
-    """Temporaries take a minute to find; they have a test of their own."""
-
-    def missing(*arguments):
-        raise graphs.ToolsMissing("torch_xla is not installed")
-        yield
-
-    monkeypatch.setattr(graphs, "report", missing)
+@pytest.fixture(autouse=True, params=[None, TEMPORARIES], ids=["no graphs", "graphs"])
+def temporaries(request, monkeypatch):
+    """They take a minute to find, and have a test of their own."""
+    monkeypatch.setattr(plan, "_temporaries", lambda *arguments: request.param)
+    return request.param
 
 
 def planned(name, **changes):
@@ -33,15 +31,15 @@ def planned(name, **changes):
 
 @pytest.mark.parametrize("name", family_names())
 def test_bytes_are_those_of_the_tensors(name):
-    result = planned(name, batch_size=3, context=1000)
+    config, result = GraniteMoeHybridConfig.from_family(name), planned(name, batch_size=3, context=1000)
     with torch.device("meta"):
-        whole = GraniteMoeHybridForCausalLM(result.config)
-        state = HybridState.allocate(result.config, 2, 1000, torch.bfloat16, "meta", tp_degree=4)  # and the null slot
-    weights = [rank_slice(name, weight, result.config, 0, 4) for name, weight in whole.named_parameters()]
-    if result.config.tie_word_embeddings:
+        whole = GraniteMoeHybridForCausalLM(config)
+        state = HybridState.allocate(config, 2, 1000, torch.bfloat16, "meta", tp_degree=4)  # and the null slot
+    weights = [rank_slice(name, weight, config, 0, 4) for name, weight in whole.named_parameters()]
+    if config.tie_word_embeddings:
         weights.append(weights[0])
     assert result.weights == sum(weight.numel() * 2 for weight in weights)
-    assert result.state + result.cache == sum(tensor.nbytes for tensor in state.tensors())
+    assert result.state + 1000 * result.token == sum(tensor.nbytes for tensor in state.tensors()) // 3
 
 
 def test_h_small_has_room_for_its_whole_context():
@@ -55,7 +53,7 @@ def test_limits_are_the_largest_that_fit(batch_size):
     result = planned("1b", batch_size=batch_size)
     longest = planned("1b", batch_size=batch_size, context=result.longest_context)
     assert longest.fits
-    if result.longest_context < result.config.max_position_embeddings:
+    if result.longest_context < result.max_context:
         assert not planned("1b", batch_size=batch_size, context=result.longest_context + 1).fits
         assert str(f"{result.longest_context:,}") in result.verdict()
     assert planned("1b", batch_size=result.largest_batch).fits
@@ -64,7 +62,7 @@ def test_limits_are_the_largest_that_fit(batch_size):
 
 def test_more_ranks_than_key_heads_hold_them_several_times():
     halves, quarters = (planned("h-small", instance="trn2.48xlarge", tp_degree=degree) for degree in (8, 16))
-    assert quarters.cache == halves.cache and quarters.state < halves.state
+    assert quarters.token == halves.token and quarters.state < halves.state
 
 
 def test_weights_alone_may_be_too_much():
@@ -81,24 +79,44 @@ def test_refusals():
         planned("h-small", tp_degree=3)
 
 
-def test_temporaries_are_part_of_the_sum():
-    result = replace(planned("h-small"), temporaries=3 * 10**9)
-    assert result.total == planned("h-small").total + 3 * 10**9
+def test_the_sum_by_hand(temporaries):
+    """h-small: 36 Mamba layers of 32 heads a rank, 4 attention layers of 2 key and 8 query heads a rank."""
+    result = planned("h-small", batch_size=30, context=10000)
+    state = 36 * ((32 * 64 + 256) * 3 * 2 + 32 * 64 * 128 * 4)
+    sequence = state + 10000 * 4 * 2 * 2 * 128 * 2 + 100352 * 4 * 2
+    step = 8 * 512 * 10000 * 4 + (max(2 * 10**9, 31 * 10**8) if temporaries else 0)
+    assert result.total == result.weights + 30 * sequence + step
 
 
-def test_temporaries_come_from_the_graphs(monkeypatch):
+def test_temporaries_come_from_the_graphs():
+    """Those of prefill hardly grow with the context, those of decode hardly but with the number of sequences."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
-    monkeypatch.undo()
-    assert 0 < planned("h-350m", context=2048).temporaries < 2e9
+    config = small_config(max_position_embeddings=32768)
+    short, long = (find_temporaries(config, 2, context) for context in (16384, 32768))
+    assert 0 < short.prefill <= long.prefill < 1.1 * short.prefill
+    assert 0 < short.decode_of_a_sequence <= long.decode_of_a_sequence < 1.1 * short.decode_of_a_sequence
 
 
-def test_command(capsys):
+def test_graphs_may_be_missing(monkeypatch):
+    def missing(*arguments):
+        raise graphs.ToolsMissing("torch_xla is not installed")
+        yield
+
+    monkeypatch.setattr(graphs, "report", missing)
+    assert find_temporaries(small_config(), 1, 100) is None
+
+
+def test_command(capsys, temporaries):
     assert main(["plan", "--model", "h-small"]) == 0
     output = capsys.readouterr().out
-    assert "It fits" in output and "131,072" in output and "unknown without torch_xla" in output
+    assert "It fits" in output and "131,072" in output
+    assert ("unknown without torch_xla" in output) == (temporaries is None)
     assert main(["plan", "--model", "h-small", "--tp-degree", "2"]) == 1
     assert "It does not fit" in capsys.readouterr().out
     assert main(["plan", "--instance", "trn2.48xlarge", "--tp-degree", "16", "--context", "4096"]) == 0
     output = capsys.readouterr().out
     assert "h-small" in output and "can be split by" in output
     assert main(["plan", "--model", "h-small", "--batch-size", "0"]) == 2
+    assert main(["plan", "--model", "h-small", "--context", "0"]) == 2
+    assert main(["plan", "--tp-degree", "8"]) == 2
+    assert "has 4 logical cores" in capsys.readouterr().err

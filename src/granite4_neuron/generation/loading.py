@@ -53,6 +53,8 @@ def load(
     if (backend == "nxdi") != (compiled is not None):
         raise UserError("a folder of compiled graphs belongs to the backend nxdi, and that backend needs one.")
     if backend == "nxdi":
+        if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
+            raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     runtime = CPURuntime if backend == "cpu" else _xla_runtime()
     weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)

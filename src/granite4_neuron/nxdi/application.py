@@ -12,13 +12,12 @@ from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM
 
 from granite4_neuron.checkpoint import check_weights
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 from granite4_neuron.nxdi.checkpoint import convert
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
-# At most: attention scores, [heads, tokens, length of the cache], are the largest tensor of a continuation.
-CONTINUATION_TOKENS = 512
 
 Outputs = torch.Tensor | list[torch.Tensor]
 
@@ -29,6 +28,9 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     Beside the graphs for context encoding and token generation there is one more kind: a continuation takes further
     tokens of a prompt that is longer than the largest bucket for context encoding. With it a prompt may be as long as
     neuron_config.seq_len.
+
+    Give the attention mask: without it NxD Inference takes one from the positions, and if those of padding are 1, a
+    prompt of one token looks like one of two.
     """
 
     _model_cls = NeuronGraniteMoeHybridModel

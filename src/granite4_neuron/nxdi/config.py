@@ -7,6 +7,8 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
+from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
 
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
 # value of each that the recurrent state is written for.
@@ -16,6 +18,7 @@ _SUPPORTED = {
     "cp_degree": 1,
     "attention_dp_degree": 1,
     "pp_degree": 1,
+    "ep_degree": 1,
     "moe_ep_degree": 1,
     "flash_decoding_enabled": False,
     "is_prefix_caching": False,
@@ -23,6 +26,7 @@ _SUPPORTED = {
     "is_chunked_prefill": False,
     "windowed_context_encoding_size": None,
     "k_cache_transposed": False,
+    "kv_cache_quant": False,
     "kv_quant_config": None,
     "token_generation_batches": None,
     "speculation_length": 0,
@@ -88,7 +92,31 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 "neuron_config.output_logits is set without on_device_sampling_config; set both or neither: "
                 "where nothing is sampled on the device, logits are what is returned."
             )
+        self._check_sizes()
         self.granite.rank_dimensions(neuron_config.tp_degree)
+        self._check_kernels()
+
+    def _check_sizes(self) -> None:
+        neuron_config, longest = self.neuron_config, self.granite.max_position_embeddings
+        if neuron_config.max_context_length < 2:
+            raise UserError("neuron_config.max_context_length is 1, which is a graph for decode; it must be 2 or more.")
+        if neuron_config.seq_len > longest:
+            raise UserError(f"neuron_config.seq_len is {neuron_config.seq_len}; the model's longest is {longest}.")
+        if neuron_config.is_continuous_batching and neuron_config.ctx_batch_size != 1:
+            raise UserError("neuron_config.ctx_batch_size must be 1 with is_continuous_batching.")
+        if neuron_config.kv_cache_batch_size != neuron_config.max_batch_size:
+            raise UserError("neuron_config.kv_cache_batch_size must be what it is by default, the batch size.")
+
+    def _check_kernels(self) -> None:
+        for name, choices in (("prefill_scan", PREFILL_SCANS), ("decode_kernel", DECODE_KERNELS)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
+        cores = self.neuron_config.logical_nc_config
+        if MambaKernels(self.prefill_scan, self.decode_kernel).uses_nki and cores != LOGICAL_CORE_SIZE:
+            raise UserError(
+                f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
+                "are launched."
+            )
 
     @classmethod
     def get_neuron_config_cls(cls) -> type[MoENeuronConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from neuronx_distributed_inference.models.application_base import COMPILED_MODEL_FILE_NAME
 from neuronx_distributed_inference.models.config import MoENeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 from transformers import GenerationConfig
@@ -71,9 +72,13 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
     Raises:
         UserError: there are no such graphs, or they were made for another model.
     """
-    if not (compiled / CONFIG_FILE).is_file():
-        raise UserError(f"{compiled} has no {CONFIG_FILE}; give the folder that the compile command wrote.")
-    config = GraniteMoeHybridInferenceConfig.load(str(compiled))
+    for name in (CONFIG_FILE, COMPILED_MODEL_FILE_NAME):
+        if not (compiled / name).is_file():
+            raise UserError(f"{compiled} has no {name}; give the folder that the compile command wrote.")
+    try:
+        config = GraniteMoeHybridInferenceConfig.load(str(compiled))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{compiled / CONFIG_FILE} is damaged ({error}); compile the model again.") from None
     if config.granite != GraniteMoeHybridConfig.from_file(folder / "config.json"):
         raise UserError(f"{compiled} was compiled for another model than the one in {folder}.")
     config._name_or_path = str(folder)

@@ -95,5 +95,8 @@ def write_cache(
         positions, lengths, slots: as in `cached_attention`.
     """
     real = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
-    rows = slots[:, None].where(real, 0)
-    cache[rows, :, positions.where(real, 0)] = values
+    rows, at = slots[:, None].where(real, 0)[:, None], positions.where(real, 0)[:, None]
+    # With an index for every axis but the last a compiler writes in place; with a slice among them it would transpose,
+    # which is to copy, the whole cache.
+    heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
+    cache[rows, heads, at] = values.transpose(1, 2)

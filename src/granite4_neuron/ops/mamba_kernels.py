@@ -14,6 +14,9 @@ from granite4_neuron.ops.selective_state_update import selective_state_step
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
 DECODE_KERNELS = ("torch", "nki")
+# Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
+# setting must be the same.
+LOGICAL_CORE_SIZE = 2
 # Balances the decay matrices (their size grows with it) against the number of matrix products: what measures best on a
 # CPU, and the number of partitions that Trainium's engines work on.
 _CPU_CHUNK_SIZE = 64
@@ -42,7 +45,7 @@ class MambaKernels:
             raise ValueError(f"decode_kernel is {decode_kernel!r}; it must be one of {', '.join(DECODE_KERNELS)}.")
         self.prefill_scan = prefill_scan
         self.decode_kernel = decode_kernel
-        if self._uses_nki:
+        if self.uses_nki:
             try:
                 importlib.import_module("nki")
             except ImportError:
@@ -58,7 +61,8 @@ class MambaKernels:
         return self.decode_kernel == "nki"
 
     @property
-    def _uses_nki(self) -> bool:
+    def uses_nki(self) -> bool:
+        """Whether any of them is an NKI kernel."""
         return self.prefill_scan in NKI_PREFILL_SCANS or self.decode_kernel == "nki"
 
     def check(self, num_heads: int, head_dim: int, d_state: int) -> None:
@@ -67,10 +71,8 @@ class MambaKernels:
         Raises:
             UserError: they do not.
         """
-        if not self._uses_nki:
+        if not self.uses_nki:
             return
-        from granite4_neuron.ops.nki.launch import LOGICAL_CORE_SIZE
-
         if num_heads % LOGICAL_CORE_SIZE or head_dim not in (32, 64, 128) or d_state not in (64, 128):
             raise UserError(
                 f"the NKI kernels take a multiple of {LOGICAL_CORE_SIZE} heads a rank, head_dim 32, 64 or 128 and "

@@ -7,8 +7,7 @@ from typing import Any
 import nki
 import torch
 
-# Physical NeuronCores to a logical one; Trainium2's default. The runtime's setting must be the same.
-LOGICAL_CORE_SIZE = 2
+from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
 
 
 def launch(kernel: Any, *arguments: torch.Tensor, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
