@@ -40,10 +40,12 @@ from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, peak_memory_by
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled
+from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 
 OURS = "granite4-neuron"
+PLAIN = "granite4-neuron, torch kernels"
 TRANSFORMERS = "transformers"
 
 
@@ -76,12 +78,12 @@ class Result:
 class Ours:
     """This package, on the CPU or on a Neuron device, through its public generation loop."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, compiled: Path | None):
+    def __init__(self, folder: Path, dtype: torch.dtype | None, compiled: Path | None, kernels: str):
         generation_config = transformers.GenerationConfig()
         if compiled is not None:
             self._runtime = load_compiled(folder, compiled, generation_config)
         else:
-            self._runtime = CPURuntime(checkpoint.load_model(folder, dtype), generation_config)
+            self._runtime = CPURuntime(checkpoint.load_model(folder, dtype), generation_config, kernels)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -148,7 +150,8 @@ def _measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
         for batch_size in options.batch_size
         for prompt_length in options.prompt_length
     ]
-    names = [OURS, options.compare] if options.compare else [OURS]
+    ours = PLAIN if options.cpu_kernels == "torch" else OURS
+    names = [ours, options.compare] if options.compare else [ours]
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for point in progress.track(points, description="measuring"):
@@ -207,7 +210,10 @@ def _serve(
     torch.set_num_threads(threads)
     try:
         torch_dtype = dtype and getattr(torch, dtype)
-        implementation = Ours(folder, torch_dtype, compiled) if name == OURS else Transformers(folder, torch_dtype)
+        if name == TRANSFORMERS:
+            implementation = Transformers(folder, torch_dtype)
+        else:
+            implementation = Ours(folder, torch_dtype, compiled, kernels="torch" if name == PLAIN else "fused")
     except UserError as error:
         connection.send(error)
         return
@@ -288,7 +294,9 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
         for batch_size in dict.fromkeys(result.batch_size for result in results):
             line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
             lengths = [r.prompt_length for r in line]
-            style = dict(marker="o", linestyle="-" if name == OURS else "--", label=f"{name}, batch {batch_size}")
+            style = dict(
+                marker="o", linestyle="--" if name == TRANSFORMERS else "-", label=f"{name}, batch {batch_size}"
+            )
             panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
             panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
     for panel, title in zip(panels, ("prefill", "decode"), strict=True):
@@ -386,6 +394,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: all")
+    parser.add_argument("--cpu-kernels", choices=CPU_KERNELS, default="fused", help="default: %(default)s")
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")

@@ -6,6 +6,7 @@ import transformers
 
 from granite4_neuron import load
 from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import CASES, save_byte_tokenizer, small_config
 from test.support.nki_emulator import provide_nki
@@ -45,10 +46,21 @@ def case_folder(request, random_checkpoints):
     return random_checkpoints(request.param)
 
 
+@pytest.fixture(scope="session", params=cpu.CPU_KERNELS)
+def kernels(request):
+    """Each choice of CPU kernels in turn, as operators."""
+    operators = cpu.operators(request.param)
+    if request.param == "fused" and operators is TORCH:
+        pytest.skip("the fused kernels need a C++ compiler")
+    return operators
+
+
 @pytest.fixture(scope="session")
-def case_model(case_folder):
-    """Each random checkpoint in turn, loaded in float32."""
-    return load_model(case_folder, torch.float32)
+def case_model(case_folder, kernels):
+    """Each random checkpoint in turn, loaded in float32, with each choice of kernels."""
+    model = load_model(case_folder, torch.float32)
+    model.use(kernels)
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from granite4_neuron.generation import GenerationStats, bundled_checkpoint, chat
 from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.state import sequence_bytes, token_bytes
 
 EXIT_CHECK_FAILED = 1
@@ -88,6 +89,7 @@ def _generate(options: argparse.Namespace) -> int:
         options.prefill_scan,
         options.backend,
         options.decode_kernel,
+        options.cpu_kernels,
         options.compiled,
     )
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
@@ -141,7 +143,13 @@ def _check(options: argparse.Namespace) -> int:
     if not options.tolerance > 0:
         raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
     folder = checkpoint.find(_model_or_bundled(options))
-    model, tokenizer = load(folder, _dtype(options), options.prefill_scan, decode_kernel=options.decode_kernel)
+    model, tokenizer = load(
+        folder,
+        _dtype(options),
+        options.prefill_scan,
+        decode_kernel=options.decode_kernel,
+        cpu_kernels=options.cpu_kernels,
+    )
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
@@ -567,6 +575,13 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
         choices=DECODE_KERNELS,
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
+    )
+    parser.add_argument(
+        "--cpu-kernels",
+        choices=CPU_KERNELS,
+        default="fused",
+        help="what the cpu backend computes with: kernels compiled for this processor at first use, or plain torch "
+        "(default: %(default)s)",
     )
 
 

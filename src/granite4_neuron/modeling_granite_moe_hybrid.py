@@ -10,12 +10,13 @@ from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.layers.attention import Attention, RotaryTables
+from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.moe import SharedMLP, SparseMoe
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import MambaKernels, rotary_tables
+from granite4_neuron.ops import TORCH, MambaKernels, Operators, rotary_tables
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
@@ -44,13 +45,19 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         self.kernel_layout = MambaKernels(prefill_scan, decode_kernel).has_kernel_layout
         self.model = _Decoder(config, prefill_scan, parallel, decode_kernel)
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
         """Make the head the embedding's transpose, for a config that says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def use(self, operators: Operators) -> None:
+        """Compute with this implementation of the operators, from now on and in all layers."""
+        for module in self.modules():
+            if hasattr(module, "operators"):
+                module.operators = operators
 
     def forward(
         self,
@@ -121,6 +128,8 @@ class _Decoder(nn.Module):
 class _DecoderLayer(nn.Module):
     """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
 
+    operators: Operators = TORCH
+
     def __init__(
         self,
         config: GraniteMoeHybridConfig,
@@ -149,10 +158,12 @@ class _DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         x = self.input_layernorm(hidden_states)
         mixed = self.mamba(x, step, state) if isinstance(state, MambaState) else self.self_attn(x, step, state, rotary)
-        hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
+        hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
 
         x = self.post_attention_layernorm(hidden_states)
-        hidden_states = torch.add(hidden_states, self.shared_mlp(x), alpha=self.residual_multiplier)
+        hidden_states = self.operators.residual_add(hidden_states, self.shared_mlp(x), self.residual_multiplier)
         if self.block_sparse_moe is not None:
-            hidden_states = torch.add(hidden_states, self.block_sparse_moe(x), alpha=self.residual_multiplier)
+            hidden_states = self.operators.residual_add(
+                hidden_states, self.block_sparse_moe(x), self.residual_multiplier
+            )
         return hidden_states

@@ -1,5 +1,6 @@
 """The small trained checkpoint: real text, transformers' tokens, and a bug anywhere shows in them."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import generate, load, stream_generate
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
-from granite4_neuron.layers import moe, norm
-from granite4_neuron.ops import rms_norm
+from granite4_neuron.layers import moe
+from granite4_neuron.ops import TORCH, rms_norm
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import KeyValueState, MambaState
 
@@ -108,7 +109,7 @@ def plant_norm_before_gate(monkeypatch, model):
     def norm_first(x, z, weight, eps, n_groups):
         return (rms_norm(x, weight, eps, n_groups).float() * F.silu(z.float())).to(weight.dtype)
 
-    monkeypatch.setattr(norm, "rms_norm_gated", norm_first)
+    model.model.use(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
 
 
 def plant_usual_attention_scale(monkeypatch, model):

@@ -150,9 +150,10 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
     assert (last - everything[torch.arange(3), lengths - 1]).abs().max() <= 1e-5
 
 
-def test_embeddings_of_padding_may_be_nan():
+def test_embeddings_of_padding_may_be_nan(kernels):
     """They do not reach a real token through any layer."""
     model = random_model(small_config())
+    model.use(kernels)
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     lengths = torch.tensor([20, 7])
     padding = torch.arange(20) >= lengths[:, None]
@@ -184,10 +185,11 @@ def _error(logits, exact):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "time_step_limit"], ids=lambda case: case.name)
-def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints):
+def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints, kernels):
     skip_if_not_in_reference(case.name)
     folder = random_checkpoints(Case(f"{case.name}_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
     model = load_model(folder)
+    model.use(kernels)
     assert model.lm_head.weight.dtype == torch.bfloat16
     tokens = random_tokens(model.config.vocab_size, 4, 300)
     exact = reference_logits(folder, tokens)

@@ -158,6 +158,7 @@ class TestBadInput:
             ("--stop", "", "a stop string is empty"),
             ("--dtype", "int3", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),
+            ("--cpu-kernels", "fast", "invalid choice"),
             ("--system", "be brief", "give --chat too"),
             ("--file", "/no/such/file", "cannot be read"),
         ],

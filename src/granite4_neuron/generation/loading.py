@@ -29,6 +29,7 @@ def load(
     prefill_scan: str = "chunked",
     backend: str = "cpu",
     decode_kernel: str = "torch",
+    cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
@@ -37,8 +38,9 @@ def load(
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan, decode_kernel: see `GraniteMoeHybridForCausalLM`.
-        backend: "cpu" for plain torch on this machine's processor, "xla" for compiled graphs on torch_xla's device,
-            "nxdi" for NxD Inference on a Neuron device.
+        backend: "cpu" for this machine's processor, "xla" for compiled graphs on torch_xla's device, "nxdi" for NxD
+            Inference on a Neuron device.
+        cpu_kernels: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
 
     Raises:
@@ -56,9 +58,10 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    runtime = CPURuntime if backend == "cpu" else _xla_runtime()
     weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
-    return runtime(weights, generation_config), tokenizer
+    if backend == "cpu":
+        return CPURuntime(weights, generation_config, cpu_kernels), tokenizer
+    return _xla_runtime()(weights, generation_config), tokenizer
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig):

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import apply_rotary, cached_attention, write_cache
+from granite4_neuron.ops import TORCH, Operators, apply_rotary
 from granite4_neuron.state import KeyValueState
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
@@ -20,6 +21,8 @@ class Attention(nn.Module):
     The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
     """
 
+    operators: Operators = TORCH
+
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
         dimensions = config.rank_dimensions(parallel.degree)
@@ -27,9 +30,9 @@ class Attention(nn.Module):
         self.scale = config.attention_multiplier
         width, kv_width = dimensions.attention_heads * self.head_dim, dimensions.key_value_heads * self.head_dim
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=bias)
+        self.q_proj = Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=bias)
         self.o_proj = RowParallelLinear(width, config.hidden_size, bias, parallel)
 
     def forward(
@@ -44,7 +47,7 @@ class Attention(nn.Module):
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
 
         where = (step.positions, step.lengths, step.slots)
-        write_cache(state.key, key, *where)
-        write_cache(state.value, value, *where)
-        output = cached_attention(query, state.key, state.value, *where, self.scale, step.kv_length)
+        self.operators.write_cache(state.key, key, *where)
+        self.operators.write_cache(state.value, value, *where)
+        output = self.operators.cached_attention(query, state.key, state.value, *where, self.scale, step.kv_length)
         return self.o_proj(output.flatten(-2))

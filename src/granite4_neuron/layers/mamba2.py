@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import MambaKernels
+from granite4_neuron.ops import TORCH, MambaKernels, Operators
 from granite4_neuron.state import MambaState
 
 
@@ -22,6 +23,8 @@ class Mamba2(nn.Module):
     Args:
         prefill_scan, decode_kernel: see `MambaKernels`.
     """
+
+    operators: Operators = TORCH
 
     def __init__(
         self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel, decode_kernel: str = "torch"
@@ -39,7 +42,7 @@ class Mamba2(nn.Module):
         self.kernels.check(self.num_heads, self.head_dim, self.d_state)
 
         bias = config.mamba_proj_bias
-        self.in_proj = nn.Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
+        self.in_proj = Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
         self.conv1d = _ConvWeights(self.conv_dim, config.mamba_d_conv, config.mamba_conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
         self.A_log = nn.Parameter(torch.empty(self.num_heads))
@@ -49,10 +52,39 @@ class Mamba2(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
+        if self.operators.mamba2 is not None and self.kernels.are_default and self.out_proj.parallel.degree == 1:
+            return self._forward_fused(hidden_states, step, state)
         projected = self.in_proj(hidden_states)
-        z = projected[..., : self.d_inner]
-        xBC = projected[..., self.d_inner : self.d_inner + self.conv_dim]
-        dt = projected[..., self.d_inner + self.conv_dim :].float() + self.dt_bias.float()
+        z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
+        return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+
+    def _forward_fused(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        return self.operators.mamba2(
+            hidden_states,
+            self.in_proj.weight,
+            self.in_proj.bias,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            self.norm.weight,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            state.conv_state,
+            state.ssm_state,
+            step.lengths,
+            step.read_slots,
+            step.slots,
+            self.n_groups,
+            *self.time_step_limit,
+            self.norm.eps,
+        )
+
+    def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
+        xBC = xBC_dt[..., : self.conv_dim]
+        dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
         dt = F.softplus(dt).clamp(*self.time_step_limit)
         # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
         dt = dt.masked_fill(~step.is_real[..., None], 0.0)
@@ -63,8 +95,7 @@ class Mamba2(nn.Module):
         )
         step.write(state.conv_state, conv_state)
 
-        y = self._scan(xBC, dt, step, state)
-        return self.out_proj(y, z, self.norm)
+        return self._scan(xBC, dt, step, state)
 
     def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         batch, tokens, _ = xBC.shape
@@ -87,7 +118,7 @@ class _ConvWeights(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
 
-class _NormedProjection(nn.Linear):
+class _NormedProjection(Linear):
     """out_proj behind the gated norm. Where a norm's channels are spread over ranks, one all-reduce serves both.
 
     The norm divides a token by a scalar, and that commutes with the projection: the sum of squares travels with the

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import fused_experts, topk_softmax
+from granite4_neuron.ops import TORCH, Operators, topk_softmax
 
 
 class SharedMLP(nn.Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
 
+    operators: Operators = TORCH
+
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
         width = config.rank_dimensions(parallel.degree).shared_intermediate_size
-        self.input_linear = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.parallel = parallel
+        self.input_linear = Linear(config.hidden_size, 2 * width, bias=False)
         self.output_linear = RowParallelLinear(width, config.hidden_size, False, parallel)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate, up = self.input_linear(hidden_states).chunk(2, dim=-1)
-        return self.output_linear(F.silu(gate) * up)
+        if self.parallel.degree == 1:
+            return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
+        return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
 
 class SparseMoe(nn.Module):
     """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
+
+    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
@@ -41,14 +47,15 @@ class SparseMoe(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
         topk_weights, topk_ids = topk_softmax(self.router.layer(tokens), self.top_k)
-        output = fused_experts(tokens, self.input_linear.weight, self.output_linear.weight, topk_weights, topk_ids)
+        weights = (self.input_linear.weight, self.output_linear.weight)
+        output = self.operators.fused_experts(tokens, *weights, topk_weights, topk_ids)
         return self.parallel.all_reduce(output.view(hidden_states.shape))
 
 
 class _Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
-        self.layer = nn.Linear(hidden_size, num_experts, bias=False)
+        self.layer = Linear(hidden_size, num_experts, bias=False)
 
 
 class _StackedWeights(nn.Module):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from granite4_neuron.ops import rms_norm, rms_norm_gated
+from granite4_neuron.ops import TORCH, Operators
 
 
 class RMSNorm(nn.Module):
     """`ops.rms_norm` with its weight."""
+
+    operators: Operators = TORCH
 
     def __init__(self, channels: int, eps: float):
         super().__init__()
@@ -17,11 +19,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps)
+        return self.operators.rms_norm(hidden_states, self.weight, self.eps)
 
 
 class RMSNormGated(nn.Module):
     """`ops.rms_norm_gated` with its weight."""
+
+    operators: Operators = TORCH
 
     def __init__(self, channels: int, eps: float, n_groups: int):
         super().__init__()
@@ -30,4 +34,4 @@ class RMSNormGated(nn.Module):
         self.n_groups = n_groups
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)
+        return self.operators.rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)

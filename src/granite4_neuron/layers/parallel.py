@@ -10,6 +10,8 @@ import torch.distributed
 from torch import nn
 from torch.nn import functional as F
 
+from granite4_neuron.layers.linear import Linear
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -46,7 +48,7 @@ class Parallel:
         return torch.cat(parts, dim=-1)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(Linear):
     """A projection whose input is split over the ranks: float32 partial sums are added, then the bias, once."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel):

@@ -1,4 +1,6 @@
-"""The mathematics, as functions of tensors, in plain torch; `nki` says some of it again as kernels for NeuronCores.
+"""The mathematics, as functions of tensors, in plain torch.
+
+`cpu` says most of it again as fused kernels for this machine's processor, `nki` some of it as kernels for NeuronCores.
 
 Products with the experts' weights are in the weights' dtype, all else in float32.
 """
@@ -7,8 +9,9 @@ from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
 from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
-from granite4_neuron.ops.moe import fused_experts, topk_softmax
-from granite4_neuron.ops.norm import rms_norm, rms_norm_gated
+from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul, topk_softmax
+from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
+from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
@@ -16,7 +19,9 @@ from granite4_neuron.ops.selective_state_update import selective_state_step, sel
 __all__ = [
     "DECODE_KERNELS",
     "PREFILL_SCANS",
+    "TORCH",
     "MambaKernels",
+    "Operators",
     "apply_rotary",
     "cached_attention",
     "causal_conv1d",
@@ -25,12 +30,15 @@ __all__ = [
     "fused_experts",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
+    "mlp",
+    "residual_add",
     "rms_norm",
     "rms_norm_gated",
     "rotary_tables",
     "selective_scan_fn",
     "selective_state_step",
     "selective_state_update",
+    "silu_and_mul",
     "topk_softmax",
     "write_cache",
 ]

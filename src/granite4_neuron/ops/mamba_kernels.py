@@ -52,6 +52,11 @@ class MambaKernels:
                 raise UserError("NKI kernels need the package nki of the Neuron SDK, which is not installed.") from None
 
     @property
+    def are_default(self) -> bool:
+        """Whether nobody asked for others."""
+        return (self.prefill_scan, self.decode_kernel) == (PREFILL_SCANS[0], DECODE_KERNELS[0])
+
+    @property
     def has_kernel_layout(self) -> bool:
         """Whether ssm_state is [slots, d_state, num_heads, head_dim], as the NKI kernels have it.
 

@@ -9,6 +9,17 @@ from torch.nn import functional as F
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where (gate, up) are the halves of the last axis: [..., 2 * width] to [..., width]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
+    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
+    return F.linear(silu_and_mul(F.linear(x, input_weight)), output_weight)
+
+
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts, then normalise over the chosen ones only.
 
@@ -64,8 +75,8 @@ def _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
     group_ends = (flat_ids[:, None] == experts).sum(0).cumsum(0).to(torch.int32)
 
     x = hidden_states[order // top_k]
-    gate, up = _grouped_mm(x, w1.transpose(1, 2), offs=group_ends).chunk(2, dim=-1)
-    y = _grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=group_ends)
+    activated = silu_and_mul(_grouped_mm(x, w1.transpose(1, 2), offs=group_ends))
+    y = _grouped_mm(activated, w2.transpose(1, 2), offs=group_ends)
 
     weighted = torch.empty(y.shape, dtype=torch.float32, device=y.device)
     weighted[order] = y.float() * topk_weights.reshape(-1)[order, None]
@@ -90,6 +101,5 @@ def _all_experts(hidden_states, w1, w2, topk_weights, topk_ids):
     """
     experts = torch.arange(w1.shape[0], device=topk_ids.device)
     weights = (topk_weights[..., None] * (topk_ids[..., None] == experts)).sum(1)  # [tokens, num_experts]
-    gate, up = torch.einsum("th,efh->etf", hidden_states, w1).chunk(2, dim=-1)
-    activated = (F.silu(gate) * up).float() * weights.T[..., None]
+    activated = silu_and_mul(torch.einsum("th,efh->etf", hidden_states, w1)).float() * weights.T[..., None]
     return torch.einsum("etf,ehf->th", activated.to(w2.dtype), w2)

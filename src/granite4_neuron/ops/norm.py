@@ -1,4 +1,4 @@
-"""Root mean square normalisation, plain and gated."""
+"""Root mean square normalisation, plain and gated; and the sum that it normalises."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
         [..., channels] in weight's dtype; arithmetic is float32.
     """
     return rms_norm(x.float() * F.silu(z.float()), weight, eps, n_groups)
+
+
+def residual_add(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
+    """x + alpha * y, in the dtype of x, float32, which is that of the residual stream."""
+    return torch.add(x, y, alpha=alpha)

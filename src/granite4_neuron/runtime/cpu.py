@@ -1,4 +1,4 @@
-"""Runs steps of the model with plain torch on this machine's processor."""
+"""Runs steps of the model on this machine's processor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import cpu
 from granite4_neuron.state import HybridState
 
 
@@ -36,6 +37,7 @@ class CPURuntime:
     Args:
         model: with weights.
         generation_config: the checkpoint's defaults for generation.
+        kernels: "fused" for compiled kernels, "torch" for plain torch; see `ops.cpu.operators`.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -43,8 +45,9 @@ class CPURuntime:
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
     prompts_per_step = 8
 
-    def __init__(self, model: GraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
+    def __init__(self, model: GraniteMoeHybridForCausalLM, generation_config: GenerationConfig, kernels: str = "fused"):
         self.model = model
+        model.use(cpu.operators(kernels))
         self.generation_config = generation_config
 
     @property

@@ -1,0 +1,103 @@
+// What all kernels share: float32 vectors over tensors of any floating dtype, and checks of arguments.
+//
+// Kernels are written with ATen's Vectorized<float>, so that one source serves AVX2, AVX-512 and Arm. All arithmetic is
+// float32. Tensors are contiguous along their last axis; the Python side sees to that.
+#pragma once
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace granite4_neuron {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t LANES = Vec::size();
+// Most vectors of a reduced dtype hold twice as many values as one of float32: they are loaded as a pair.
+constexpr int64_t PAIR = 2 * LANES;
+
+// Run BODY with scalar_t as the C++ type of a dtype: float32, bfloat16 or float16.
+#define GRANITE4_DISPATCH(DTYPE, NAME, ...) \
+  AT_DISPATCH_SWITCH(                       \
+      DTYPE, NAME,                          \
+      AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
+          AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
+
+template <typename T>
+inline std::pair<Vec, Vec> load_pair(const T* from) {
+  if constexpr (std::is_same_v<T, float>) {
+    return {Vec::loadu(from), Vec::loadu(from + LANES)};
+  } else {
+    auto [first, second] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(from));
+    return {first, second};
+  }
+}
+
+template <typename T>
+inline void store_pair(T* to, Vec first, Vec second) {
+  if constexpr (std::is_same_v<T, float>) {
+    first.store(to);
+    second.store(to + LANES);
+  } else {
+    at::vec::convert_from_float<T>(first, second).store(to);
+  }
+}
+
+inline float sum(Vec values) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);
+}
+
+inline float silu(float x) {
+  return x / (1.0f + std::exp(-x));
+}
+
+inline Vec silu(Vec x) {
+  return x / (Vec(1.0f) + x.neg().exp_u20());
+}
+
+// As torch's softplus: above 20 it is the identity to float32's precision.
+inline float softplus(float x) {
+  return x > 20.0f ? x : std::log1p(std::exp(x));
+}
+
+inline Vec softplus(Vec x) {
+  return Vec::blendv(at::vec::minimum(x, Vec(20.0f)).exp().log1p(), x, x > Vec(20.0f));
+}
+
+template <typename T>
+inline void to_float(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + PAIR <= count; i += PAIR) {
+    auto [first, second] = load_pair(from + i);
+    first.store(to + i);
+    second.store(to + i + LANES);
+  }
+  for (; i < count; i++) to[i] = static_cast<float>(from[i]);
+}
+
+inline void check_last_axis(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.dim() > 0 && tensor.stride(-1) == 1, name, " must be contiguous along its last axis");
+}
+
+// What indexes memory below: each row's number of real tokens, and a slot of the state that it lives in.
+inline void check_rows(const at::Tensor& lengths, const at::Tensor& slots, int64_t tokens, int64_t num_slots) {
+  TORCH_CHECK(lengths.is_contiguous() && slots.is_contiguous() && lengths.numel() == slots.numel());
+  for (int64_t row = 0; row < lengths.numel(); row++) {
+    int64_t length = lengths.const_data_ptr<int64_t>()[row], slot = slots.const_data_ptr<int64_t>()[row];
+    TORCH_CHECK(0 <= length && length <= tokens, "row ", row, " has length ", length, " of ", tokens, " tokens");
+    TORCH_CHECK(0 <= slot && slot < num_slots, "row ", row, " is in slot ", slot, " of ", num_slots);
+  }
+}
+
+}  // namespace granite4_neuron

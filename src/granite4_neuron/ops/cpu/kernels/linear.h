@@ -1,0 +1,135 @@
+// Products of a weight matrix with a few vectors: the weights are read once, at the speed of memory.
+#pragma once
+
+#include "common.h"
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace granite4_neuron {
+
+// How a dtype's weights meet the vectors: `Input` is what vectors are converted to, STEP how many columns a step takes.
+template <typename T>
+struct Product {
+  using Input = float;
+  using Weights = std::pair<Vec, Vec>;
+  static constexpr int64_t STEP = PAIR;
+  static Weights load(const T* weights) {
+    return load_pair(weights);
+  }
+  static Vec add(Vec total, const Weights& weights, const Input* x) {
+    total = at::vec::fmadd(weights.first, Vec::loadu(x), total);
+    return at::vec::fmadd(weights.second, Vec::loadu(x + LANES), total);
+  }
+};
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+// One instruction multiplies 32 pairs of bfloat16, exactly, and adds them in float32.
+template <>
+struct Product<at::BFloat16> {
+  using Input = at::BFloat16;
+  using Weights = __m512bh;
+  static constexpr int64_t STEP = 32;
+  static Weights load(const at::BFloat16* weights) {
+    return (__m512bh)_mm512_loadu_si512(weights);
+  }
+  static Vec add(Vec total, Weights weights, const Input* x) {
+    return Vec(_mm512_dpbf16_ps(total, weights, (__m512bh)_mm512_loadu_si512(x)));
+  }
+};
+#endif
+
+// Bytes between the weights that are multiplied and those that are fetched for later.
+constexpr int64_t AHEAD = 12 * 1024;
+
+// emit(vector, value) for VECTORS vectors and one row of weights; with FETCH, later rows are on their way meanwhile.
+template <typename T, int VECTORS, bool FETCH, typename Emit>
+inline void multiply_row(const T* weights, const typename Product<T>::Input* x, int64_t columns, const Emit& emit) {
+  using P = Product<T>;
+  Vec totals[VECTORS];
+  for (auto& total : totals) total = Vec(0.0f);
+  int64_t column = 0;
+  for (; column + P::STEP <= columns; column += P::STEP) {
+    if constexpr (FETCH) {
+      const char* later = reinterpret_cast<const char*>(weights + column) + AHEAD;
+      for (size_t byte = 0; byte < P::STEP * sizeof(T); byte += 64) __builtin_prefetch(later + byte, 0, 2);
+    }
+    auto w = P::load(weights + column);
+    for (int v = 0; v < VECTORS; v++) totals[v] = P::add(totals[v], w, x + v * columns + column);
+  }
+  for (int v = 0; v < VECTORS; v++) {
+    float total = sum(totals[v]);
+    for (int64_t c = column; c < columns; c++)
+      total += static_cast<float>(weights[c]) * static_cast<float>(x[v * columns + c]);
+    emit(v, total);
+  }
+}
+
+// emit(row, vector, weights[row] . x[vector]) for rows begin to end and any number of vectors.
+//
+// One row at a time: memory gives a single stream of addresses almost twice what it gives several at once. Vectors go
+// in groups of four; for the second group the row is in cache. With so much to do per row the processor does not look
+// ahead far enough by itself, and is told what to fetch into its second-level cache; with less, that only costs.
+//
+// weights: [rows, columns]. x: [vectors, columns], as `as_input` gives it.
+template <typename T, typename Emit>
+inline void multiply(
+    const T* weights, const typename Product<T>::Input* x, int64_t vectors, int64_t columns, int64_t begin, int64_t end,
+    const Emit& emit) {
+  for (int64_t row = begin; row < end; row++) {
+    const T* of_row = weights + row * columns;
+    for (int64_t first = 0; first < vectors; first += 4) {
+      const auto* group = x + first * columns;
+      auto emit_one = [&](int64_t vector, float value) { emit(row, first + vector, value); };
+      switch (std::min<int64_t>(4, vectors - first)) {
+        case 1: multiply_row<T, 1, false>(of_row, group, columns, emit_one); break;
+        case 2: multiply_row<T, 2, false>(of_row, group, columns, emit_one); break;
+        case 3: multiply_row<T, 3, true>(of_row, group, columns, emit_one); break;
+        case 4: multiply_row<T, 4, true>(of_row, group, columns, emit_one); break;
+      }
+    }
+  }
+}
+
+// The vectors as `multiply` reads them: themselves, or a copy in `scratch`.
+template <typename T>
+inline const typename Product<T>::Input* as_input(
+    const T* x, int64_t count, std::vector<typename Product<T>::Input>& scratch) {
+  if constexpr (std::is_same_v<T, typename Product<T>::Input>) {
+    return x;
+  } else {
+    scratch.resize(count);
+    to_float(x, scratch.data(), count);
+    return scratch.data();
+  }
+}
+
+// Vectors up to which reading the weights takes longer than the arithmetic.
+constexpr int64_t FEW = 8;
+
+// As torch.nn.functional.linear. x: [..., columns]; weight: [rows, columns]; bias: [rows].
+inline at::Tensor linear(const at::Tensor& any_x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (any_x.numel() > FEW * any_x.size(-1)) return at::linear(any_x, weight, bias);
+  at::Tensor x = any_x.contiguous();
+  int64_t rows = weight.size(0), columns = weight.size(1), vectors = x.numel() / columns;
+  TORCH_CHECK(weight.is_contiguous() && x.scalar_type() == weight.scalar_type() && x.size(-1) == columns);
+  auto shape = x.sizes().vec();
+  shape.back() = rows;
+  at::Tensor y = at::empty(shape, x.options());
+  GRANITE4_DISPATCH(x.scalar_type(), "linear", [&] {
+    std::vector<typename Product<scalar_t>::Input> scratch;
+    const auto* input = as_input(x.const_data_ptr<scalar_t>(), x.numel(), scratch);
+    const auto* w = weight.const_data_ptr<scalar_t>();
+    const auto* b = bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr;
+    auto* out = y.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+      multiply<scalar_t>(w, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
+        out[vector * rows + row] = static_cast<scalar_t>(b ? value + static_cast<float>(b[row]) : value);
+      });
+    });
+  });
+  return y;
+}
+
+}  // namespace granite4_neuron

@@ -1,0 +1,384 @@
+"""The fused CPU kernels against float64, over shapes, dtypes, ragged lengths, cuts and poisoned memory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from granite4_neuron import ops
+from granite4_neuron.ops import TORCH, cpu
+from granite4_neuron.ops.cpu import build
+from test.support import oracles
+from test.unit.test_ops import relative_error
+
+pytestmark = pytest.mark.skipif(cpu.operators() is TORCH, reason="the fused kernels need a C++ compiler")
+
+# Relative to the largest value: rounding of the result, and for inputs in a reduced dtype nothing else.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
+
+
+class TestLinear:
+    @every_dtype
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9])
+    @pytest.mark.parametrize("columns", [16, 96, 131])
+    def test_equals_the_definition(self, dtype, rows, columns):
+        torch.manual_seed(rows)
+        x, weight = torch.randn(rows, columns, dtype=dtype), torch.randn(70, columns, dtype=dtype)
+        bias = torch.randn(70, dtype=dtype)
+        for b in (None, bias):
+            exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+            y = cpu.linear(x, weight, b)
+            assert y.dtype == dtype
+            assert relative_error(y, exact) <= TOLERANCES[dtype]
+
+    def test_shapes_and_strides(self):
+        x, weight = torch.randn(2, 1, 3, 40)[..., :32], torch.randn(5, 32)
+        assert torch.allclose(cpu.linear(x, weight), F.linear(x, weight), atol=1e-5)
+
+    def test_a_poisoned_row_stays_alone(self):
+        x = torch.randn(6, 64)
+        x[2] = math.nan
+        finite = torch.isfinite(cpu.linear(x, torch.randn(9, 64))).all(1)
+        assert finite.tolist() == [True, True, False, True, True, True]
+
+
+class TestNorm:
+    @every_dtype
+    @pytest.mark.parametrize("groups", [1, 3])
+    @pytest.mark.parametrize("x_is_float32", [True, False])
+    def test_equals_the_definition(self, dtype, groups, x_is_float32):
+        x = torch.randn(2, 5, 150, dtype=torch.float32 if x_is_float32 else dtype)
+        z, weight = torch.randn(2, 5, 200, dtype=dtype)[..., :150], torch.randn(150, dtype=dtype)
+        for y, exact in (
+            (cpu.rms_norm(x, weight, 1e-5, groups), x.double()),
+            (cpu.rms_norm_gated(x, z, weight, 1e-5, groups), x.double() * F.silu(z.double())),
+        ):
+            exact = exact.view(2, 5, groups, -1)
+            exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            assert y.dtype == dtype
+            assert relative_error(y, exact.view(2, 5, 150) * weight.double()) <= TOLERANCES[dtype]
+
+    @every_dtype
+    def test_silu_and_mul(self, dtype):
+        x = 20 * torch.randn(3, 1, 2 * 75, dtype=dtype)
+        gate, up = x.double().chunk(2, -1)
+        assert relative_error(cpu.silu_and_mul(x), F.silu(gate) * up) <= TOLERANCES[dtype]
+
+
+class TestMLP:
+    @every_dtype
+    @pytest.mark.parametrize("tokens", [1, 8, 9])
+    def test_equals_the_definition(self, dtype, tokens):
+        x = torch.randn(tokens, 1, 48, dtype=dtype)
+        w1, w2 = (torch.randn(2 * 50, 48) / 7).to(dtype), (torch.randn(48, 50) / 7).to(dtype)
+        gate, up = (x.double() @ w1.double().T).chunk(2, -1)
+        y = cpu.mlp(x, w1, w2)
+        assert y.dtype == dtype and y.shape == x.shape
+        # The activation is rounded before the second product, too, and so is what it is made of.
+        assert relative_error(y, (F.silu(gate) * up) @ w2.double().T) <= 2 * TOLERANCES[dtype]
+
+    @every_dtype
+    def test_residual_add(self, dtype):
+        x, y = torch.randn(3, 1, 75), torch.randn(3, 1, 75, dtype=dtype)
+        total = cpu.residual_add(x, y, 0.22)
+        assert total.dtype == torch.float32
+        assert relative_error(total, x.double() + 0.22 * y.double()) <= 1e-6
+
+
+class Mamba:
+    """A mixer with random weights, its state, and the float64 recurrence beside it; a slot per row, out of order."""
+
+    def __init__(
+        self, rows, heads=4, head_dim=8, groups=1, d_state=16, width=4, bias=True, dtype=torch.float32, A=16.0
+    ):
+        g = torch.Generator().manual_seed(heads * d_state + width)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=g)
+
+        self.sizes = heads, head_dim, groups, d_state, width
+        self.channels = heads * head_dim + 2 * groups * d_state
+        self.dtype = dtype
+        weights = (normal(self.channels, width), normal(self.channels), normal(heads))
+        self.conv_weight, self.conv_bias, self.dt_bias = (weight.to(dtype) for weight in weights)
+        self.conv_bias = self.conv_bias if bias else None
+        self.A_log = torch.empty(heads).uniform_(1, A, generator=g).log().to(dtype)
+        self.D = normal(heads).to(dtype)
+        self.limit = (0.0, math.inf)
+        self.slots = torch.arange(rows).flip(0) + 1
+        self.conv_state = torch.full((rows + 2, self.channels, width - 1), math.nan, dtype=dtype)
+        self.ssm_state = torch.full((rows + 2, heads, head_dim, d_state), math.nan)
+        self.conv_state[0], self.ssm_state[0] = 0, 0
+
+    def inputs(self, rows, tokens, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, tokens, self.channels + self.sizes[0], generator=g).to(self.dtype)
+
+    def run(self, projected, lengths, started):
+        """projected [rows, tokens, ..] with lengths [rows] real tokens; `started`: tokens that rows have seen."""
+        lengths, started = torch.tensor(lengths), torch.tensor(started)
+        slots = self.slots.where(lengths > 0, 0)
+        return cpu.mamba_mixer(
+            projected,
+            self.conv_weight[:, None],
+            self.conv_bias,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            self.conv_state,
+            self.ssm_state,
+            lengths,
+            slots.where(started > 0, 0),
+            slots,
+            self.sizes[2],
+            *self.limit,
+        )
+
+    def exact(self, projected):
+        """Of one sequence from its beginning, [tokens, ..]: (y, final ssm_state), float64."""
+        heads, head_dim, groups, d_state, _ = self.sizes
+        xBC = oracles.causal_conv(projected[:, : self.channels], self.conv_weight, self.conv_bias)
+        x, B, C = xBC.split([heads * head_dim, groups * d_state, groups * d_state], dim=1)
+        dt = F.softplus(projected[:, self.channels :].double() + self.dt_bias.double()).clamp(*self.limit)
+        y, state = oracles.ssm_recurrence(
+            x.view(1, -1, heads, head_dim),
+            dt[None],
+            -self.A_log.double().exp(),
+            B.view(1, -1, groups, d_state),
+            C.view(1, -1, groups, d_state),
+            self.D,
+            torch.zeros(1, heads, head_dim, d_state),
+        )
+        return y[0].flatten(1), state[0]
+
+
+class TestMambaMixer:
+    @given(
+        pieces=st.lists(st.lists(st.integers(0, 80), min_size=2, max_size=2), min_size=1, max_size=4),
+        groups=st.sampled_from([1, 2]),
+        head_dim=st.sampled_from([8, 16, 24, 64]),
+        d_state=st.sampled_from([5, 16, 128]),
+        width=st.sampled_from([2, 3, 4]),
+        bias=st.booleans(),
+    )
+    def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias):
+        """Two rows in steps of any lengths; padding and what no row owns are NaN."""
+        mamba = Mamba(2, head_dim=head_dim, groups=groups, d_state=d_state, width=width, bias=bias)
+        totals = [sum(piece[row] for piece in pieces) for row in range(2)]
+        history = mamba.inputs(2, max(*totals, 1))
+        done, outputs = [0, 0], [[], []]
+        for lengths in pieces:
+            projected = torch.full((2, max(*lengths, 1), history.shape[-1]), math.nan)
+            for row, length in enumerate(lengths):
+                projected[row, :length] = history[row, done[row] : done[row] + length]
+            y = mamba.run(projected, lengths, done)
+            assert torch.isfinite(y).all()
+            for row, length in enumerate(lengths):
+                outputs[row].append(y[row, :length])
+                done[row] += length
+        assert mamba.conv_state[0].count_nonzero() == 0 and mamba.ssm_state[0].count_nonzero() == 0
+        assert mamba.ssm_state[3].isnan().all() and mamba.conv_state[3].isnan().all()
+        for row, total in enumerate(totals):
+            if total == 0:
+                continue
+            exact, exact_state = mamba.exact(history[row, :total])
+            assert relative_error(torch.cat(outputs[row]), exact) <= 1e-5
+            assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
+            before = torch.cat([torch.zeros(width - 1, mamba.channels), history[row, :total, : mamba.channels]])
+            assert torch.equal(mamba.conv_state[mamba.slots[row]], before[-(width - 1) :].T)
+
+    @pytest.mark.parametrize("cuts", [[150], [1] * 20], ids=["prefill", "decode"])
+    def test_bfloat16(self, cuts):
+        mamba = Mamba(1, dtype=torch.bfloat16, d_state=64, head_dim=32)
+        history = mamba.inputs(1, sum(cuts))
+        outputs, start = [], 0
+        for length in cuts:
+            outputs.append(mamba.run(history[:, start : start + length], [length], [start])[0])
+            start += length
+        exact, exact_state = mamba.exact(history[0])
+        assert mamba.conv_state.dtype == torch.bfloat16
+        assert relative_error(torch.cat(outputs), exact) <= 1e-5, "nothing is rounded to bfloat16 on the way"
+        assert relative_error(mamba.ssm_state[1], exact_state) <= 1e-5
+
+    @pytest.mark.parametrize("cuts", [[128], [1] * 128], ids=["prefill", "decode"])
+    def test_long_decays_stay_finite_and_right(self, cuts):
+        """sum |dt A| of a chunk far above 100, and slow tokens after fast ones."""
+        mamba = Mamba(1, heads=2, A=1.0)
+        mamba.A_log = torch.tensor([16.0, 128.0]).log()
+        history = mamba.inputs(1, 128)
+        history[:, 32:, mamba.channels :] = -9
+        history[:, :32, mamba.channels :] = 3
+        dt = F.softplus(history[0, :64, mamba.channels :] + mamba.dt_bias)
+        assert (dt * mamba.A_log.exp()).sum(0).min() > 100
+        outputs, start = [], 0
+        for length in cuts:
+            outputs.append(mamba.run(history[:, start : start + length], [length], [start])[0])
+            start += length
+        exact, exact_state = mamba.exact(history[0])
+        assert relative_error(torch.cat(outputs), exact) <= 1e-5
+        assert relative_error(mamba.ssm_state[1], exact_state) <= 1e-5
+
+    def test_what_would_index_outside_of_memory_is_refused(self):
+        mamba = Mamba(1)
+        with pytest.raises(RuntimeError, match="row 0 has length 3 of 2 tokens"):
+            mamba.run(mamba.inputs(1, 2), [3], [0])
+        mamba.slots += 2
+        with pytest.raises(RuntimeError, match="row 0 is in slot 3 of 3"):
+            mamba.run(mamba.inputs(1, 2), [2], [0])
+
+    @pytest.mark.parametrize("tokens", [1, 30])
+    def test_time_step_limit(self, tokens):
+        mamba = Mamba(1)
+        mamba.limit = (0.2, 0.9)
+        history = mamba.inputs(1, tokens)
+        y = mamba.run(history, [tokens], [0])
+        assert relative_error(y[0], mamba.exact(history[0])[0]) <= 1e-5
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_mamba_layer_is_its_parts(dtype, tokens):
+    """Projection, mixer, gated norm and projection, each of which has its own test."""
+    whole, parts = (Mamba(2, dtype=dtype) for _ in range(2))
+    d_inner, rows, lengths = 32, 2, [tokens, tokens - 1]
+    width = d_inner + whole.channels + whole.sizes[0]
+    g = torch.Generator().manual_seed(0)
+    x, w_in, b_in, norm, w_out, b_out = (
+        torch.randn(shape, generator=g).to(dtype)
+        for shape in ((rows, tokens, 24), (width, 24), (width,), (d_inner,), (24, d_inner), (24,))
+    )
+    projected = cpu.linear(x, w_in, b_in)
+    y = parts.run(projected[..., d_inner:], lengths, [0, 0])
+    expected = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
+    slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
+    output = cpu.mamba2(
+        x,
+        w_in,
+        b_in,
+        whole.conv_weight[:, None],
+        whole.conv_bias,
+        whole.dt_bias,
+        whole.A_log,
+        whole.D,
+        norm,
+        w_out,
+        b_out,
+        whole.conv_state,
+        whole.ssm_state,
+        torch.tensor(lengths),
+        torch.zeros_like(slots),
+        slots,
+        1,
+        *whole.limit,
+        1e-5,
+    )
+    assert torch.equal(output, expected)
+    for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+class TestAttention:
+    @every_dtype
+    @given(
+        rows=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 75)), min_size=1, max_size=4),
+        tokens=st.sampled_from([1, 5, 75]),
+        kv_heads=st.sampled_from([1, 2, 4]),
+        head_dim=st.sampled_from([8, 32, 64, 80]),
+        seed=st.integers(0, 1000),
+    )
+    def test_equals_the_definition(self, dtype, rows, tokens, kv_heads, head_dim, seed):
+        """Each row: (tokens in the cache already, new ones). Everything else is NaN."""
+        torch.manual_seed(seed)
+        rows = [(start, min(new, tokens)) for start, new in rows]
+        slots = torch.randperm(len(rows)) + 1
+        keys, values = (torch.randn(len(rows), 205, kv_heads, head_dim).to(dtype) for _ in range(2))
+        caches = [torch.full((len(rows) + 1, kv_heads, 210, head_dim), math.nan, dtype=dtype) for _ in range(2)]
+        positions = torch.tensor([start for start, _ in rows])[:, None] + torch.arange(tokens)
+        lengths = torch.tensor([new for _, new in rows])
+        where = (positions, lengths, slots.where(lengths > 0, 0))
+        for cache, source in zip(caches, (keys, values), strict=True):
+            fresh = torch.full((len(rows), tokens, kv_heads, head_dim), math.nan, dtype=dtype)
+            for row, (start, new) in enumerate(rows):
+                cache[slots[row], :, :start] = source[row, :start].transpose(0, 1)
+                fresh[row, :new] = source[row, start : start + new]
+            cpu.write_cache(cache, fresh, *where)
+        query = torch.randn(len(rows), tokens, 4, head_dim).to(dtype)
+        output = cpu.cached_attention(query, *caches, *where, 0.2, kv_length=205)
+        assert output.dtype == dtype and torch.isfinite(output).all()
+        for row, (start, new) in enumerate(rows):
+            for t in range(new):
+                seen = start + t + 1
+                exact = oracles.attention(query[row, t], keys[row, :seen], values[row, :seen], 0.2)
+                assert relative_error(output[row, t], exact) <= TOLERANCES[dtype]
+
+    @pytest.mark.parametrize("tokens", [1, 3])
+    def test_large_scores_do_not_overflow(self, tokens):
+        cache, one = torch.randn(2, 1, 102, 8), torch.tensor([1])
+        query = 300 * torch.randn(1, tokens, 2, 8)
+        positions, lengths = torch.arange(99, 99 + tokens)[None], torch.tensor([tokens])
+        output = cpu.cached_attention(query, cache, cache, positions, lengths, one, 1.0, 102)
+        cache = cache[:, :, :100]
+        exact = oracles.attention(query[0, 0], cache[1].transpose(0, 1), cache[1].transpose(0, 1), 1.0)
+        assert torch.allclose(output[0, 0].double(), exact, atol=1e-4)
+
+
+class TestExperts:
+    @every_dtype
+    @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9])
+    @pytest.mark.parametrize("top_k", [1, 3, 5])
+    def test_equals_the_definition(self, dtype, tokens, top_k):
+        torch.manual_seed(tokens)
+        x, router = torch.randn(tokens, 48).to(dtype), torch.randn(5, 48).to(dtype)
+        w1, w2 = (torch.randn(5, 80, 48) / 4).to(dtype), (torch.randn(5, 48, 40) / 4).to(dtype)
+        weights, ids = ops.topk_softmax(x.float() @ router.float().T, top_k)
+        output = cpu.fused_experts(x, w1, w2, weights, ids)
+        assert output.dtype == dtype
+        exact = oracles.mixture_of_experts(x, router, w1, w2, top_k)
+        assert relative_error(output, exact) <= 2 * TOLERANCES[dtype]  # the activation is rounded too
+
+    def test_experts_that_nobody_chose_are_not_read(self):
+        x, w1, w2 = torch.randn(3, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
+        w1[3:], w2[3:] = math.nan, math.nan
+        ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
+        assert torch.isfinite(cpu.fused_experts(x, w1, w2, torch.full((3, 2), 0.5), ids)).all()
+
+    def test_a_poisoned_token_stays_alone(self):
+        x, w1, w2 = torch.randn(4, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
+        x[2] = math.nan
+        weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
+        finite = torch.isfinite(cpu.fused_experts(x, w1, w2, weights, ids)).all(1)
+        assert finite.tolist() == [True, True, False, True]
+
+
+class TestBuild:
+    @pytest.fixture
+    def empty_cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv("CXX", raising=False)
+        return tmp_path / "cache"
+
+    def test_without_a_compiler_plain_torch_runs(self, empty_cache, monkeypatch, capsys):
+        monkeypatch.setenv("PATH", "")
+        assert not build.load_kernels.__wrapped__()
+        assert "no C++ compiler" in capsys.readouterr().err
+        assert not empty_cache.exists()
+
+    def test_a_compiler_that_fails_is_named(self, empty_cache, tmp_path, monkeypatch, capsys):
+        compiler = tmp_path / "broken"
+        compiler.write_text("#!/bin/sh\necho 'kernels.cpp: error: no such dialect' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        assert not build.load_kernels.__wrapped__()
+        assert "no such dialect" in capsys.readouterr().err
+        assert not list((empty_cache / "granite4-neuron").iterdir()), "nothing half-built stays"
+
+    def test_torch_kernels_are_the_plain_definitions(self):
+        assert cpu.operators("torch") is TORCH
+
+    def test_unknown_kernels(self):
+        with pytest.raises(ValueError, match="kernels is 'fast'; it must be one of fused, torch"):
+            cpu.operators("fast")
