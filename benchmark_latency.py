@@ -36,7 +36,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, peak_memory_bytes
+from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, check_folder_of, peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled
@@ -359,8 +359,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.compare and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
     for file in (options.json, options.plot):
-        if file and not file.absolute().parent.is_dir():
-            raise UserError(f"{file} cannot be written: there is no such folder.")
+        check_folder_of(file)
     if (options.backend == "nxdi") != (options.compiled is not None):
         raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
     if options.backend == "nxdi":

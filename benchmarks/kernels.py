@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from granite4_neuron import UserError
-from granite4_neuron.cli import EXIT_BAD_INPUT
+from granite4_neuron.cli import EXIT_BAD_INPUT, check_folder_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
@@ -87,8 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report. Returns the process's exit code."""
     options = _parser().parse_args(arguments)
     try:
-        if options.json and not options.json.absolute().parent.is_dir():
-            raise UserError(f"{options.json} cannot be written: there is no such folder.")
+        check_folder_of(options.json)
         rows = list(report(options.model, options.tp_degree))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

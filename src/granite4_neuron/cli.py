@@ -75,6 +75,16 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def check_folder_of(file: Path | None) -> None:
+    """See, before any work, whether there is a folder to write `file` to.
+
+    Raises:
+        UserError: there is not.
+    """
+    if file and not file.absolute().parent.is_dir():
+        raise UserError(f"{file} cannot be written: there is no such folder.")
+
+
 def peak_memory_bytes() -> int:
     """The most memory that this process has held so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -165,8 +175,7 @@ def _graphs(options: argparse.Namespace) -> int:
         raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
     if max(options.buckets) > options.max_length:
         raise UserError(f"a step of {max(options.buckets)} tokens needs --max-length to be as much at least.")
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise UserError(f"{options.json} cannot be written: there is no such folder.")
+    check_folder_of(options.json)
     config, dtype = _config_and_dtype(str(_model_or_bundled(options)))
     dtype = _dtype(options) or dtype
     reports = list(
@@ -451,6 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(check)
     _add_arithmetic(check)
+    _add_cpu_kernels(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
     check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
     check.add_argument(
@@ -467,8 +477,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(graph, family=True)
     graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
-    graph.add_argument("--tp-degree", type=int, default=1, metavar="T", help="ranks that share the model (default: 1)")
-    graph.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences of the state (default: 1)")
+    _add_ranks_and_sequences(graph, tp_degree=1)
     graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
     graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
@@ -485,10 +494,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     planner.add_argument("--instance", choices=plan.INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
-    planner.add_argument(
-        "--tp-degree", type=int, default=4, metavar="T", help="ranks that share the model (default: 4)"
-    )
-    planner.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+    _add_ranks_and_sequences(planner, tp_degree=4)
     planner.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's longest)")
     planner.set_defaults(run=_plan)
 
@@ -500,8 +506,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
     _add_arithmetic(compiler)
-    compiler.add_argument("--tp-degree", type=int, default=4, metavar="T", help="ranks of the model (default: 4)")
-    compiler.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+    _add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
         type=int,
@@ -537,6 +542,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     _add_model(generate)
     _add_arithmetic(generate)
+    _add_cpu_kernels(generate)
     generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
     generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
@@ -576,6 +582,16 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
     )
+
+
+def _add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> None:
+    parser.add_argument(
+        "--tp-degree", type=int, default=tp_degree, metavar="T", help="ranks of the model (default: %(default)s)"
+    )
+    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+
+
+def _add_cpu_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
