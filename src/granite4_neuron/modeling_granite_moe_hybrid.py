@@ -42,8 +42,9 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.parallel = parallel
-        self.kernel_layout = MambaKernels(prefill_scan, decode_kernel).has_kernel_layout
-        self.model = _Decoder(config, prefill_scan, parallel, decode_kernel)
+        kernels = MambaKernels(prefill_scan, decode_kernel)
+        self.kernel_layout = kernels.has_kernel_layout
+        self.model = _Decoder(config, kernels, parallel)
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
@@ -102,14 +103,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
 class _Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel, decode_kernel: str):
+    def __init__(self, config: GraniteMoeHybridConfig, kernels: MambaKernels, parallel: Parallel):
         super().__init__()
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(
-            _DecoderLayer(config, kind, prefill_scan, parallel, decode_kernel) for kind in config.layer_types
-        )
+        self.layers = nn.ModuleList(_DecoderLayer(config, kind, kernels, parallel) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
@@ -130,19 +129,12 @@ class _DecoderLayer(nn.Module):
 
     operators: Operators = TORCH
 
-    def __init__(
-        self,
-        config: GraniteMoeHybridConfig,
-        layer_type: str,
-        prefill_scan: str,
-        parallel: Parallel,
-        decode_kernel: str,
-    ):
+    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, kernels: MambaKernels, parallel: Parallel):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if layer_type == MAMBA:
-            self.mamba = Mamba2(config, prefill_scan, parallel, decode_kernel)
+            self.mamba = Mamba2(config, kernels, parallel)
         else:
             self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -13,6 +13,7 @@ from granite4_neuron.graphs import analyse, hlo_proto, report, tracer
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
+from granite4_neuron.ops import MambaKernels
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import MambaState, mamba_state_shapes
 from test.support.checkpoints import CASES, DENSE, small_config
@@ -77,7 +78,7 @@ class TestOneMambaLayer:
         """FLOPs and bytes accessed by `compute(layer, hidden_states, step, state)`, which advances the state."""
         placeholder = tracer()
         with torch.device("meta"):
-            layer = Mamba2(self.CONFIG, "chunked", Parallel(0, 4))
+            layer = Mamba2(self.CONFIG, MambaKernels(), Parallel(0, 4))
         for name, weight in list(layer.named_parameters()):
             set_parameter(layer, name, placeholder(tuple(weight.shape), torch.bfloat16))
         conv_shape, ssm_shape = mamba_state_shapes(self.CONFIG, tp_degree=4)

@@ -21,14 +21,12 @@ class Mamba2(nn.Module):
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
 
     Args:
-        prefill_scan, decode_kernel: see `MambaKernels`.
+        kernels: the implementation of convolution and scan.
     """
 
     operators: Operators = TORCH
 
-    def __init__(
-        self, config: GraniteMoeHybridConfig, prefill_scan: str, parallel: Parallel, decode_kernel: str = "torch"
-    ):
+    def __init__(self, config: GraniteMoeHybridConfig, kernels: MambaKernels, parallel: Parallel):
         super().__init__()
         dimensions = config.rank_dimensions(parallel.degree)
         self.num_heads = dimensions.mamba_heads
@@ -38,7 +36,7 @@ class Mamba2(nn.Module):
         self.d_inner = dimensions.mamba_intermediate_size
         self.conv_dim = dimensions.mamba_conv_dim
         self.time_step_limit = config.time_step_limit
-        self.kernels = MambaKernels(prefill_scan, decode_kernel)
+        self.kernels = kernels
         self.kernels.check(self.num_heads, self.head_dim, self.d_state)
 
         bias = config.mamba_proj_bias

@@ -61,6 +61,11 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """The model's own config."""
         return GraniteMoeHybridConfig.from_dict(vars(self))
 
+    @property
+    def mamba_kernels(self) -> MambaKernels:
+        """What prefill_scan and decode_kernel name."""
+        return MambaKernels(self.prefill_scan, self.decode_kernel)
+
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""
         super().add_derived_config()
@@ -112,7 +117,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
         cores = self.neuron_config.logical_nc_config
-        if MambaKernels(self.prefill_scan, self.decode_kernel).uses_nki and cores != LOGICAL_CORE_SIZE:
+        if self.mamba_kernels.uses_nki and cores != LOGICAL_CORE_SIZE:
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
                 "are launched."

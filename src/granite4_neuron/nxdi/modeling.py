@@ -112,7 +112,7 @@ class NeuronDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
         self.post_attention_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
         if layer_type == MAMBA:
-            self.mamba = Mamba2(granite, config.prefill_scan, parallel, config.decode_kernel).to(dtype)
+            self.mamba = Mamba2(granite, config.mamba_kernels, parallel).to(dtype)
             split_over_ranks(self.mamba, "mamba", granite, degree)
         else:
             self.self_attn = NeuronAttention(config)

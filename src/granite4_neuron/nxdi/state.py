@@ -13,7 +13,6 @@ from torch import nn
 from granite4_neuron.config import MAMBA
 from granite4_neuron.layers.step import Step
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
-from granite4_neuron.ops import MambaKernels
 from granite4_neuron.state import MambaState, mamba_state_shapes
 
 
@@ -78,9 +77,8 @@ class HybridCacheManager(KVCacheManager):
         self.layer_types = layer_types
         self.num_slots = config.neuron_config.kv_cache_batch_size
 
-        kernels = MambaKernels(config.prefill_scan, config.decode_kernel)
-        degree = config.neuron_config.tp_degree
-        conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernels.has_kernel_layout)
+        degree, kernel_layout = config.neuron_config.tp_degree, config.mamba_kernels.has_kernel_layout
+        conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernel_layout)
         caches = iter(self.past_key_values)
         tensors = []
         for layer_type in layer_types:
