@@ -22,6 +22,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.weight_memory import WeightMemory
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -96,8 +97,10 @@ def load_model(
     dtype = dtype or stored.dtype()
     if dtype not in _DTYPES.values():
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
-    for name, parameter in list(model.named_parameters()):
-        weight = torch.empty(parameter.shape, dtype=dtype)
+    parameters = list(model.named_parameters())
+    memory = WeightMemory([(parameter.shape, dtype) for _, parameter in parameters])
+    for name, parameter in parameters:
+        weight = memory.empty(parameter.shape, dtype)
         weight.copy_(rank_slice(name, stored.read(name), config, parallel.rank, parallel.degree))
         set_parameter(model, name, weight)
     model.tie_weights()

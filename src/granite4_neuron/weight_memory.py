@@ -1,0 +1,41 @@
+"""Memory for a model's weights, laid out so that reading all of them, once a token, goes as fast as it can."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+_HUGE_PAGE = 2**21
+_ALIGNMENT = 64  # bytes; a cache line, and the widest vector
+
+
+class WeightMemory:
+    """One block of memory, handed out from its start to its end.
+
+    On Linux it asks for pages of 2 MiB: with pages of 4 KiB a processor that streams through weights looks up an
+    address for every four rows or so, and reads a quarter slower. What is not handed out takes no memory.
+
+    Args:
+        tensors: shape and dtype of each tensor that it must have room for.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[torch.Size, torch.dtype]]):
+        size = sum(_padded_bytes(shape, dtype) for shape, dtype in tensors)
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._next = -self._bytes.data_ptr() % _HUGE_PAGE
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor whose values are not set."""
+        start, self._next = self._next, self._next + _padded_bytes(shape, dtype)
+        return self._bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    size = math.prod(shape) * dtype.itemsize
+    return size + -size % _ALIGNMENT
