@@ -5,6 +5,8 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -32,6 +34,8 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             with `kernel_layout`.
     """
 
+    operators: Operators = TORCH
+
     def __init__(
         self,
         config: GraniteMoeHybridConfig,
@@ -55,10 +59,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def use(self, operators: Operators) -> None:
-        """Compute with this implementation of the operators, from now on and in all layers."""
+        """Compute with this implementation of the operators, from now on and in all layers; after weights are set."""
         for module in self.modules():
             if hasattr(module, "operators"):
                 module.operators = operators
+        for layer in self.model.layers:
+            layer.bind()
 
     def forward(
         self,
@@ -96,7 +102,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
-        logits = self.lm_head(hidden_states).float() / self.config.logits_scaling
+        logits = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
         return self.parallel.all_gather(logits)
 
 
@@ -140,6 +146,17 @@ class _DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = SparseMoe(config, parallel) if config.num_local_experts else None
         self.shared_mlp = SharedMLP(config, parallel)
+        self.mamba_block: Callable[..., torch.Tensor] | None = None
+        self.feed_forward_block: Callable[..., torch.Tensor] | None = None
+
+    def bind(self) -> None:
+        """Have the halves of the layer computed as blocks, with the weights of this moment, where the operators can."""
+        if hasattr(self, "mamba"):
+            self.mamba_block = self.mamba.block(self.input_layernorm, self.residual_multiplier)
+        experts = None if self.block_sparse_moe is None else self.block_sparse_moe.weights
+        self.feed_forward_block = self.shared_mlp.block(
+            self.post_attention_layernorm, experts, self.residual_multiplier
+        )
 
     def forward(
         self,
@@ -148,14 +165,30 @@ class _DecoderLayer(nn.Module):
         state: MambaState | KeyValueState,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
+        if self.mamba_block is not None:
+            hidden_states = self.mamba_block(
+                hidden_states, state.conv_state, state.ssm_state, step.lengths, step.read_slots, step.slots
+            )
+        else:
+            hidden_states = self._mix(hidden_states, step, state, rotary)
+        if self.feed_forward_block is not None:
+            return self.feed_forward_block(hidden_states)
+        return self._feed_forward(hidden_states)
+
+    def _mix(
+        self,
+        hidden_states: torch.Tensor,
+        step: Step,
+        state: MambaState | KeyValueState,
+        rotary: RotaryTables | None,
+    ) -> torch.Tensor:
         x = self.input_layernorm(hidden_states)
         mixed = self.mamba(x, step, state) if isinstance(state, MambaState) else self.self_attn(x, step, state, rotary)
-        hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
+        return self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
 
+    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = self.post_attention_layernorm(hidden_states)
         hidden_states = self.operators.residual_add(hidden_states, self.shared_mlp(x), self.residual_multiplier)
-        if self.block_sparse_moe is not None:
-            hidden_states = self.operators.residual_add(
-                hidden_states, self.block_sparse_moe(x), self.residual_multiplier
-            )
-        return hidden_states
+        if self.block_sparse_moe is None:
+            return hidden_states
+        return self.operators.residual_add(hidden_states, self.block_sparse_moe(x), self.residual_multiplier)

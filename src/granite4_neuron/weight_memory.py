@@ -27,13 +27,13 @@ class WeightMemory:
         memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._next = -self._bytes.data_ptr() % _HUGE_PAGE
+        self._memory = memory
+        self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor whose values are not set."""
+        """A contiguous tensor, with a storage of its own, that is not cleared."""
         start, self._next = self._next, self._next + _padded_bytes(shape, dtype)
-        return self._bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
 def _padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:

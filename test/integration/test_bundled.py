@@ -119,6 +119,7 @@ def plant_usual_attention_scale(monkeypatch, model):
 
 
 def plant_softmax_before_top_k(monkeypatch, model):
+    model.model.use(TORCH)
     monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
 
 

@@ -284,9 +284,7 @@ class TestCheck:
             assert part in output
 
     def test_bfloat16_is_compared_with_transformers_own_error(self, run, texting_folder):
-        status, output, _ = run(
-            "check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16", "--prompt", "a b"
-        )
+        status, output, _ = run("check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16")
         assert status == 0 and "transformers in this dtype" in output
 
     def test_fails_with_a_planted_bug(self, run, texting_folder, monkeypatch):

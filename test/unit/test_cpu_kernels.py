@@ -1,6 +1,8 @@
 """The fused CPU kernels against float64, over shapes, dtypes, ragged lengths, cuts and poisoned memory."""
 
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -114,6 +116,10 @@ class Mamba:
         self.ssm_state = torch.full((rows + 2, heads, head_dim, d_state), math.nan)
         self.conv_state[0], self.ssm_state[0] = 0, 0
 
+    @property
+    def constants(self):
+        return self.conv_weight[:, None], self.conv_bias, self.dt_bias, self.A_log, self.D
+
     def inputs(self, rows, tokens, seed=0):
         g = torch.Generator().manual_seed(seed)
         return torch.randn(rows, tokens, self.channels + self.sizes[0], generator=g).to(self.dtype)
@@ -124,11 +130,7 @@ class Mamba:
         slots = self.slots.where(lengths > 0, 0)
         return cpu.mamba_mixer(
             projected,
-            self.conv_weight[:, None],
-            self.conv_bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
+            *cpu.mamba_constants(*self.constants),
             self.conv_state,
             self.ssm_state,
             lengths,
@@ -241,44 +243,71 @@ class TestMambaMixer:
 
 @every_dtype
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_mamba_layer_is_its_parts(dtype, tokens):
-    """Projection, mixer, gated norm and projection, each of which has its own test."""
+def test_mamba_block_is_its_parts(dtype, tokens):
+    """Norm, projection, mixer, gated norm, projection and sum, each of which has its own test."""
     whole, parts = (Mamba(2, dtype=dtype) for _ in range(2))
     d_inner, rows, lengths = 32, 2, [tokens, tokens - 1]
     width = d_inner + whole.channels + whole.sizes[0]
     g = torch.Generator().manual_seed(0)
-    x, w_in, b_in, norm, w_out, b_out = (
+    x = torch.randn(rows, tokens, 24, generator=g)
+    before, w_in, b_in, norm, w_out, b_out = (
         torch.randn(shape, generator=g).to(dtype)
-        for shape in ((rows, tokens, 24), (width, 24), (width,), (d_inner,), (24, d_inner), (24,))
+        for shape in ((24,), (width, 24), (width,), (d_inner,), (24, d_inner), (24,))
     )
-    projected = cpu.linear(x, w_in, b_in)
+    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in)
     y = parts.run(projected[..., d_inner:], lengths, [0, 0])
-    expected = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
-    slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
-    output = cpu.mamba2(
-        x,
-        w_in,
-        b_in,
-        whole.conv_weight[:, None],
-        whole.conv_bias,
-        whole.dt_bias,
-        whole.A_log,
-        whole.D,
-        norm,
-        w_out,
-        b_out,
-        whole.conv_state,
-        whole.ssm_state,
-        torch.tensor(lengths),
-        torch.zeros_like(slots),
-        slots,
-        1,
-        *whole.limit,
-        1e-5,
+    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
+    block = cpu.mamba_block(
+        before, (w_in, b_in), whole.constants, norm, (w_out, b_out), 1, whole.limit, 1e-5, residual_multiplier=0.3
     )
-    assert torch.equal(output, expected)
+    slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
+    states = (whole.conv_state, whole.ssm_state)
+    output = block(x, *states, torch.tensor(lengths), torch.zeros_like(slots), slots)
+    assert torch.equal(output, cpu.residual_add(x, mixed, 0.3))
     for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 4, 30])
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts):
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(2, tokens, 48, generator=g)
+    norm, w_in, w_out, router, w1, w2 = (
+        (torch.randn(shape, generator=g) / shape[-1] ** 0.5).to(dtype)
+        for shape in ((48,), (2 * 40, 48), (48, 40), (6, 48), (6, 2 * 24, 48), (6, 48, 24))
+    )
+    normed = cpu.rms_norm(x, norm, 1e-5)
+    expected = cpu.residual_add(x, cpu.mlp(normed, w_in, w_out), 0.3)
+    if has_experts:
+        chosen = ops.topk_softmax(ops.router_logits(normed.flatten(0, 1), router), 2)
+        mixed = cpu.fused_experts(normed.flatten(0, 1), w1, w2, *chosen)
+        expected = cpu.residual_add(expected, mixed.view(x.shape), 0.3)
+    block = cpu.feed_forward_block(norm, w_in, w_out, (router, w1, w2, 2) if has_experts else None, 1e-5, 0.3)
+    assert torch.allclose(block(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_experts_of_a_poisoned_token():
+    """It takes some, and the other tokens theirs."""
+    norm, w_in, w_out, router = torch.ones(16), torch.randn(24, 16), torch.randn(16, 12), torch.randn(5, 16)
+    experts = (router, torch.randn(5, 24, 16), torch.randn(5, 16, 12), 2)
+    x = torch.randn(1, 4, 16)
+    block = cpu.feed_forward_block(norm, w_in, w_out, experts, 1e-5, 1.0)
+    expected, x[0, 2] = block(x), math.nan
+    output = block(x)
+    assert output[0, 2].isnan().all() and torch.equal(output[0, [0, 1, 3]], expected[0, [0, 1, 3]])
+
+
+class TestLogits:
+    @every_dtype
+    @pytest.mark.parametrize("rows", [1, 4, 8, 9])
+    def test_equals_the_definition(self, dtype, rows):
+        x, weight = torch.randn(rows, 48).to(dtype), torch.randn(70, 48).to(dtype)
+        y = cpu.logits(x, weight, 3.0)
+        assert y.dtype == torch.float32
+        exact = x.double() @ weight.double().T / 3
+        assert relative_error(y, exact) <= (1e-5 if rows <= 8 else TOLERANCES[dtype])
 
 
 class TestAttention:
@@ -352,6 +381,39 @@ class TestExperts:
         weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
         finite = torch.isfinite(cpu.fused_experts(x, w1, w2, weights, ids)).all(1)
         assert finite.tolist() == [True, True, False, True]
+
+
+class TestThreads:
+    """Loops of many tasks in quick succession, which threads enter late, together and not at all."""
+
+    @pytest.mark.parametrize("threads", [1, 2, 3, 8])
+    def test_every_task_is_done_once(self, threads):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for rows in (1, 7, 700, 5000):
+                x, weight = torch.randint(-4, 5, (1, 64)).float(), torch.randint(-4, 5, (rows, 64)).float()
+                expected = F.linear(x, weight)
+                for _ in range(100):
+                    assert torch.equal(cpu.linear(x, weight), expected)
+        finally:
+            torch.set_num_threads(before)
+
+    def test_callers_on_several_threads(self):
+        x, weight = torch.randint(-4, 5, (1, 64)).float(), torch.randint(-4, 5, (3000, 64)).float()
+        expected = F.linear(x, weight)
+        with ThreadPoolExecutor(4) as pool:
+            results = pool.map(lambda _: cpu.linear(x, weight), range(400))
+            assert all(torch.equal(result, expected) for result in results)
+
+    def test_after_a_fork(self):
+        """The child has none of the threads and is right without them."""
+        x, weight = torch.ones(1, 64), torch.ones(3000, 64)
+        cpu.linear(x, weight)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if cpu.linear(x, weight).eq(64).all() else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 class TestBuild:

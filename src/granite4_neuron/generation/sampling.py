@@ -82,10 +82,12 @@ class Sampler:
         """
         if self._processors:
             logits = self._processors(torch.tensor([tokens]), logits[None])[0]
-        if not logits.max().isfinite():
+        # By numpy, in one thread: a call of torch's would wake its threads, to spin beside those of the next step.
+        likeliest = int(logits.numpy().argmax())
+        if not math.isfinite(logits[likeliest]):
             raise UserError("no token can be chosen: the model's logits, under the sampling options, are not finite.")
         if not self._do_sample:
-            return int(logits.argmax())
+            return likeliest
         return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
 
 

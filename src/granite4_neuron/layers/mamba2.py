@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
-from granite4_neuron.layers.norm import RMSNormGated
+from granite4_neuron.layers.norm import RMSNorm, RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
 from granite4_neuron.ops import TORCH, MambaKernels, Operators
@@ -50,33 +52,24 @@ class Mamba2(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
-        if self.operators.mamba2 is not None and self.kernels.are_default and self.out_proj.parallel.degree == 1:
-            return self._forward_fused(hidden_states, step, state)
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
         return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
 
-    def _forward_fused(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        return self.operators.mamba2(
-            hidden_states,
-            self.in_proj.weight,
-            self.in_proj.bias,
-            self.conv1d.weight,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
+    def block(self, norm: RMSNorm, residual_multiplier: float) -> Callable[..., torch.Tensor] | None:
+        """The operators' `mamba_block` around this layer; None where they have none, or it would not be this layer."""
+        if self.operators.mamba_block is None or not self.kernels.are_default or self.out_proj.parallel.degree > 1:
+            return None
+        return self.operators.mamba_block(
+            norm.weight,
+            (self.in_proj.weight, self.in_proj.bias),
+            (self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
             self.norm.weight,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            state.conv_state,
-            state.ssm_state,
-            step.lengths,
-            step.read_slots,
-            step.slots,
+            (self.out_proj.weight, self.out_proj.bias),
             self.n_groups,
-            *self.time_step_limit,
+            self.time_step_limit,
             self.norm.eps,
+            residual_multiplier,
         )
 
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:

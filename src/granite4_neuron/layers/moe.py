@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
+from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import TORCH, Operators, topk_softmax
+from granite4_neuron.ops import TORCH, Operators, router_logits, topk_softmax
+
+ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # router, input, output, experts per token
 
 
 class SharedMLP(nn.Module):
@@ -28,6 +33,15 @@ class SharedMLP(nn.Module):
             return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
+    def block(
+        self, norm: RMSNorm, experts: ExpertWeights | None, residual_multiplier: float
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The operators' `feed_forward_block` around this layer and the experts; None where they have none."""
+        if self.operators.feed_forward_block is None or self.parallel.degree > 1:
+            return None
+        weights = (self.input_linear.weight, self.output_linear.weight)
+        return self.operators.feed_forward_block(norm.weight, *weights, experts, norm.eps, residual_multiplier)
+
 
 class SparseMoe(nn.Module):
     """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
@@ -44,9 +58,14 @@ class SparseMoe(nn.Module):
         self.input_linear = _StackedWeights(experts, 2 * width, hidden)
         self.output_linear = _StackedWeights(experts, hidden, width)
 
+    @property
+    def weights(self) -> ExpertWeights:
+        """As `feed_forward_block` takes them."""
+        return self.router.layer.weight, self.input_linear.weight, self.output_linear.weight, self.top_k
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        topk_weights, topk_ids = topk_softmax(self.router.layer(tokens), self.top_k)
+        topk_weights, topk_ids = topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
         weights = (self.input_linear.weight, self.output_linear.weight)
         output = self.operators.fused_experts(tokens, *weights, topk_weights, topk_ids)
         return self.parallel.all_reduce(output.view(hidden_states.shape))

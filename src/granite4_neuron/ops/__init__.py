@@ -7,9 +7,10 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
+from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
 from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
-from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul, topk_softmax
+from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
@@ -28,6 +29,7 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "fused_experts",
+    "logits",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "mlp",
@@ -35,6 +37,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_gated",
     "rotary_tables",
+    "router_logits",
     "selective_scan_fn",
     "selective_state_step",
     "selective_state_update",

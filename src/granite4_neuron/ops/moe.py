@@ -20,6 +20,19 @@ def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor
     return F.linear(silu_and_mul(F.linear(x, input_weight)), output_weight)
 
 
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """How well each expert suits each token, in float32: rounding it to a reduced dtype would change choices.
+
+    Args:
+        x: [tokens, hidden_size].
+        weight: [num_experts, hidden_size].
+
+    Returns:
+        [tokens, num_experts].
+    """
+    return F.linear(x.float(), weight.float())
+
+
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts, then normalise over the chosen ones only.
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
+from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 
@@ -19,8 +20,7 @@ Operator = Callable[..., torch.Tensor]
 class Operators:
     """One implementation of each operator. All have the arguments and results of the plain definition, the default.
 
-    mamba2: a whole Mamba-2 layer, see `ops.cpu.mamba2`; None for its parts one after the other, with convolution and
-        scan as the layer's `MambaKernels` have them.
+    mamba_block, feed_forward_block: half a decoder layer each, see `ops.cpu`; None for its parts one after the other.
     """
 
     linear: Operator = F.linear
@@ -32,7 +32,9 @@ class Operators:
     fused_experts: Operator = fused_experts
     write_cache: Callable[..., None] = write_cache
     cached_attention: Operator = cached_attention
-    mamba2: Operator | None = None
+    logits: Operator = logits
+    mamba_block: Callable[..., Operator] | None = None
+    feed_forward_block: Callable[..., Operator] | None = None
 
 
 TORCH = Operators()

@@ -11,11 +11,9 @@ import torch
 
 from granite4_neuron.ops import moe
 from granite4_neuron.ops.cpu.build import load_kernels
-from granite4_neuron.ops.operators import TORCH, Operators
+from granite4_neuron.ops.operators import TORCH, Operator, Operators
 
 CPU_KERNELS = ("fused", "torch")
-# Rows up to which reading the weights takes longer than the arithmetic.
-_FEW_ROWS = 8
 
 
 def operators(kernels: str = "fused") -> Operators:
@@ -42,7 +40,9 @@ def operators(kernels: str = "fused") -> Operators:
         fused_experts=fused_experts,
         write_cache=write_cache,
         cached_attention=cached_attention,
-        mamba2=mamba2,
+        logits=logits,
+        mamba_block=mamba_block,
+        feed_forward_block=feed_forward_block,
     )
 
 
@@ -84,7 +84,7 @@ def fused_experts(
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
     """`ops.fused_experts`; for few tokens each chosen expert's weights are read once, and nobody else's."""
-    kernel = moe.fused_experts if len(hidden_states) > _FEW_ROWS else _kernel("fused_experts")
+    kernel = _kernel("fused_experts") if _is_few(hidden_states) else moe.fused_experts
     return kernel(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
@@ -111,12 +111,34 @@ def cached_attention(
     return kernel(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
-def mamba_mixer(
-    projected: torch.Tensor,
+def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`ops.logits`, of few tokens never rounded to the weights' dtype."""
+    return _kernel("logits")(x, weight, scaling)
+
+
+def mamba_constants(
     conv_weight: torch.Tensor,
     conv_bias: torch.Tensor | None,
     dt_bias: torch.Tensor,
     A_log: torch.Tensor,
+    D: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A Mamba-2 layer's small weights as `mamba_mixer` takes them: (conv_taps, conv_bias, dt_bias, A, D) in float32.
+
+    Args:
+        conv_weight: [conv_dim, 1, d_conv]; conv_bias: [conv_dim] or None.
+        dt_bias, A_log, D: [num_heads].
+    """
+    conv_taps = conv_weight.squeeze(1).T.float().contiguous()
+    return conv_taps, None if conv_bias is None else conv_bias.float(), dt_bias.float(), -A_log.float().exp(), D.float()
+
+
+def mamba_mixer(
+    projected: torch.Tensor,
+    conv_taps: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,
     D: torch.Tensor,
     conv_state: torch.Tensor,
     ssm_state: torch.Tensor,
@@ -128,14 +150,14 @@ def mamba_mixer(
     dt_max: float,
 ) -> torch.Tensor:
     """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
-    dt_bias)) and A = -exp(A_log) `selective_state_update`, or for several tokens `mamba_chunk_scan_combined`.
+    dt_bias)) `selective_state_update`, or for several tokens `mamba_chunk_scan_combined`.
 
     Padding is not looked at, and rows of length 0 change no state.
 
     Args:
         projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
-        conv_weight: [conv_dim, 1, d_conv]; conv_bias: [conv_dim] or None.
-        dt_bias, A_log, D: [num_heads].
+        conv_taps: [d_conv, conv_dim], oldest first; conv_bias: [conv_dim] or None; dt_bias, A, D: [num_heads]; all in
+            float32, from `mamba_constants`.
         conv_state: [slots, conv_dim, d_conv - 1], advanced in place.
         ssm_state: [slots, num_heads, head_dim, d_state], float32, advanced in place.
         lengths: [batch], real tokens of each row.
@@ -146,66 +168,84 @@ def mamba_mixer(
     Returns:
         [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
     """
-    weights = (conv_weight, conv_bias, dt_bias, A_log, D)
+    constants = (conv_taps, conv_bias, dt_bias, A, D)
     where = (lengths, read_slots, slots)
-    return _kernel("mamba_mixer")(projected, *weights, conv_state, ssm_state, *where, n_groups, dt_min, dt_max)
+    return _kernel("mamba_mixer")(projected, *constants, conv_state, ssm_state, *where, n_groups, dt_min, dt_max)
 
 
-def mamba2(
-    hidden_states: torch.Tensor,
-    in_proj_weight: torch.Tensor,
-    in_proj_bias: torch.Tensor | None,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    D: torch.Tensor,
+def mamba_block(
     norm_weight: torch.Tensor,
-    out_proj_weight: torch.Tensor,
-    out_proj_bias: torch.Tensor | None,
-    conv_state: torch.Tensor,
-    ssm_state: torch.Tensor,
-    lengths: torch.Tensor,
-    read_slots: torch.Tensor,
-    slots: torch.Tensor,
+    in_proj: tuple[torch.Tensor, torch.Tensor | None],
+    constants: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor],
+    gated_norm_weight: torch.Tensor,
+    out_proj: tuple[torch.Tensor, torch.Tensor | None],
     n_groups: int,
-    dt_min: float,
-    dt_max: float,
+    time_step_limit: tuple[float, float],
     eps: float,
-) -> torch.Tensor:
-    """A Mamba-2 layer: out_proj(rms_norm_gated(mamba_mixer(x, B, C, dt), z)) with (z, x, B, C, dt) = in_proj.
+    residual_multiplier: float,
+) -> Operator:
+    """The half of a decoder layer that has a Mamba-2 layer, with its weights: hidden_states + residual_multiplier *
+    out_proj(rms_norm_gated(mamba_mixer(x, B, C, dt), z)) with (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
 
     Args:
-        hidden_states: [batch, tokens, hidden_size].
-        in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias: of the projections, as `linear` takes them.
-        norm_weight, eps: of the gated norm.
-        The others: see `mamba_mixer`.
+        in_proj, out_proj: weight and bias.
+        constants: conv_weight, conv_bias, dt_bias, A_log and D, as `mamba_constants` takes them.
+        eps: of both norms.
 
     Returns:
-        As hidden_states.
+        A function of hidden_states [batch, tokens, hidden_size] in float32, and of `mamba_mixer`'s conv_state,
+        ssm_state, lengths, read_slots and slots. What it returns is like hidden_states.
     """
-    return _kernel("mamba2")(
-        hidden_states,
-        in_proj_weight,
-        in_proj_bias,
-        conv_weight,
-        conv_bias,
-        dt_bias,
-        A_log,
-        D,
-        norm_weight,
-        out_proj_weight,
-        out_proj_bias,
-        conv_state,
-        ssm_state,
-        lengths,
-        read_slots,
-        slots,
-        n_groups,
-        dt_min,
-        dt_max,
-        eps,
-    )
+    weights = (norm_weight, *in_proj, *mamba_constants(*constants), gated_norm_weight, *out_proj)
+    sizes = (n_groups, *time_step_limit, eps, residual_multiplier)
+    return functools.partial(_kernel("mamba_block"), *weights, *sizes)
+
+
+def feed_forward_block(
+    norm_weight: torch.Tensor,
+    input_weight: torch.Tensor,
+    output_weight: torch.Tensor,
+    experts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
+    eps: float,
+    residual_multiplier: float,
+) -> Operator:
+    """The half of a decoder layer that has its MLPs, with their weights: hidden_states + residual_multiplier *
+    (mlp(x) + fused_experts(x)) with x = rms_norm(hidden_states).
+
+    Args:
+        input_weight, output_weight: see `ops.mlp`.
+        experts: (router weight [num_experts, hidden_size], w1, w2, top_k), see `ops.fused_experts`; None without.
+        eps: of the norm.
+
+    Returns:
+        A function of hidden_states, [batch, tokens, hidden_size] in float32, to the same.
+    """
+    weights = (norm_weight, input_weight, output_weight, *(experts or (None, None, None, 0)))
+    run = functools.partial(_kernel("feed_forward_block"), *weights, eps, residual_multiplier)
+    if experts is None:
+        return run
+    router_weight, w1, w2, top_k = experts
+
+    def run_any(hidden_states: torch.Tensor) -> torch.Tensor:
+        if _is_few(hidden_states):
+            return run(hidden_states)
+        x = rms_norm(hidden_states, norm_weight, eps)
+        output = residual_add(hidden_states, mlp(x, input_weight, output_weight), residual_multiplier)
+        tokens = x.flatten(0, -2)
+        mixed = moe.fused_experts(tokens, w1, w2, *moe.topk_softmax(moe.router_logits(tokens, router_weight), top_k))
+        return residual_add(output, mixed.view(x.shape), residual_multiplier)
+
+    return run_any
+
+
+def _is_few(x: torch.Tensor) -> bool:
+    """Whether reading the weights takes longer than the arithmetic with so many rows [..., channels]."""
+    return x.numel() <= _few_rows() * x.shape[-1]
+
+
+@functools.cache
+def _few_rows() -> int:
+    return torch.ops.granite4_neuron.few_rows()
 
 
 @functools.cache

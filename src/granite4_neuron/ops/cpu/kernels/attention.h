@@ -3,6 +3,7 @@
 
 #include "common.h"
 #include "gemm.h"
+#include "parallel.h"
 
 namespace granite4_neuron {
 
@@ -115,7 +116,7 @@ inline at::Tensor decode_attention(
     const auto* keys = key_cache.const_data_ptr<scalar_t>();
     const auto* values = value_cache.const_data_ptr<scalar_t>();
     auto* to = output.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    parallel_tasks(batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> scaled(size), result(size);
       for (int64_t task = begin; task < end; task++) {
         int64_t row = task / kv_heads, head = task % kv_heads;

@@ -6,6 +6,31 @@
 
 namespace granite4_neuron {
 
+// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's counts more.
+inline std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k) {
+  TORCH_CHECK(router_logits.is_contiguous() && 0 < top_k && top_k <= router_logits.size(1));
+  int64_t tokens = router_logits.size(0), experts = router_logits.size(1);
+  at::Tensor weights = at::empty({tokens, top_k}, router_logits.options());
+  at::Tensor ids = at::empty({tokens, top_k}, router_logits.options().dtype(at::kLong));
+  std::vector<int64_t> order(experts);
+  for (int64_t token = 0; token < tokens; token++) {
+    const float* scores = router_logits.const_data_ptr<float>() + token * experts;
+    std::iota(order.begin(), order.end(), 0);
+    // NaN sorts as the largest, as torch has it; otherwise the order would not be one.
+    auto before = [&](int64_t a, int64_t b) {
+      if (std::isnan(scores[a]) || std::isnan(scores[b])) return std::isnan(scores[a]) && !std::isnan(scores[b]);
+      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+    };
+    std::partial_sort(order.begin(), order.begin() + top_k, order.end(), before);
+    float* weight = weights.mutable_data_ptr<float>() + token * top_k;
+    float total = 0.0f;
+    for (int64_t k = 0; k < top_k; k++) total += weight[k] = std::exp(scores[order[k]] - scores[order[0]]);
+    for (int64_t k = 0; k < top_k; k++) weight[k] /= total;
+    std::copy(order.begin(), order.begin() + top_k, ids.mutable_data_ptr<int64_t>() + token * top_k);
+  }
+  return {weights, ids};
+}
+
 // The choices of one expert, as numbers token * top_k + place.
 struct Group {
   int64_t expert;
@@ -36,7 +61,8 @@ inline void multiply_groups(
       const T* x = inputs + choice / per_input * columns;
       gathered[g].insert(gathered[g].end(), x, x + columns);
     }
-  at::parallel_for(0, static_cast<int64_t>(groups.size()) * rows, 8, [&](int64_t begin, int64_t end) {
+  int64_t count = static_cast<int64_t>(groups.size()) * rows;
+  parallel_tasks(count, rows_per_task(columns, sizeof(T)), [&](int64_t begin, int64_t end) {
     std::vector<typename Product<T>::Input> scratch;
     for (int64_t at = begin; at < end;) {
       int64_t g = at / rows, first = at % rows, last = std::min(rows, first + end - at);

@@ -14,16 +14,21 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def("silu_and_mul(Tensor x) -> Tensor");
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
   library.def("mlp(Tensor x, Tensor input_weight, Tensor output_weight) -> Tensor");
+  library.def("logits(Tensor x, Tensor weight, float scaling) -> Tensor");
+  library.def("few_rows() -> int", [] { return granite4_neuron::FEW; });
   library.def(
-      "mamba_mixer(Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor dt_bias, Tensor A_log, Tensor D, "
+      "mamba_mixer(Tensor projected, Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, "
       "Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int n_groups, "
       "float dt_low, float dt_high) -> Tensor");
   library.def(
-      "mamba2(Tensor hidden_states, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor conv_weight, "
-      "Tensor? conv_bias, Tensor dt_bias, Tensor A_log, Tensor D, Tensor norm_weight, Tensor out_proj_weight, "
-      "Tensor? out_proj_bias, "
-      "Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int n_groups, "
-      "float dt_low, float dt_high, float eps) -> Tensor");
+      "mamba_block(Tensor norm_weight, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor conv_taps, "
+      "Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, Tensor gated_norm_weight, Tensor out_proj_weight, "
+      "Tensor? out_proj_bias, int n_groups, float dt_low, float dt_high, float eps, float residual_multiplier, "
+      "Tensor hidden_states, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, "
+      "Tensor slots) -> Tensor");
+  library.def(
+      "feed_forward_block(Tensor norm_weight, Tensor input_weight, Tensor output_weight, Tensor? router_weight, "
+      "Tensor? w1, Tensor? w2, int top_k, float eps, float residual_multiplier, Tensor hidden_states) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
@@ -41,7 +46,9 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("silu_and_mul", static_cast<at::Tensor (*)(const at::Tensor&)>(&granite4_neuron::silu_and_mul));
   library.impl("residual_add", &granite4_neuron::residual_add);
   library.impl("mlp", &granite4_neuron::mlp);
-  library.impl("mamba2", &granite4_neuron::mamba2);
+  library.impl("logits", &granite4_neuron::logits);
+  library.impl("mamba_block", &granite4_neuron::mamba_block);
+  library.impl("feed_forward_block", &granite4_neuron::feed_forward_block);
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer);
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("decode_attention", &granite4_neuron::decode_attention);

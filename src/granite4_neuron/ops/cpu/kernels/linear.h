@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common.h"
+#include "parallel.h"
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -108,26 +109,64 @@ inline const typename Product<T>::Input* as_input(
 // Vectors up to which reading the weights takes longer than the arithmetic.
 constexpr int64_t FEW = 8;
 
+// Rows of weights that a thread takes at a time: enough that it reads a long run of addresses, few enough that threads
+// end together.
+inline int64_t rows_per_task(int64_t columns, int64_t element_size) {
+  return std::max<int64_t>(1, 48 * 1024 / (columns * element_size));
+}
+
+// y = scale * (weight . x) + bias, for few vectors. x: [vectors, columns]; weight: [rows, columns]; y: [vectors, rows].
+template <typename T, typename Out>
+inline void linear_few(
+    const T* x, int64_t vectors, const T* weight, const T* bias, float scale, Out* y, int64_t rows, int64_t columns) {
+  std::vector<typename Product<T>::Input> scratch;
+  const auto* input = as_input(x, vectors * columns, scratch);
+  parallel_tasks(rows, rows_per_task(columns, sizeof(T)), [&](int64_t begin, int64_t end) {
+    multiply<T>(weight, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
+      value *= scale;
+      y[vector * rows + row] = static_cast<Out>(bias ? value + static_cast<float>(bias[row]) : value);
+    });
+  });
+}
+
+inline int64_t rows_of(const at::Tensor& x) {
+  return x.numel() / x.size(-1);
+}
+
+inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
+  auto shape = x.sizes().vec();
+  shape.back() = size;
+  return shape;
+}
+
+inline void check_product(const at::Tensor& x, const at::Tensor& weight) {
+  TORCH_CHECK(weight.is_contiguous() && x.scalar_type() == weight.scalar_type() && x.size(-1) == weight.size(1));
+}
+
 // As torch.nn.functional.linear. x: [..., columns]; weight: [rows, columns]; bias: [rows].
 inline at::Tensor linear(const at::Tensor& any_x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  if (any_x.numel() > FEW * any_x.size(-1)) return at::linear(any_x, weight, bias);
-  at::Tensor x = any_x.contiguous();
-  int64_t rows = weight.size(0), columns = weight.size(1), vectors = x.numel() / columns;
-  TORCH_CHECK(weight.is_contiguous() && x.scalar_type() == weight.scalar_type() && x.size(-1) == columns);
-  auto shape = x.sizes().vec();
-  shape.back() = rows;
-  at::Tensor y = at::empty(shape, x.options());
+  if (rows_of(any_x) > FEW) return at::linear(any_x, weight, bias);
+  check_product(any_x, weight);
+  at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options());
   GRANITE4_DISPATCH(x.scalar_type(), "linear", [&] {
-    std::vector<typename Product<scalar_t>::Input> scratch;
-    const auto* input = as_input(x.const_data_ptr<scalar_t>(), x.numel(), scratch);
-    const auto* w = weight.const_data_ptr<scalar_t>();
-    const auto* b = bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr;
-    auto* out = y.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
-      multiply<scalar_t>(w, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
-        out[vector * rows + row] = static_cast<scalar_t>(b ? value + static_cast<float>(b[row]) : value);
-      });
-    });
+    linear_few<scalar_t>(
+        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<scalar_t>(),
+        bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, 1.0f, y.mutable_data_ptr<scalar_t>(),
+        weight.size(0), weight.size(1));
+  });
+  return y;
+}
+
+// As ops.logits; for few tokens the products are never rounded to the weights' dtype.
+inline at::Tensor logits(const at::Tensor& any_x, const at::Tensor& weight, double scaling) {
+  if (rows_of(any_x) > FEW) return at::linear(any_x, weight).to(at::kFloat).div_(scaling);
+  check_product(any_x, weight);
+  at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options().dtype(at::kFloat));
+  GRANITE4_DISPATCH(x.scalar_type(), "logits", [&] {
+    linear_few<scalar_t>(
+        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<scalar_t>(),
+        static_cast<const scalar_t*>(nullptr), static_cast<float>(1.0 / scaling), y.mutable_data_ptr<float>(),
+        weight.size(0), weight.size(1));
   });
   return y;
 }

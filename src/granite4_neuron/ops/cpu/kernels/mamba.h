@@ -3,26 +3,19 @@
 
 #include "common.h"
 #include "gemm.h"
+#include "parallel.h"
 
 namespace granite4_neuron {
 
-// A layer's sizes, weights in float32, and state; see `mamba_mixer`.
+// A layer's sizes, constants and rows; see `mamba_mixer`.
 struct Mixer {
   int64_t batch, tokens, heads, head_dim, groups, d_state, width, channels;
-  std::vector<float> taps;  // [width, channels]
-  std::vector<float> conv_bias, dt_bias, A, D;
+  const float* taps;       // [width, channels]
+  const float* conv_bias;  // [channels], or null
+  const float *dt_bias, *A, *D;
   const int64_t *lengths, *read_slots, *slots;
   float dt_low, dt_high;
 };
-
-inline std::vector<float> float_values(const at::Tensor& tensor) {
-  at::Tensor values = tensor.contiguous();
-  std::vector<float> result(values.numel());
-  GRANITE4_DISPATCH(values.scalar_type(), "float_values", [&] {
-    to_float(values.const_data_ptr<scalar_t>(), result.data(), values.numel());
-  });
-  return result;
-}
 
 // out[token] = silu(convolution) for one sequence's tokens begin to end.
 //
@@ -46,14 +39,14 @@ inline void convolve(
     float* y = out + token * channels;
     int64_t c = 0;
     for (; c + LANES <= channels; c += LANES) {
-      Vec total = m.conv_bias.empty() ? Vec(0.0f) : Vec::loadu(m.conv_bias.data() + c);
+      Vec total = m.conv_bias ? Vec::loadu(m.conv_bias + c) : Vec(0.0f);
       for (int64_t tap = 0; tap < m.width; tap++)
         total = at::vec::fmadd(
-            Vec::loadu(m.taps.data() + tap * channels + c), Vec::loadu(row_of(token - history + tap) + c), total);
+            Vec::loadu(m.taps + tap * channels + c), Vec::loadu(row_of(token - history + tap) + c), total);
       silu(total).store(y + c);
     }
     for (; c < channels; c++) {
-      float total = m.conv_bias.empty() ? 0.0f : m.conv_bias[c];
+      float total = m.conv_bias ? m.conv_bias[c] : 0.0f;
       for (int64_t tap = 0; tap < m.width; tap++)
         total += m.taps[tap * channels + c] * row_of(token - history + tap)[c];
       y[c] = silu(total);
@@ -67,7 +60,7 @@ inline void step_sizes(const Mixer& m, const T* raw, float* to) {
   to_float(raw, to, m.heads);
   int64_t head = 0;
   for (; head + LANES <= m.heads; head += LANES) {
-    Vec step = softplus(Vec::loadu(to + head) + Vec::loadu(m.dt_bias.data() + head));
+    Vec step = softplus(Vec::loadu(to + head) + Vec::loadu(m.dt_bias + head));
     at::vec::clamp(step, Vec(m.dt_low), Vec(m.dt_high)).store(to + head);
   }
   for (; head < m.heads; head++) to[head] = std::clamp(softplus(to[head] + m.dt_bias[head]), m.dt_low, m.dt_high);
@@ -101,7 +94,7 @@ inline void update_state(
 // One token of every sequence. dt: [batch, heads], step sizes.
 inline void decode(const Mixer& m, const float* xBC, const float* dt, float* ssm_state, float* y) {
   int64_t head_size = m.head_dim * m.d_state, inner = m.heads * m.head_dim;
-  at::parallel_for(0, m.batch * m.heads, 4, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * m.heads, 4, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads, group = head * m.groups / m.heads;
       if (m.lengths[row] == 0) continue;
@@ -264,35 +257,43 @@ inline void scan(const Mixer& m, const float* xBC, const float* dt, float* ssm_s
 
 // As ops.cpu.mamba_mixer, which is the Python side. Real tokens only are computed; y of padding is 0.
 //
-// projected: [batch, tokens, conv_dim + num_heads], tokens at any distance; conv_weight: [conv_dim, 1, d_conv];
-// conv_state: [slots, conv_dim, d_conv - 1]; ssm_state: [slots, num_heads, head_dim, d_state], float32;
-// A_log, D, dt_bias: [num_heads]. Returns y, [batch, tokens, num_heads * head_dim] in float32.
+// projected: [batch, tokens, conv_dim + num_heads], tokens at any distance; conv_taps: [d_conv, conv_dim];
+// conv_state: [slots, conv_dim, d_conv - 1]; ssm_state: [slots, num_heads, head_dim, d_state]; A, D, dt_bias:
+// [num_heads]; all constants and ssm_state are float32. Returns y, [batch, tokens, num_heads * head_dim] in float32.
 inline at::Tensor mamba_mixer(
-    const at::Tensor& projected, const at::Tensor& conv_weight, const std::optional<at::Tensor>& conv_bias,
-    const at::Tensor& dt_bias, const at::Tensor& A_log, const at::Tensor& D, at::Tensor conv_state,
-    at::Tensor ssm_state, const at::Tensor& lengths, const at::Tensor& read_slots, const at::Tensor& slots,
-    int64_t n_groups, double dt_low, double dt_high) {
+    const at::Tensor& projected, const at::Tensor& conv_taps, const std::optional<at::Tensor>& conv_bias,
+    const at::Tensor& dt_bias, const at::Tensor& A, const at::Tensor& D, at::Tensor conv_state, at::Tensor ssm_state,
+    const at::Tensor& lengths, const at::Tensor& read_slots, const at::Tensor& slots, int64_t n_groups, double dt_low,
+    double dt_high) {
   check_last_axis(projected, "projected");
+  for (const at::Tensor* constant : {&conv_taps, &dt_bias, &A, &D})
+    TORCH_CHECK(constant->is_contiguous() && constant->scalar_type() == at::kFloat);
   TORCH_CHECK(conv_state.is_contiguous() && ssm_state.is_contiguous() && ssm_state.scalar_type() == at::kFloat);
+  TORCH_CHECK(conv_state.scalar_type() == projected.scalar_type());
   check_rows(lengths, read_slots, projected.size(1), ssm_state.size(0));
   check_rows(lengths, slots, projected.size(1), ssm_state.size(0));
-  int64_t batch = projected.size(0), tokens = projected.size(1), channels = conv_weight.size(0);
-  int64_t width = conv_weight.size(2), heads = ssm_state.size(1), history = width - 1;
-  Mixer m{batch, tokens, heads, ssm_state.size(2), n_groups, ssm_state.size(3), width, channels};
-  m.taps.resize(width * channels);
-  std::vector<float> weights = float_values(conv_weight);
-  for (int64_t c = 0; c < channels; c++)
-    for (int64_t tap = 0; tap < width; tap++) m.taps[tap * channels + c] = weights[c * width + tap];
-  if (conv_bias.has_value()) m.conv_bias = float_values(*conv_bias);
-  m.dt_bias = float_values(dt_bias);
-  m.A = float_values(A_log);
-  for (float& value : m.A) value = -std::exp(value);
-  m.D = float_values(D);
-  m.lengths = lengths.const_data_ptr<int64_t>();
-  m.read_slots = read_slots.const_data_ptr<int64_t>();
-  m.slots = slots.const_data_ptr<int64_t>();
-  m.dt_low = static_cast<float>(dt_low);
-  m.dt_high = static_cast<float>(dt_high);
+  int64_t batch = projected.size(0), tokens = projected.size(1), channels = conv_taps.size(1);
+  int64_t width = conv_taps.size(0), heads = ssm_state.size(1), history = width - 1;
+  TORCH_CHECK(projected.size(2) == channels + heads && conv_state.size(1) == channels && conv_state.size(2) == history);
+  Mixer m{
+      batch,
+      tokens,
+      heads,
+      ssm_state.size(2),
+      n_groups,
+      ssm_state.size(3),
+      width,
+      channels,
+      conv_taps.const_data_ptr<float>(),
+      conv_bias.has_value() ? conv_bias->const_data_ptr<float>() : nullptr,
+      dt_bias.const_data_ptr<float>(),
+      A.const_data_ptr<float>(),
+      D.const_data_ptr<float>(),
+      lengths.const_data_ptr<int64_t>(),
+      read_slots.const_data_ptr<int64_t>(),
+      slots.const_data_ptr<int64_t>(),
+      static_cast<float>(dt_low),
+      static_cast<float>(dt_high)};
 
   at::Tensor y = at::empty({batch, tokens, heads * m.head_dim}, projected.options().dtype(at::kFloat));
   for (int64_t row = 0; row < batch; row++) {
@@ -317,7 +318,7 @@ inline at::Tensor mamba_mixer(
     // Blocks of tokens, of which each thread takes some.
     constexpr int64_t BLOCK = 32;
     int64_t blocks = (tokens + BLOCK - 1) / BLOCK;
-    at::parallel_for(0, batch * blocks, 1, [&](int64_t begin, int64_t end) {
+    parallel_parts(tokens == 1, batch * blocks, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; task++) {
         int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.lengths[row]);
         if (first >= last) continue;

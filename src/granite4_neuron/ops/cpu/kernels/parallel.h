@@ -1,0 +1,131 @@
+// Many short tasks on a few threads, for steps of a few tokens, which are hundreds of them in some milliseconds.
+//
+// at::parallel_for gives each thread its share and waits for all threads. One that another program keeps from running
+// then holds up everything, in each loop anew: beside a single busy process a step takes fifty times as long. Here a
+// thread that is done with its share takes from the others', and nobody waits for a thread that has begun nothing.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace granite4_neuron {
+
+class ThreadPool {
+ public:
+  // Never destroyed: its threads sleep until the process ends.
+  static ThreadPool& instance() {
+    static ThreadPool* pool = new ThreadPool;
+    return *pool;
+  }
+
+  // run(context, begin, end) over 0 to count, `grain` at a time, on as many threads as torch is set to.
+  void parallel_for(int64_t count, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {
+    int64_t helpers = std::min<int64_t>({at::get_num_threads(), MAX_THREADS, (count + grain - 1) / grain}) - 1;
+    std::unique_lock<std::mutex> alone(in_use_, std::try_to_lock);
+    if (helpers < 1 || !alone.owns_lock()) return run(context, 0, count);
+    for (; started_ < helpers; started_++) std::thread(&ThreadPool::help, this, started_).detach();
+    run_ = run;
+    context_ = context;
+    count_ = count;
+    grain_ = grain;
+    helpers_ = helpers;
+    for (int64_t share = 0; share <= helpers; share++) shares_[share].next = share_begin(share);
+    visitors_.fetch_and(~CLOSED, std::memory_order_release);
+    loop_.fetch_add(1, std::memory_order_release);
+    loop_.notify_all();
+    work(helpers);
+    visitors_.fetch_or(CLOSED, std::memory_order_acquire);
+    while (visitors_.load(std::memory_order_acquire) != CLOSED) relax();
+  }
+
+ private:
+  static constexpr int64_t MAX_THREADS = 256;
+  static constexpr int64_t CLOSED = int64_t{1} << 32;
+  // How long a helper that finds nothing to do looks on before it sleeps: longer than Python takes between two calls.
+  static constexpr std::chrono::microseconds PATIENCE{200};
+
+  std::mutex in_use_;
+  int64_t started_ = 0;
+  // One loop's facts: written while no helper is inside.
+  void (*run_)(const void*, int64_t, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0, grain_ = 1;
+  std::atomic<int64_t> helpers_{0};
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+  };
+  Share shares_[MAX_THREADS];
+  // Helpers inside, and whether the door is closed. The counter of loops tells helpers that it has been opened.
+  alignas(64) std::atomic<int64_t> visitors_{CLOSED};
+  alignas(64) std::atomic<uint32_t> loop_{0};
+
+  int64_t share_begin(int64_t share) const {
+    return count_ * share / (helpers_ + 1);
+  }
+
+  // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal from.
+  void work(int64_t number) {
+    int64_t shares = helpers_ + 1;
+    for (int64_t turn = 0; turn < shares; turn++) {
+      int64_t share = (number + turn) % shares, end = share_begin(share + 1);
+      auto& next = shares_[share].next;
+      while (next.load(std::memory_order_relaxed) < end) {
+        int64_t begin = next.fetch_add(grain_, std::memory_order_relaxed);
+        if (begin < end) run_(context_, begin, std::min(begin + grain_, end));
+      }
+    }
+  }
+
+  void help(int64_t number) {
+    for (uint32_t seen = 0;;) {
+      seen = wait_for_loop_after(seen);
+      if (number >= helpers_.load(std::memory_order_relaxed)) continue;
+      if ((visitors_.fetch_add(1, std::memory_order_acquire) & CLOSED) == 0) work(number);
+      visitors_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  uint32_t wait_for_loop_after(uint32_t seen) {
+    auto until = std::chrono::steady_clock::now() + PATIENCE;
+    for (int64_t turn = 1;; turn++) {
+      uint32_t now = loop_.load(std::memory_order_acquire);
+      if (now != seen) return now;
+      relax();
+      if (turn % 64 == 0 && std::chrono::steady_clock::now() > until) loop_.wait(seen, std::memory_order_acquire);
+    }
+  }
+
+  static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+};
+
+// f(begin, end) for parts of 0 to count of `grain` at most, in any order and on any thread; f must not throw.
+template <typename F>
+inline void parallel_tasks(int64_t count, int64_t grain, const F& f) {
+  auto run = [](const void* context, int64_t begin, int64_t end) { (*static_cast<const F*>(context))(begin, end); };
+  ThreadPool::instance().parallel_for(count, grain, run, &f);
+}
+
+// Like it, a part at a time, in steps of any length: those of many tokens run on torch's own threads, as their matrix
+// products do, whose threads stay awake for a while and would be in the way of others.
+template <typename F>
+inline void parallel_parts(bool is_decode, int64_t count, const F& f) {
+  if (is_decode) {
+    parallel_tasks(count, 1, f);
+  } else {
+    at::parallel_for(0, count, 1, f);
+  }
+}
+
+}  // namespace granite4_neuron
