@@ -215,15 +215,19 @@ print(len(list(state.tensors())))
 
 
 def donated_parameters(folder, variant):
-    """(number of state tensors, donated parameters of each compiled graph that returns logits)."""
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text", "PYTHONPATH": "."}
+    """(number of state tensors, parameters whose memory an output takes in each compiled graph that returns logits)."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", DONATION_PROGRAM, variant]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     donated = []
-    for file in sorted(folder.glob("*before_optimizations.txt")):
+    for file in sorted(folder.glob("*after_optimizations.txt")):
         aliases, layout = file.read_text().splitlines()[0].split("entry_computation_layout=")
         if not layout.startswith("{()"):  # not the graph that makes the zeros
-            donated.append(len(re.findall(r"\(\d+, \{\}\)", aliases)))
+            donated.append(len(re.findall(r"\(\d+, \{\}, \w+-alias\)", aliases)))
     return int(done.stdout.split()[-1]), donated
 
 
