@@ -1,5 +1,6 @@
 """The XLA runtime: the CPU runtime's logits, a fixed set of graphs, state that is donated from step to step."""
 
+import math
 import os
 import re
 import subprocess
@@ -13,12 +14,14 @@ from granite4_neuron import load, stream_generate
 from granite4_neuron.checkpoint import load_model, rank_slice, set_parameter
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import cached_attention
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime, Row
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
+import torch_xla
 import torch_xla.debug.metrics as metrics
 
 from granite4_neuron.runtime.xla import XLARuntime, cache_buckets
@@ -91,6 +94,19 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
     for ours, theirs in zip(logits, expected, strict=True):
         assert ours.shape[-1] == config.vocab_size // degree
         assert (ours - theirs).abs().max() <= 1e-5
+
+
+def test_attention_of_a_row_of_nan_stays_alone():
+    """Its cache in blocks, the later of which wait for the earlier."""
+    query, key, value = (torch.randn(3, *shape) for shape in ((1, 4, 8), (2, 64, 8), (2, 64, 8)))
+    query[1] = math.nan
+    positions, lengths, slots = torch.full((3, 1), 63), torch.ones(3, dtype=torch.int64), torch.tensor([2, 1, 0])
+    inputs = (query, key, value, positions, lengths, slots)
+    device = torch_xla.device()
+    expected = cached_attention(*inputs, 0.3, 64, block_size=16)
+    output = cached_attention(*(tensor.to(device) for tensor in inputs), 0.3, 64, block_size=16).cpu()
+    assert output[1].isnan().all()
+    assert (output - expected)[[0, 2]].abs().max() <= 1e-5
 
 
 def test_all_logits(random_checkpoints):
