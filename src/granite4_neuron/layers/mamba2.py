@@ -10,7 +10,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.layers.step import Step
+from granite4_neuron.layers.step import NullSlotStep, Step
 from granite4_neuron.ops import TORCH, MambaKernels, Operators
 from granite4_neuron.state import MambaState
 
@@ -56,7 +56,7 @@ class Mamba2(nn.Module):
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
         return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
 
-    def _forward_fused(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+    def _forward_fused(self, hidden_states: torch.Tensor, step: NullSlotStep, state: MambaState) -> torch.Tensor:
         return self.operators.mamba2(
             hidden_states,
             self.in_proj.weight,
