@@ -4,19 +4,16 @@
 #include "common.h"
 #include "parallel.h"
 
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace granite4_neuron {
 
-// How a dtype's weights meet the vectors: `Input` is what vectors are converted to, STEP how many columns a step takes.
-template <typename T>
+// How weights of type W meet vectors of type T: `Input` is what vectors are converted to, STEP how many columns a step
+// takes. Weights of int8 are multiplied as the whole numbers they are; their scale is for what receives the sum.
+template <typename T, typename W>
 struct Product {
   using Input = float;
   using Weights = std::pair<Vec, Vec>;
   static constexpr int64_t STEP = PAIR;
-  static Weights load(const T* weights) {
+  static Weights load(const W* weights) {
     return load_pair(weights);
   }
   static Vec add(Vec total, const Weights& weights, const Input* x) {
@@ -28,7 +25,7 @@ struct Product {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 // One instruction multiplies 32 pairs of bfloat16, exactly, and adds them in float32.
 template <>
-struct Product<at::BFloat16> {
+struct Product<at::BFloat16, at::BFloat16> {
   using Input = at::BFloat16;
   using Weights = __m512bh;
   static constexpr int64_t STEP = 32;
@@ -39,22 +36,29 @@ struct Product<at::BFloat16> {
     return Vec(_mm512_dpbf16_ps(total, weights, (__m512bh)_mm512_loadu_si512(x)));
   }
 };
+
+// All numbers of int8 are numbers of bfloat16.
+template <>
+struct Product<at::BFloat16, int8_t> : Product<at::BFloat16, at::BFloat16> {
+  static Weights load(const int8_t* weights) {
+    return _mm512_cvtne2ps_pbh(load_int8(weights + LANES), load_int8(weights));
+  }
+};
 #endif
 
 // Bytes between the weights that are multiplied and those that are fetched for later.
 constexpr int64_t AHEAD = 12 * 1024;
 
 // emit(vector, value) for VECTORS vectors and one row of weights; with FETCH, later rows are on their way meanwhile.
-template <typename T, int VECTORS, bool FETCH, typename Emit>
-inline void multiply_row(const T* weights, const typename Product<T>::Input* x, int64_t columns, const Emit& emit) {
-  using P = Product<T>;
+template <typename P, int VECTORS, bool FETCH, typename W, typename Emit>
+inline void multiply_row(const W* weights, const typename P::Input* x, int64_t columns, const Emit& emit) {
   Vec totals[VECTORS];
   for (auto& total : totals) total = Vec(0.0f);
   int64_t column = 0;
   for (; column + P::STEP <= columns; column += P::STEP) {
     if constexpr (FETCH) {
       const char* later = reinterpret_cast<const char*>(weights + column) + AHEAD;
-      for (size_t byte = 0; byte < P::STEP * sizeof(T); byte += 64) __builtin_prefetch(later + byte, 0, 2);
+      for (size_t byte = 0; byte < P::STEP * sizeof(W); byte += 64) __builtin_prefetch(later + byte, 0, 2);
     }
     auto w = P::load(weights + column);
     for (int v = 0; v < VECTORS; v++) totals[v] = P::add(totals[v], w, x + v * columns + column);
@@ -74,30 +78,29 @@ inline void multiply_row(const T* weights, const typename Product<T>::Input* x, 
 // ahead far enough by itself, and is told what to fetch into its second-level cache; with less, that only costs.
 //
 // weights: [rows, columns]. x: [vectors, columns], as `as_input` gives it.
-template <typename T, typename Emit>
+template <typename P, typename W, typename Emit>
 inline void multiply(
-    const T* weights, const typename Product<T>::Input* x, int64_t vectors, int64_t columns, int64_t begin, int64_t end,
+    const W* weights, const typename P::Input* x, int64_t vectors, int64_t columns, int64_t begin, int64_t end,
     const Emit& emit) {
   for (int64_t row = begin; row < end; row++) {
-    const T* of_row = weights + row * columns;
+    const W* of_row = weights + row * columns;
     for (int64_t first = 0; first < vectors; first += 4) {
       const auto* group = x + first * columns;
       auto emit_one = [&](int64_t vector, float value) { emit(row, first + vector, value); };
       switch (std::min<int64_t>(4, vectors - first)) {
-        case 1: multiply_row<T, 1, false>(of_row, group, columns, emit_one); break;
-        case 2: multiply_row<T, 2, false>(of_row, group, columns, emit_one); break;
-        case 3: multiply_row<T, 3, true>(of_row, group, columns, emit_one); break;
-        case 4: multiply_row<T, 4, true>(of_row, group, columns, emit_one); break;
+        case 1: multiply_row<P, 1, false>(of_row, group, columns, emit_one); break;
+        case 2: multiply_row<P, 2, false>(of_row, group, columns, emit_one); break;
+        case 3: multiply_row<P, 3, true>(of_row, group, columns, emit_one); break;
+        case 4: multiply_row<P, 4, true>(of_row, group, columns, emit_one); break;
       }
     }
   }
 }
 
 // The vectors as `multiply` reads them: themselves, or a copy in `scratch`.
-template <typename T>
-inline const typename Product<T>::Input* as_input(
-    const T* x, int64_t count, std::vector<typename Product<T>::Input>& scratch) {
-  if constexpr (std::is_same_v<T, typename Product<T>::Input>) {
+template <typename Input, typename T>
+inline const Input* as_input(const T* x, int64_t count, std::vector<Input>& scratch) {
+  if constexpr (std::is_same_v<T, Input>) {
     return x;
   } else {
     scratch.resize(count);
@@ -115,18 +118,44 @@ inline int64_t rows_per_task(int64_t columns, int64_t element_size) {
   return std::max<int64_t>(1, 48 * 1024 / (columns * element_size));
 }
 
-// y = scale * (weight . x) + bias, for few vectors. x: [vectors, columns]; weight: [rows, columns]; y: [vectors, rows].
-template <typename T, typename Out>
+// y = scale * row_scales * (weight . x) + bias, for few vectors; row_scales and bias may be null.
+//
+// x: [vectors, columns]; weight: [rows, columns]; row_scales, bias: [rows]; y: [vectors, rows].
+template <typename T, typename W, typename Out>
 inline void linear_few(
-    const T* x, int64_t vectors, const T* weight, const T* bias, float scale, Out* y, int64_t rows, int64_t columns) {
-  std::vector<typename Product<T>::Input> scratch;
+    const T* x, int64_t vectors, const W* weight, const float* row_scales, const T* bias, float scale, Out* y,
+    int64_t rows, int64_t columns) {
+  using P = Product<T, W>;
+  std::vector<typename P::Input> scratch;
   const auto* input = as_input(x, vectors * columns, scratch);
-  parallel_tasks(rows, rows_per_task(columns, sizeof(T)), [&](int64_t begin, int64_t end) {
-    multiply<T>(weight, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
-      value *= scale;
+  parallel_tasks(rows, rows_per_task(columns, sizeof(W)), [&](int64_t begin, int64_t end) {
+    multiply<P>(weight, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
+      value *= row_scales ? scale * row_scales[row] : scale;
       y[vector * rows + row] = static_cast<Out>(bias ? value + static_cast<float>(bias[row]) : value);
     });
   });
+}
+
+// As ops.quantization.dequantize, of a matrix. values: [rows, columns], int8; scale: [rows].
+inline at::Tensor dequantize(const at::Tensor& values, const at::Tensor& scale, at::ScalarType dtype) {
+  int64_t rows = values.size(0), columns = values.size(1);
+  at::Tensor weight = at::empty({rows, columns}, values.options().dtype(dtype));
+  GRANITE4_DISPATCH(dtype, "dequantize", [&] {
+    at::parallel_for(0, rows, rows_per_task(columns, sizeof(scalar_t)), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        const int8_t* from = values.const_data_ptr<int8_t>() + row * columns;
+        scalar_t* to = weight.mutable_data_ptr<scalar_t>() + row * columns;
+        float factor = scale.const_data_ptr<float>()[row];
+        int64_t c = 0;
+        for (; c + PAIR <= columns; c += PAIR) {
+          auto [first, second] = load_pair(from + c);
+          store_pair(to + c, first * Vec(factor), second * Vec(factor));
+        }
+        for (; c < columns; c++) to[c] = static_cast<scalar_t>(from[c] * factor);
+      }
+    });
+  });
+  return weight;
 }
 
 inline int64_t rows_of(const at::Tensor& x) {
@@ -139,32 +168,66 @@ inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
   return shape;
 }
 
-inline void check_product(const at::Tensor& x, const at::Tensor& weight) {
-  TORCH_CHECK(weight.is_contiguous() && x.scalar_type() == weight.scalar_type() && x.size(-1) == weight.size(1));
+// Weights that are dequantized at a time: they stay in cache until they are used.
+constexpr int64_t DEQUANTIZED = 1 << 20;
+
+// As `linear`, for many vectors.
+inline at::Tensor linear_many(
+    const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scale) {
+  if (!scale.has_value()) return at::linear(x, weight, bias);
+  int64_t rows = weight.size(0), block = std::max<int64_t>(1, DEQUANTIZED / weight.size(1));
+  at::Tensor y = at::empty(with_last(x, rows), x.options());
+  for (int64_t begin = 0; begin < rows; begin += block) {
+    int64_t count = std::min(block, rows - begin);
+    auto part = [&](const at::Tensor& tensor) { return tensor.narrow(0, begin, count); };
+    std::optional<at::Tensor> bias_part;
+    if (bias.has_value()) bias_part = part(*bias);
+    y.narrow(-1, begin, count).copy_(
+        at::linear(x, dequantize(part(weight), part(*scale), x.scalar_type()), bias_part));
+  }
+  return y;
 }
 
-// As torch.nn.functional.linear. x: [..., columns]; weight: [rows, columns]; bias: [rows].
-inline at::Tensor linear(const at::Tensor& any_x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  if (rows_of(any_x) > FEW) return at::linear(any_x, weight, bias);
-  check_product(any_x, weight);
+// A quantized weight has a scale; any other is of x's dtype and has none.
+inline void check_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale) {
+  TORCH_CHECK(weight.is_contiguous() && x.size(-1) == weight.size(-1));
+  TORCH_CHECK(weight.scalar_type() == (scale.has_value() ? at::kChar : x.scalar_type()));
+  if (scale.has_value())
+    TORCH_CHECK(
+        scale->is_contiguous() && scale->scalar_type() == at::kFloat &&
+        scale->numel() * weight.size(-1) == weight.numel());
+}
+
+template <typename T>
+inline const T* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+// As ops.quantization.linear. x: [..., columns]; weight: [rows, columns]; bias, scale: [rows].
+inline at::Tensor linear(
+    const at::Tensor& any_x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scale) {
+  check_product(any_x, weight, scale);
+  if (rows_of(any_x) > FEW) return linear_many(any_x, weight, bias, scale);
   at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options());
-  GRANITE4_DISPATCH(x.scalar_type(), "linear", [&] {
-    linear_few<scalar_t>(
-        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<scalar_t>(),
-        bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, 1.0f, y.mutable_data_ptr<scalar_t>(),
-        weight.size(0), weight.size(1));
+  GRANITE4_DISPATCH_WEIGHTS(x.scalar_type(), weight.scalar_type(), "linear", [&] {
+    linear_few(
+        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<weight_t>(), pointer<float>(scale),
+        pointer<scalar_t>(bias), 1.0f, y.mutable_data_ptr<scalar_t>(), weight.size(0), weight.size(1));
   });
   return y;
 }
 
 // As ops.logits; for few tokens the products are never rounded to the weights' dtype.
-inline at::Tensor logits(const at::Tensor& any_x, const at::Tensor& weight, double scaling) {
-  if (rows_of(any_x) > FEW) return at::linear(any_x, weight).to(at::kFloat).div_(scaling);
-  check_product(any_x, weight);
+inline at::Tensor logits(
+    const at::Tensor& any_x, const at::Tensor& weight, double scaling, const std::optional<at::Tensor>& scale) {
+  check_product(any_x, weight, scale);
+  if (rows_of(any_x) > FEW) return linear_many(any_x, weight, std::nullopt, scale).to(at::kFloat).div_(scaling);
   at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options().dtype(at::kFloat));
-  GRANITE4_DISPATCH(x.scalar_type(), "logits", [&] {
-    linear_few<scalar_t>(
-        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<scalar_t>(),
+  GRANITE4_DISPATCH_WEIGHTS(x.scalar_type(), weight.scalar_type(), "logits", [&] {
+    linear_few(
+        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<weight_t>(), pointer<float>(scale),
         static_cast<const scalar_t*>(nullptr), static_cast<float>(1.0 / scaling), y.mutable_data_ptr<float>(),
         weight.size(0), weight.size(1));
   });
