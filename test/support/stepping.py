@@ -15,7 +15,7 @@ from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
 
 def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
     """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
-    dtype = model.lm_head.weight.dtype
+    dtype = model.dtype
     state = HybridState.allocate(
         model.config,
         num_sequences,
