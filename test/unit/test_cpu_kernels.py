@@ -79,10 +79,12 @@ class TestLinear:
             assert relative_error(y[:, columns], exact[:, columns]) <= TOLERANCES[dtype]
 
     @every_dtype
-    def test_every_value_of_int8(self, dtype):
-        values = torch.arange(-128, 128).to(torch.int8)[:, None].expand(-1, 64).contiguous()
-        y = cpu.linear(torch.eye(64, dtype=dtype)[:3], values, None, torch.ones(256))
-        assert torch.equal(y, values.T[:3].to(dtype))
+    def test_every_quantized_value(self, dtype):
+        """At every place of a row, by weights of which x picks one."""
+        values = torch.arange(-127, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
+        for first in range(0, 130, 8):
+            x = torch.eye(130, dtype=dtype)[first : first + 8]
+            assert torch.equal(cpu.linear(x, values, None, torch.ones(255)), values.T[: len(x)].to(dtype))
 
     def test_a_scale_belongs_to_int8(self):
         x, weight, scale = torch.randn(1, 32), torch.randn(5, 32), torch.rand(5)
