@@ -4,8 +4,10 @@
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
 
 For each batch size and prompt length: time to first token (prefill and the choice of one token), time per output token,
-tokens per second of both phases, peak memory. Every point runs in processes of its own, one per implementation; with
---compare the two take turns, so that both see the same machine.
+tokens per second of both phases, peak memory; and which share of the machine's bound both phases reach: the weights'
+arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
+runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
+the same machine.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -35,6 +38,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, add_quantize, check_folder_of, peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
@@ -44,6 +48,7 @@ from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 
+MACHINE = "machine"
 OURS = "granite4-neuron"
 PLAIN = "granite4-neuron, torch kernels"
 TRANSFORMERS = "transformers"
@@ -60,7 +65,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak."""
+    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak.
+
+    Shares of the bound are 0 where the machine is not this processor.
+    """
 
     implementation: str
     batch_size: int
@@ -72,6 +80,8 @@ class Result:
     token_ms_p99: float
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
+    prefill_of_bound: float
+    decode_of_bound: float
     peak_memory_mib: float
 
 
@@ -102,8 +112,7 @@ class Ours:
 class Transformers:
     """transformers' GraniteMoeHybridForCausalLM, one cached forward pass per step."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None):
-        dtype = dtype or checkpoint.stored_dtype(folder)
+    def __init__(self, folder: Path, dtype: torch.dtype):
         self._model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     @torch.inference_mode()
@@ -165,20 +174,34 @@ def _measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
 
 def _measure(folder: Path, point: Point, names: list[str], options: argparse.Namespace) -> list[Result]:
     """All implementations at one point, taking turns."""
+    machine = [MACHINE] if options.backend == "cpu" else []
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(_worker(name, folder, options)) for name in names}
-        runs: dict[str, list[list[float]]] = {name: [] for name in names}
-        peaks = dict.fromkeys(names, 0)
+        workers = {name: stack.enter_context(_worker(name, folder, options)) for name in (*names, *machine)}
+        runs: dict[str, list] = {name: [] for name in workers}
+        peaks = dict.fromkeys(workers, 0)
         for turn in range(options.warmup + options.repeats):
             for name, worker in workers.items():
-                times, peaks[name] = _ask(worker, name, point, turn)
+                run, peaks[name] = _ask(worker, name, point, turn)
                 if turn >= options.warmup:
-                    runs[name].append(times)
-    return [_result(name, point, runs[name], peaks[name]) for name in names]
+                    runs[name].append(run)
+    bound = _bound(folder, point, options, Rates.median(runs[MACHINE])) if machine else (0.0, 0.0)
+    return [_result(name, point, runs[name], peaks[name], bound) for name in names]
 
 
-def _ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[float], int]:
-    """Have a worker run a point: the moments of its tokens, and the most memory that it has held."""
+def _bound(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
+    """The seconds that this machine needs at the least for the prompts, and for one step of decode."""
+    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    context = point.prompt_length + point.output_length // 2
+    flops = point.batch_size * prefill_flops(config, point.prompt_length)
+    return flops / rates.flops, decode_bytes(config, _dtype(folder, options), point.batch_size, context) / rates.bytes
+
+
+def _dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
+    return getattr(torch, options.dtype) if options.dtype else checkpoint.stored_dtype(folder)
+
+
+def _ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[float] | Rates, int]:
+    """Have a worker run a point: the moments of its tokens, or the machine's rates, and the most memory it has held."""
     try:
         worker.send((point, turn))
         answer = worker.recv()
@@ -193,7 +216,8 @@ def _ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[f
 def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    arguments = (theirs, name, folder, options.dtype, options.compiled, options.threads, options.quantize)
+    dtype = None if options.compiled else _dtype(folder, options)
+    arguments = (theirs, name, folder, dtype, options.compiled, options.threads, options.quantize)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -208,7 +232,7 @@ def _serve(
     connection: Connection,
     name: str,
     folder: Path,
-    dtype: str | None,
+    dtype: torch.dtype | None,
     compiled: Path | None,
     threads: int,
     quantize: str | None,
@@ -219,12 +243,13 @@ def _serve(
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     try:
-        torch_dtype = dtype and getattr(torch, dtype)
-        if name == TRANSFORMERS:
-            implementation = Transformers(folder, torch_dtype)
+        if name == MACHINE:
+            implementation = Machine(dtype)
+        elif name == TRANSFORMERS:
+            implementation = Transformers(folder, dtype)
         else:
             kernels = "torch" if name == PLAIN else "fused"
-            implementation = Ours(folder, torch_dtype, compiled, kernels, quantize)
+            implementation = Ours(folder, dtype, compiled, kernels, quantize)
     except UserError as error:
         connection.send(error)
         return
@@ -234,6 +259,9 @@ def _serve(
             point, turn = connection.recv()
         except EOFError:
             return
+        if name == MACHINE:
+            connection.send((implementation.rates(), peak_memory_bytes()))
+            continue
         generator = torch.Generator().manual_seed(turn)
         prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
         try:
@@ -244,7 +272,7 @@ def _serve(
         connection.send((times, peak_memory_bytes()))
 
 
-def _result(name: str, point: Point, runs: list[list[float]], peak: int) -> Result:
+def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: tuple[float, float]) -> Result:
     first = statistics.median(times[0] for times in runs)
     steps = sorted(after - before for times in runs for before, after in itertools.pairwise(times))
 
@@ -260,6 +288,8 @@ def _result(name: str, point: Point, runs: list[list[float]], peak: int) -> Resu
         token_ms_p99=1e3 * percentile(0.99),
         prefill_tokens_per_second=point.batch_size * point.prompt_length / first,
         decode_tokens_per_second=point.batch_size / percentile(0.5) if steps else 0.0,
+        prefill_of_bound=bound[0] / first,
+        decode_of_bound=bound[1] / percentile(0.5) if steps else 0.0,
         peak_memory_mib=peak / 2**20,
     )
 
@@ -270,7 +300,7 @@ def _print(results: list[Result], machine: dict[str, str], options: argparse.Nam
     table = Table(title=escape(title))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
         table.add_column(column, justify="right" if column else "left")
-    for column in ("prefill tok/s", "decode tok/s", "peak MiB"):
+    for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB"):
         table.add_column(column, justify="right")
     for number, result in enumerate(results):
         table.add_row(
@@ -282,19 +312,34 @@ def _print(results: list[Result], machine: dict[str, str], options: argparse.Nam
             f"{result.token_ms_p90:.2f}",
             f"{result.token_ms_p99:.2f}",
             f"{result.prefill_tokens_per_second:.1f}",
+            f"{result.prefill_of_bound:.2f}" if result.prefill_of_bound else "",
             f"{result.decode_tokens_per_second:.1f}",
+            f"{result.decode_of_bound:.2f}" if result.decode_of_bound else "",
             f"{result.peak_memory_mib:.0f}",
         )
         if result.implementation == TRANSFORMERS:
             table.add_row(*_ratios(results[number - 1], result), end_section=True)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for line in _growth(results):
+        console.print(line)
+
+
+def _growth(results: list[Result]) -> Iterator[str]:
+    """How the time to first token grows with the prompt, where there are several lengths."""
+    for name, batch_size in dict.fromkeys((result.implementation, result.batch_size) for result in results):
+        line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
+        if len({result.prompt_length for result in line}) > 1:
+            logs = [(math.log(result.prompt_length), math.log(result.first_token_ms)) for result in line]
+            exponent = statistics.linear_regression(*zip(*logs, strict=True)).slope
+            yield f"{name}, batch {batch_size}: time to first token grows as prompt length ^ {exponent:.2f}"
 
 
 def _ratios(ours: Result, theirs: Result) -> list[str]:
     prefill = f"{ours.prefill_tokens_per_second / theirs.prefill_tokens_per_second:.2f}x"
     decode = "" if not theirs.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
     memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
-    return ["  ratio", "", "", prefill, decode, "", "", prefill, decode, memory]
+    return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
 
 
 def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:

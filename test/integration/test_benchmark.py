@@ -1,12 +1,19 @@
 """benchmark_latency.py as it is run; what it measures is not looked at."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+
+from benchmarks.bound import decode_bytes, prefill_flops
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.state import HybridState
+from test.support.checkpoints import small_config
 
 SCRIPT = Path(__file__).parents[2] / "benchmark_latency.py"
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
@@ -24,6 +31,7 @@ def test_table_json_and_plot(tmp_path):
     done = run(*SMALL, "--batch-size", "1", "2", "--compare", "transformers", *files)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ratio") == 4 and "prefill tok/s" in done.stdout
+    assert done.stdout.count("grows as prompt length ^") == 4
     record = json.loads((tmp_path / "numbers.json").read_text())
     points = [(r["implementation"], r["batch_size"], r["prompt_length"]) for r in record["results"]]
     assert points == [
@@ -61,3 +69,37 @@ def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, 
     (tmp_path / "config.json").write_text((texting_folder / "config.json").read_text())
     done = run("--model", tmp_path, *SMALL)
     assert done.returncode == 2 and "has no model.safetensors" in done.stderr and "Traceback" not in done.stderr
+
+
+class TestBound:
+    """Counted by hand for small models."""
+
+    def test_flops_and_bytes(self):
+        config = small_config(num_local_experts=0, tie_word_embeddings=True)
+        model = random_model(config)
+        matrices = sum(
+            parameter.numel()
+            for name, parameter in model.model.layers.named_parameters()
+            if name.endswith(("proj.weight", "linear.weight"))
+        )
+        head = model.lm_head.weight.numel()
+        assert prefill_flops(config, 10) == 2 * (10 * matrices + head)
+        state = HybridState.allocate(config, 1, 7, torch.bfloat16)
+        of_one_slot = sum(tensor.nbytes // 2 for tensor in state.tensors())
+        assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * of_one_slot
+
+    def test_experts_that_are_chosen(self):
+        config = small_config(num_local_experts=4, num_experts_per_tok=1)
+        without = dataclasses.replace(config, num_local_experts=0)
+        router = len(config.layer_types) * 4 * config.hidden_size
+        experts = sum(
+            parameter.numel()
+            for name, parameter in random_model(config).named_parameters()
+            if "block_sparse_moe" in name and "router" not in name
+        )
+        assert prefill_flops(config, 1) - prefill_flops(without, 1) == 2 * (router + experts / 4)
+        for batch_size, share in ((1, 1 / 4), (2, 7 / 16), (100, 1)):
+            more = decode_bytes(config, torch.float32, batch_size, 5) - decode_bytes(
+                without, torch.float32, batch_size, 5
+            )
+            assert more == pytest.approx(4 * (router + experts * share))

@@ -211,7 +211,7 @@ class TestMambaMixer:
         groups=st.sampled_from([1, 2]),
         head_dim=st.sampled_from([8, 16, 24, 64]),
         d_state=st.sampled_from([5, 16, 128]),
-        width=st.sampled_from([2, 3, 4]),
+        width=st.sampled_from([2, 3, 4, 6]),
         bias=st.booleans(),
     )
     def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias):

@@ -97,53 +97,88 @@ struct Product<at::BFloat16, int8_t> : TwoSums {
 };
 #endif
 
-// Bytes between the weights that are multiplied and those that are fetched for later.
-constexpr int64_t AHEAD = 12 * 1024;
+// Vectors up to which reading the weights takes longer than the arithmetic.
+constexpr int64_t FEW = 8;
 
-// emit(vector, value) for VECTORS vectors and one row of weights.
-template <typename P, int VECTORS, typename W, typename Emit>
-inline void multiply_row(const W* weights, const typename P::Input* x, int64_t columns, const Emit& emit) {
-  typename P::Total totals[VECTORS];
-  for (auto& total : totals) total = P::zero();
-  int64_t column = 0;
-  for (; column + P::STEP <= columns; column += P::STEP) {
-    if constexpr (VECTORS >= P::FETCH_FROM) {
-      const char* later = reinterpret_cast<const char*>(weights + column) + AHEAD;
-      for (size_t byte = 0; byte < P::STEP * sizeof(W); byte += 64) __builtin_prefetch(later + byte, 0, 2);
-    }
-    auto w = P::load(weights + column);
-    for (int v = 0; v < VECTORS; v++) P::add(totals[v], w, x + v * columns + column);
+// Rows that are worked on while the next ones are fetched.
+constexpr int64_t GROUP = 16;
+// Bytes of vectors that stay in the nearest cache while weights pass through it.
+constexpr int64_t NEAR = 16 * 1024;
+
+// sums[v] + the tail = row . x[v] for columns `from` to `to`; calls fetch() once per step.
+template <typename P, int VECTORS, typename W, typename Fetch>
+inline void multiply_row(
+    const W* row, const typename P::Input* x, int64_t columns, int64_t from, int64_t to, float* totals,
+    const Fetch& fetch) {
+  typename P::Total sums[VECTORS];
+  for (auto& one : sums) one = P::zero();
+  int64_t column = from;
+  for (; column + P::STEP <= to; column += P::STEP) {
+    fetch();
+    auto w = P::load(row + column);
+    for (int v = 0; v < VECTORS; v++) P::add(sums[v], w, x + v * columns + column);
   }
   for (int v = 0; v < VECTORS; v++) {
-    float total = P::finish(totals[v]);
-    for (int64_t c = column; c < columns; c++)
-      total += static_cast<float>(weights[c]) * static_cast<float>(x[v * columns + c]);
-    emit(v, total);
+    totals[v] += P::finish(sums[v]);
+    for (int64_t c = column; c < to; c++)
+      totals[v] += static_cast<float>(row[c]) * static_cast<float>(x[v * columns + c]);
   }
 }
 
-// emit(row, vector, weights[row] . x[vector]) for rows begin to end and any number of vectors.
+// `multiply` for a number of vectors that is known to the compiler.
 //
-// One row at a time: memory gives a single stream of addresses almost twice what it gives several at once. Vectors go
-// in groups of four; for the second group the row is in cache. With so much to do per row the processor does not look
-// ahead far enough by itself, and is told what to fetch into its second-level cache; with less, that only costs.
+// One row at a time: memory gives a single run of addresses almost twice what it gives several at once. From FETCH_FROM
+// vectors on there is so much to do per row that the processor does not look ahead far enough by itself: each step
+// fetches what the same step of the next group reads, in order, into the second-level cache. From there a group can be
+// read in blocks of columns, for which the vectors stay near.
+template <typename P, int VECTORS, typename W, typename Emit>
+inline void multiply_vectors(
+    const W* weights, const typename P::Input* x, int64_t columns, int64_t begin, int64_t end, const Emit& emit) {
+  if constexpr (VECTORS < P::FETCH_FROM) {
+    for (int64_t row = begin; row < end; row++) {
+      float totals[VECTORS] = {};
+      multiply_row<P, VECTORS>(weights + row * columns, x, columns, 0, columns, totals, [] {});
+      for (int v = 0; v < VECTORS; v++) emit(row, v, totals[v]);
+    }
+    return;
+  }
+  constexpr int64_t BLOCK = NEAR / (VECTORS * sizeof(typename P::Input)) / P::STEP * P::STEP;
+  for (int64_t first = begin; first < end; first += GROUP) {
+    int64_t rows = std::min(GROUP, end - first);
+    float totals[GROUP][VECTORS] = {};
+    const char* later = reinterpret_cast<const char*>(weights + (first + rows) * columns);
+    auto fetch = [&] {
+      for (size_t byte = 0; byte < P::STEP * sizeof(W); byte += 64) __builtin_prefetch(later + byte, 0, 2);
+      later += P::STEP * sizeof(W);
+    };
+    for (int64_t from = 0; from < columns; from += BLOCK)
+      for (int64_t r = 0; r < rows; r++)
+        multiply_row<P, VECTORS>(
+            weights + (first + r) * columns, x, columns, from, std::min(from + BLOCK, columns), totals[r], fetch);
+    for (int64_t r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++) emit(first + r, v, totals[r][v]);
+  }
+}
+
+// emit(row, vector, weights[row] . x[vector]) for rows begin to end and all vectors.
 //
 // weights: [rows, columns]. x: [vectors, columns], as `as_input` gives it.
 template <typename P, typename W, typename Emit>
 inline void multiply(
     const W* weights, const typename P::Input* x, int64_t vectors, int64_t columns, int64_t begin, int64_t end,
     const Emit& emit) {
-  for (int64_t row = begin; row < end; row++) {
-    const W* of_row = weights + row * columns;
-    for (int64_t first = 0; first < vectors; first += 4) {
-      const auto* group = x + first * columns;
-      auto emit_one = [&](int64_t vector, float value) { emit(row, first + vector, value); };
-      switch (std::min<int64_t>(4, vectors - first)) {
-        case 1: multiply_row<P, 1>(of_row, group, columns, emit_one); break;
-        case 2: multiply_row<P, 2>(of_row, group, columns, emit_one); break;
-        case 3: multiply_row<P, 3>(of_row, group, columns, emit_one); break;
-        case 4: multiply_row<P, 4>(of_row, group, columns, emit_one); break;
-      }
+  for (int64_t first = 0; first < vectors; first += FEW) {
+    const auto* some = x + first * columns;
+    auto emit_one = [&](int64_t row, int64_t vector, float value) { emit(row, first + vector, value); };
+    switch (std::min(FEW, vectors - first)) {
+      case 1: multiply_vectors<P, 1>(weights, some, columns, begin, end, emit_one); break;
+      case 2: multiply_vectors<P, 2>(weights, some, columns, begin, end, emit_one); break;
+      case 3: multiply_vectors<P, 3>(weights, some, columns, begin, end, emit_one); break;
+      case 4: multiply_vectors<P, 4>(weights, some, columns, begin, end, emit_one); break;
+      case 5: multiply_vectors<P, 5>(weights, some, columns, begin, end, emit_one); break;
+      case 6: multiply_vectors<P, 6>(weights, some, columns, begin, end, emit_one); break;
+      case 7: multiply_vectors<P, 7>(weights, some, columns, begin, end, emit_one); break;
+      case 8: multiply_vectors<P, 8>(weights, some, columns, begin, end, emit_one); break;
     }
   }
 }
@@ -160,13 +195,10 @@ inline const Input* as_input(const T* x, int64_t count, std::vector<Input>& scra
   }
 }
 
-// Vectors up to which reading the weights takes longer than the arithmetic.
-constexpr int64_t FEW = 8;
-
 // Rows of weights that a thread takes at a time: enough that it reads a long run of addresses, few enough that threads
 // end together.
 inline int64_t rows_per_task(int64_t columns, int64_t element_size) {
-  return std::max<int64_t>(1, 48 * 1024 / (columns * element_size));
+  return std::max<int64_t>(GROUP, 48 * 1024 / (columns * element_size));
 }
 
 // y = scale * row_scales * (weight . x) + bias, for few vectors; row_scales and bias may be null.

@@ -66,6 +66,87 @@ inline void step_sizes(const Mixer& m, const T* raw, float* to) {
   for (; head < m.heads; head++) to[head] = std::clamp(softplus(to[head] + m.dt_bias[head]), m.dt_low, m.dt_high);
 }
 
+// Convolution and step sizes of every sequence's tokens; windows advance in place.
+//
+// input: [batch, tokens, channels + heads], rows `row_stride` and tokens `stride` apart; windows: [slots, channels,
+// width - 1]; activated: [batch, tokens, channels]; steps: [batch, tokens, heads].
+template <typename T>
+inline void convolve_tokens(
+    const Mixer& m, const T* input, int64_t row_stride, int64_t stride, T* windows, float* activated, float* steps) {
+  int64_t channels = m.channels, history = m.width - 1, window = channels * history;
+  std::vector<float> before(m.batch * window);  // [batch, history, channels]
+  for (int64_t row = 0; row < m.batch; row++) {
+    const T* from = windows + m.read_slots[row] * window;
+    for (int64_t c = 0; c < channels; c++)
+      for (int64_t h = 0; h < history; h++)
+        before[row * window + h * channels + c] = static_cast<float>(from[c * history + h]);
+  }
+  // Blocks of tokens, of which each thread takes some.
+  constexpr int64_t BLOCK = 32;
+  int64_t blocks = (m.tokens + BLOCK - 1) / BLOCK;
+  at::parallel_for(0, m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) {
+      int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.lengths[row]);
+      if (first >= last) continue;
+      const T* x = input + row * row_stride;
+      convolve(m, x, stride, &before[row * window], activated + row * m.tokens * channels, first, last);
+      for (int64_t token = first; token < last; token++)
+        step_sizes(m, x + token * stride + channels, steps + (row * m.tokens + token) * m.heads);
+    }
+  });
+  for (int64_t row = 0; row < m.batch; row++) {
+    int64_t length = m.lengths[row];
+    if (length == 0) continue;
+    T* to = windows + m.slots[row] * window;
+    for (int64_t h = 0; h < history; h++) {
+      int64_t token = length - history + h;  // in this step, or before it where negative
+      const T* here = input + row * row_stride + token * stride;
+      const float* earlier = &before[row * window] + (token + history) * channels;
+      for (int64_t c = 0; c < channels; c++)
+        to[c * history + h] = token >= 0 ? here[c] : static_cast<T>(earlier[c]);
+    }
+  }
+}
+
+// Channels `begin` to `end` of one token: out = convolution, before its activation; from, to: [channels, HISTORY], the
+// window before and after, may be the same.
+template <typename T, int64_t HISTORY>
+inline void advance_window(
+    const Mixer& m, const T* x, const T* from, T* to, float* out, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; c++) {
+    T window[HISTORY + 1];
+    for (int64_t h = 0; h < HISTORY; h++) window[h] = from[c * HISTORY + h];
+    window[HISTORY] = x[c];
+    float total = m.conv_bias ? m.conv_bias[c] : 0.0f;
+    for (int64_t tap = 0; tap <= HISTORY; tap++)
+      total += m.taps[tap * m.channels + c] * static_cast<float>(window[tap]);
+    out[c] = total;
+    for (int64_t h = 0; h < HISTORY; h++) to[c * HISTORY + h] = window[h + 1];
+  }
+}
+
+// As `convolve_tokens`, for one token of every sequence and a width of 2 to 4.
+template <typename T>
+inline void convolve_token(
+    const Mixer& m, const T* input, int64_t row_stride, T* windows, float* activated, float* steps) {
+  constexpr int64_t BLOCK = 512;
+  int64_t blocks = (m.channels + BLOCK - 1) / BLOCK, window = m.channels * (m.width - 1);
+  auto advance = m.width == 4 ? advance_window<T, 3> : m.width == 3 ? advance_window<T, 2> : advance_window<T, 1>;
+  parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) {
+      int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.channels);
+      if (m.lengths[row] == 0) continue;
+      const T* x = input + row * row_stride;
+      float* out = activated + row * m.channels;
+      advance(m, x, windows + m.read_slots[row] * window, windows + m.slots[row] * window, out, first, last);
+      int64_t c = first;
+      for (; c + LANES <= last; c += LANES) silu(Vec::loadu(out + c)).store(out + c);
+      for (; c < last; c++) out[c] = silu(out[c]);
+      if (first == 0) step_sizes(m, x + m.channels, steps + row * m.heads);
+    }
+  });
+}
+
 // state <- decay * state + scaled_x (outer) B for one head; y = state . C. state: [head_dim, d_state].
 inline void update_state(
     const float* x, float dt, float decay, const float* B, const float* C, float D, const float* from, float* to,
@@ -307,38 +388,10 @@ inline at::Tensor mamba_mixer(
   GRANITE4_DISPATCH(projected.scalar_type(), "mamba_mixer", [&] {
     const auto* input = projected.const_data_ptr<scalar_t>();
     auto* windows = conv_state.mutable_data_ptr<scalar_t>();
-    int64_t row_stride = projected.stride(0), stride = projected.stride(1), window = channels * history;
-    std::vector<float> before(batch * window);  // [batch, history, channels]
-    for (int64_t row = 0; row < batch; row++) {
-      const scalar_t* from = windows + m.read_slots[row] * window;
-      for (int64_t c = 0; c < channels; c++)
-        for (int64_t h = 0; h < history; h++)
-          before[row * window + h * channels + c] = static_cast<float>(from[c * history + h]);
-    }
-    // Blocks of tokens, of which each thread takes some.
-    constexpr int64_t BLOCK = 32;
-    int64_t blocks = (tokens + BLOCK - 1) / BLOCK;
-    parallel_parts(tokens == 1, batch * blocks, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.lengths[row]);
-        if (first >= last) continue;
-        const scalar_t* x = input + row * row_stride;
-        convolve(m, x, stride, &before[row * window], activated + row * tokens * channels, first, last);
-        for (int64_t token = first; token < last; token++)
-          step_sizes(m, x + token * stride + channels, steps + (row * tokens + token) * heads);
-      }
-    });
-    for (int64_t row = 0; row < batch; row++) {
-      int64_t length = m.lengths[row];
-      if (length == 0) continue;
-      scalar_t* to = windows + m.slots[row] * window;
-      for (int64_t h = 0; h < history; h++) {
-        int64_t token = length - history + h;  // in this step, or before it where negative
-        const scalar_t* here = input + row * row_stride + token * stride;
-        const float* earlier = &before[row * window] + (token + history) * channels;
-        for (int64_t c = 0; c < channels; c++)
-          to[c * history + h] = token >= 0 ? here[c] : static_cast<scalar_t>(earlier[c]);
-      }
+    if (tokens == 1 && 2 <= width && width <= 4) {
+      convolve_token(m, input, projected.stride(0), windows, activated, steps);
+    } else {
+      convolve_tokens(m, input, projected.stride(0), projected.stride(1), windows, activated, steps);
     }
   });
   if (tokens == 1) {

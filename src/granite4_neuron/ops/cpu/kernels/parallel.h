@@ -117,15 +117,4 @@ inline void parallel_tasks(int64_t count, int64_t grain, const F& f) {
   ThreadPool::instance().parallel_for(count, grain, run, &f);
 }
 
-// Like it, a part at a time, in steps of any length: those of many tokens run on torch's own threads, as their matrix
-// products do, whose threads stay awake for a while and would be in the way of others.
-template <typename F>
-inline void parallel_parts(bool is_decode, int64_t count, const F& f) {
-  if (is_decode) {
-    parallel_tasks(count, 1, f);
-  } else {
-    at::parallel_for(0, count, 1, f);
-  }
-}
-
 }  // namespace granite4_neuron

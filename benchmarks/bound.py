@@ -1,0 +1,106 @@
+"""What this machine cannot do faster: the weights' arithmetic at the rate of one large matrix product, and weights and
+state at the rate at which memory can be read.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import cpu
+from granite4_neuron.state import sequence_bytes, token_bytes
+from granite4_neuron.weight_memory import WeightMemory
+
+_PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
+_READ_BYTES = 2**29
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """flops: of a large matrix product in the model's dtype, per second. bytes: read from memory, per second."""
+
+    flops: float
+    bytes: float
+
+    @classmethod
+    def median(cls, measured: Iterable[Rates]) -> Rates:
+        measured = list(measured)
+        return cls(statistics.median(r.flops for r in measured), statistics.median(r.bytes for r in measured))
+
+
+class Machine:
+    """Measures the rates with weights that lie in memory as a model's do."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._products = [(_weights(dtype, m, k), _weights(dtype, n, k)) for m, k, n in _PRODUCT_SIZES]
+        self._matrix = _weights(dtype, _READ_BYTES // dtype.itemsize // 1024, 1024)
+        self._vector = self._matrix[:1].clone()
+        self._linear = cpu.operators().linear
+
+    @torch.inference_mode()
+    def rates(self) -> Rates:
+        """Of the best of a few ways."""
+        flops = max(_flops(x, w) / _seconds(lambda x=x, w=w: F.linear(x, w)) for x, w in self._products)
+        numbers = self._matrix.view(torch.float32)
+        ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._matrix))
+        return Rates(flops, self._matrix.nbytes / min(_seconds(way) for way in ways))
+
+
+def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
+    """Of the products with weights, for one prompt: all its tokens, the head for the last one only."""
+    layers = sum(weight.numel() * share for name, weight, share in _products(config) if "lm_head" not in name)
+    return 2 * (layers * prompt_length + config.vocab_size * config.hidden_size)
+
+
+def decode_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, context: int) -> float:
+    """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
+
+    Of experts those that are chosen: as many different ones as if each token took any of them with equal chance.
+    """
+    chosen = 1.0
+    if config.num_local_experts:
+        chosen = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** batch_size
+    weights = sum(w.numel() * (chosen if _is_expert(name) else 1.0) for name, w, _ in _products(config))
+    state = sequence_bytes(config, dtype) + context * token_bytes(config, dtype)
+    return weights * dtype.itemsize + batch_size * state
+
+
+def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Names and shapes of the matrices that tokens are multiplied with, and which share of each one token needs."""
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config)
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.dim() > 1 and "embed_tokens" not in name and "conv1d" not in name:
+            share = config.num_experts_per_tok / config.num_local_experts if _is_expert(name) else 1.0
+            yield name, weight, share
+
+
+def _is_expert(name: str) -> bool:
+    return "block_sparse_moe" in name and "router" not in name
+
+
+def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return WeightMemory([(torch.Size(shape), dtype)]).empty(torch.Size(shape), dtype).fill_(0.01)
+
+
+def _flops(x: torch.Tensor, weight: torch.Tensor) -> float:
+    return 2 * math.prod(x.shape) * len(weight)
+
+
+def _seconds(call: Callable[[], torch.Tensor]) -> float:
+    """Of one of several calls, the median, as for what is measured against it."""
+    times = []
+    for _ in range(_TRIES):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
