@@ -110,17 +110,16 @@ def load_model(
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
     quantized = _quantizable(model) if quantize is not None else set()
     parameters = dict(model.named_parameters(remove_duplicate=not quantized))
-    memory = WeightMemory(
-        [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]
-        + [(parameters[name].shape[:-1], torch.float32) for name in quantized]
-    )
-    for name in parameters:
+    weights = [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]
+    scales = [(parameters[name].shape[:-1], torch.float32) for name in quantized]
+    memory = WeightMemory(weights + scales)
+    for name, (shape, in_memory) in zip(parameters, weights, strict=True):
         source = _EMBEDDING if name == _HEAD and config.tie_word_embeddings else name
         tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
         if name in quantized:
             tensor, scale = quantize_per_channel(tensor)
             set_parameter(model, f"{name}_scale", memory.empty(scale.shape, torch.float32).copy_(scale))
-        set_parameter(model, name, memory.empty(tensor.shape, torch.int8 if name in quantized else dtype).copy_(tensor))
+        set_parameter(model, name, memory.empty(shape, in_memory).copy_(tensor))
     model.tie_weights()
     return model.eval()
 

@@ -86,8 +86,8 @@ inline at::Tensor fused_experts(
     const at::Tensor& hidden_states, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& topk_weights,
     const at::Tensor& topk_ids, const std::optional<at::Tensor>& w1_scale, const std::optional<at::Tensor>& w2_scale) {
   check_product(hidden_states, w1, w1_scale);
-  TORCH_CHECK(w2.is_contiguous() && w2.scalar_type() == w1.scalar_type() && w2_scale.has_value() == w1_scale.has_value());
-  TORCH_CHECK(hidden_states.is_contiguous());
+  check_weight(w2, w2_scale, hidden_states.scalar_type());
+  TORCH_CHECK(hidden_states.is_contiguous() && w1_scale.has_value() == w2_scale.has_value());
   TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous() && topk_weights.scalar_type() == at::kFloat);
   int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2.size(2), top_k = topk_ids.size(1);
   int64_t choices = tokens * top_k;

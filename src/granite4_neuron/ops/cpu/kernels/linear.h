@@ -63,7 +63,7 @@ struct Product<at::BFloat16, at::BFloat16> {
 // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32.
 constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
   std::array<uint8_t, 128> bytes{};
-  for (int i = 0; i < 128; i++) bytes[i] = static_cast<uint8_t>(std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift);
+  for (int i = 0; i < 128; i++) bytes[i] = std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift & 0xff;
   return bytes;
 }
 
@@ -272,14 +272,17 @@ inline at::Tensor linear_many(
   return y;
 }
 
-// A quantized weight has a scale; any other is of x's dtype and has none.
+// A quantized weight has a scale; any other is of the vectors' dtype and has none.
+inline void check_weight(const at::Tensor& weight, const std::optional<at::Tensor>& scale, at::ScalarType dtype) {
+  TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == (scale.has_value() ? at::kChar : dtype));
+  if (!scale.has_value()) return;
+  TORCH_CHECK(scale->is_contiguous() && scale->scalar_type() == at::kFloat);
+  TORCH_CHECK(scale->numel() * weight.size(-1) == weight.numel());
+}
+
 inline void check_product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale) {
-  TORCH_CHECK(weight.is_contiguous() && x.size(-1) == weight.size(-1));
-  TORCH_CHECK(weight.scalar_type() == (scale.has_value() ? at::kChar : x.scalar_type()));
-  if (scale.has_value())
-    TORCH_CHECK(
-        scale->is_contiguous() && scale->scalar_type() == at::kFloat &&
-        scale->numel() * weight.size(-1) == weight.numel());
+  check_weight(weight, scale, x.scalar_type());
+  TORCH_CHECK(x.size(-1) == weight.size(-1));
 }
 
 template <typename T>
