@@ -16,7 +16,8 @@ inline at::Tensor mamba_block(
     const at::Tensor& gated_norm_weight, const at::Tensor& out_proj_weight,
     const std::optional<at::Tensor>& out_proj_bias, const std::optional<at::Tensor>& out_proj_scale, int64_t n_groups,
     double dt_low, double dt_high, double eps, double residual_multiplier, const at::Tensor& hidden_states,
-    at::Tensor conv_state, at::Tensor ssm_state, const at::Tensor& lengths, const at::Tensor& read_slots, const at::Tensor& slots) {
+    at::Tensor conv_state, at::Tensor ssm_state, const at::Tensor& lengths, const at::Tensor& read_slots,
+    const at::Tensor& slots) {
   at::Tensor x = rms_norm(hidden_states, std::nullopt, norm_weight, eps, 1);
   at::Tensor projected = granite4_neuron::linear(x, in_proj_weight, in_proj_bias, in_proj_scale);
   int64_t inner = gated_norm_weight.size(0);
