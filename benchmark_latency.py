@@ -40,7 +40,7 @@ from rich.table import Table
 
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, check_folder_of, peak_memory_bytes
+from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, add_quantize, check_folder_of, peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled
@@ -88,12 +88,15 @@ class Result:
 class Ours:
     """This package, on the CPU or on a Neuron device, through its public generation loop."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, compiled: Path | None, kernels: str):
+    def __init__(
+        self, folder: Path, dtype: torch.dtype | None, compiled: Path | None, kernels: str, quantize: str | None
+    ):
         generation_config = transformers.GenerationConfig()
         if compiled is not None:
             self._runtime = load_compiled(folder, compiled, generation_config)
         else:
-            self._runtime = CPURuntime(checkpoint.load_model(folder, dtype), generation_config, kernels)
+            model = checkpoint.load_model(folder, dtype, quantize=quantize)
+            self._runtime = CPURuntime(model, generation_config, kernels)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -143,6 +146,7 @@ def main() -> int:
             "machine": machine,
             "model": _source(options),
             "dtype": options.dtype or "as stored",
+            "quantize": options.quantize,
             "warmup": options.warmup,
             "repeats": options.repeats,
             "results": [dataclasses.asdict(result) for result in results],
@@ -213,7 +217,7 @@ def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Co
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     dtype = None if options.compiled else _dtype(folder, options)
-    arguments = (theirs, name, folder, dtype, options.compiled, options.threads)
+    arguments = (theirs, name, folder, dtype, options.compiled, options.threads, options.quantize)
     process = context.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -225,7 +229,13 @@ def _worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Co
 
 
 def _serve(
-    connection: Connection, name: str, folder: Path, dtype: torch.dtype | None, compiled: Path | None, threads: int
+    connection: Connection,
+    name: str,
+    folder: Path,
+    dtype: torch.dtype | None,
+    compiled: Path | None,
+    threads: int,
+    quantize: str | None,
 ) -> None:
     """In a process of its own: run points until the other side hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side hears of it too, and hangs up
@@ -238,7 +248,8 @@ def _serve(
         elif name == TRANSFORMERS:
             implementation = Transformers(folder, dtype)
         else:
-            implementation = Ours(folder, dtype, compiled, kernels="torch" if name == PLAIN else "fused")
+            kernels = "torch" if name == PLAIN else "fused"
+            implementation = Ours(folder, dtype, compiled, kernels, quantize)
     except UserError as error:
         connection.send(error)
         return
@@ -284,7 +295,8 @@ def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: 
 
 
 def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
-    title = f"{_source(options)}, {options.dtype or 'dtype as stored'}\n{', '.join(machine.values())}"
+    weights = f", {options.quantize} weights" if options.quantize else ""
+    title = f"{_source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
     table = Table(title=escape(title))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
         table.add_column(column, justify="right" if column else "left")
@@ -410,6 +422,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.backend == "nxdi":
         if options.dtype:
             raise UserError("--dtype belongs to the cpu backend; compiled graphs have one already.")
+        if options.quantize:
+            raise UserError("--quantize belongs to the cpu backend; compiled graphs have weights already.")
         neuron_sdk.require()
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
@@ -439,6 +453,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: all")
     parser.add_argument("--cpu-kernels", choices=CPU_KERNELS, default="fused", help="default: %(default)s")
+    add_quantize(parser)
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")

@@ -22,6 +22,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import QUANTIZATIONS, quantize_per_channel
 from granite4_neuron.weight_memory import WeightMemory
 
 WEIGHTS = "model.safetensors"
@@ -44,6 +45,7 @@ _PUBLISHED_NAMES = {
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
 _EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LISTED_NAMES = 8
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
@@ -75,8 +77,12 @@ def load_model(
     prefill_scan: str = "chunked",
     parallel: Parallel = Parallel(),  # noqa: B008
     decode_kernel: str = "torch",
+    quantize: str | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
+
+    With `quantize` the weights of all projections, experts and the head are int8, see `ops.quantize_per_channel`; a
+    head that was the embedding is so no longer. Embedding, routers, convolutions, norms and biases are as without.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -84,10 +90,15 @@ def load_model(
         prefill_scan: see `GraniteMoeHybridForCausalLM`.
         parallel: the rank whose part is read.
         decode_kernel: see `GraniteMoeHybridForCausalLM`.
+        quantize: "int8" or None; not for a part of a model.
 
     Raises:
         UserError: the folder is not a complete Granite 4 hybrid checkpoint; the message lists what is wrong.
     """
+    if quantize not in (None, *QUANTIZATIONS):
+        raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
+    if quantize is not None and parallel.degree > 1:
+        raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     with torch.device("meta"):
@@ -97,14 +108,25 @@ def load_model(
     dtype = dtype or stored.dtype()
     if dtype not in _DTYPES.values():
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
-    parameters = list(model.named_parameters())
-    memory = WeightMemory([(parameter.shape, dtype) for _, parameter in parameters])
-    for name, parameter in parameters:
-        weight = memory.empty(parameter.shape, dtype)
-        weight.copy_(rank_slice(name, stored.read(name), config, parallel.rank, parallel.degree))
-        set_parameter(model, name, weight)
+    quantized = _quantizable(model) if quantize is not None else set()
+    parameters = dict(model.named_parameters(remove_duplicate=not quantized))
+    weights = [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]
+    scales = [(parameters[name].shape[:-1], torch.float32) for name in quantized]
+    memory = WeightMemory(weights + scales)
+    for name, (shape, in_memory) in zip(parameters, weights, strict=True):
+        source = _EMBEDDING if name == _HEAD and config.tie_word_embeddings else name
+        tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+        if name in quantized:
+            tensor, scale = quantize_per_channel(tensor)
+            set_parameter(model, f"{name}_scale", memory.empty(scale.shape, torch.float32).copy_(scale))
+        set_parameter(model, name, memory.empty(shape, in_memory).copy_(tensor))
     model.tie_weights()
     return model.eval()
+
+
+def _quantizable(model: GraniteMoeHybridForCausalLM) -> set[str]:
+    """The names of the weights that may have a scale."""
+    return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "weight_scale")}
 
 
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
@@ -133,8 +155,10 @@ def save_model(
         max_shard_size: larger checkpoints are split into files of at most this size.
 
     Raises:
-        UserError: the folder is in use, or writing failed (no space, no permission).
+        UserError: the folder is in use, writing failed (no space, no permission), or the model is quantized.
     """
+    if model.is_quantized:
+        raise UserError("a quantized model cannot be written; write the checkpoint that it was made from.")
     weights = dict(model.named_parameters())
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
@@ -262,7 +286,7 @@ class _StoredTensors:
         """
         with torch.device("meta"):
             expected = dict(GraniteMoeHybridForCausalLM(config).named_parameters())
-        may_be_there = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        may_be_there = {_HEAD} if config.tie_word_embeddings else set()
         strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
         missing = sorted(expected.keys() - self._shapes.keys())
         surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)

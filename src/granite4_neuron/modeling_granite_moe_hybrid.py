@@ -53,9 +53,19 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, of the KV cache, and of all weights that are not quantized."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the large weights are int8, see `ops.quantization`."""
+        return self.lm_head.weight_scale is not None
+
     def tie_weights(self) -> None:
-        """Make the head the embedding's transpose, for a config that says so."""
-        if self.config.tie_word_embeddings:
+        """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values."""
+        if self.config.tie_word_embeddings and not self.is_quantized:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def use(self, operators: Operators) -> None:
@@ -104,7 +114,8 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
-        logits = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
+        head = self.lm_head
+        logits = self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
         return self.parallel.all_gather(logits)
 
 
@@ -168,9 +179,8 @@ class _DecoderLayer(nn.Module):
         """Have the halves of the layer computed as blocks, with the weights of this moment, where the operators can."""
         if hasattr(self, "mamba"):
             self.mamba_block = self.mamba.block(self.input_layernorm, self.residual_multiplier)
-        experts = None if self.block_sparse_moe is None else self.block_sparse_moe.weights
         self.feed_forward_block = self.shared_mlp.block(
-            self.post_attention_layernorm, experts, self.residual_multiplier
+            self.post_attention_layernorm, self.block_sparse_moe, self.residual_multiplier
         )
 
     def forward(

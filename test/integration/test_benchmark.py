@@ -41,6 +41,12 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_quantized_weights(tmp_path):
+    done = run(*SMALL, "--quantize", "int8", "--json", tmp_path / "numbers.json")
+    assert done.returncode == 0 and "int8 weights" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "numbers.json").read_text())["quantize"] == "int8"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -50,6 +56,7 @@ def test_table_json_and_plot(tmp_path):
         (("--model", "x", "--random-weights", "h-350m"), "not both"),
         (("--random-weights", "h-9b"), "no family member"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
+        (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "--quantize belongs to the cpu backend"),
     ],
 )
 def test_bad_input(arguments, message):

@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron import generate, load, stream_generate
+from granite4_neuron import accuracy, generate, load, stream_generate
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.layers import moe
 from granite4_neuron.ops import TORCH, rms_norm
+from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import KeyValueState, MambaState
 
@@ -60,8 +61,30 @@ def test_greedy_tokens_are_those_of_transformers(bundled, expected):
 
 def test_bfloat16_gives_the_same_tokens(bundled, expected):
     model, tokenizer = load()
-    assert model.model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.dtype == torch.bfloat16
     assert greedy(model, tokenizer) == expected
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_int8_gives_nearly_the_same_tokens(expected, kernels):
+    """A sequence that takes another turn somewhere goes on from there: most tokens of most prompts are the same."""
+    model, tokenizer = load(dtype=torch.float32, quantize="int8", cpu_kernels=kernels)
+    assert model.model.is_quantized
+    same = [
+        sum(a == b for a, b in zip(ours, theirs, strict=True)) == NEW_TOKENS
+        for ours, theirs in zip(greedy(model, tokenizer), expected, strict=True)
+    ]
+    assert sum(same) >= len(PROMPTS) / 2
+    text = generate(model, tokenizer, "An assignment statement", max_tokens=20)
+    assert text.startswith(" evaluates the expression list")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_passes_the_check(dtype):
+    model, tokenizer = load(dtype=dtype, quantize="int8")
+    report = accuracy.measure(bundled_checkpoint(), accuracy.default_prompts(tokenizer), 16, model)
+    assert report.passed() and report.overall().top1_agreement >= 0.95
+    assert 1e-3 < report.overall().mean < 0.2
 
 
 def test_text_reads_like_text(bundled):

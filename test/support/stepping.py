@@ -17,7 +17,7 @@ def poisoned_state(
     model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int, has_null_slot: bool = True
 ) -> HybridState:
     """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
-    dtype = model.lm_head.weight.dtype
+    dtype = model.dtype
     state = HybridState.allocate(
         model.config,
         num_sequences,

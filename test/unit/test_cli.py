@@ -94,6 +94,11 @@ class TestGenerate:
     def test_dtype(self, run, texting_folder):
         assert run("generate", "--model", texting_folder, "--dtype", "bfloat16", "--max-tokens", 3, "text")[0] == 0
 
+    def test_quantize(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 3, "--ignore-eos", "text")
+        for kernels in ("fused", "torch"):
+            assert run(*common, "--quantize", "int8", "--cpu-kernels", kernels)[0] == 0
+
     def test_without_a_model_the_bundled_one_is_used_and_named(self, run):
         status, output, error = run("generate", "An assignment statement", "--max-tokens", 8)
         assert status == 0 and "evaluates the expression list" in output
@@ -157,6 +162,7 @@ class TestBadInput:
             ("--seed", "-1", "seed is -1"),
             ("--stop", "", "a stop string is empty"),
             ("--dtype", "int3", "invalid choice"),
+            ("--quantize", "int4", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),
             ("--cpu-kernels", "fast", "invalid choice"),
             ("--system", "be brief", "give --chat too"),
@@ -166,6 +172,12 @@ class TestBadInput:
     def test_absurd_options(self, run, texting_folder, option, value, message):
         prompt = [] if option == "--file" else ["text"]
         self.refused(run("generate", "--model", texting_folder, *prompt, f"{option}={value}"), message)
+
+    @pytest.mark.parametrize("backend", [("xla",), ("nxdi", "--compiled", "graphs")], ids=["xla", "nxdi"])
+    def test_quantize_belongs_to_the_cpu(self, run, texting_folder, backend):
+        options = ("--quantize", "int8", "--backend", *backend)
+        self.refused(run("generate", "--model", texting_folder, "x", *options), "are for the backend cpu")
+        self.refused(run("convert", "--quantize", "int8", "--output", "new"), "unrecognized arguments")
 
     def test_prompt_twice(self, run, folder):
         self.refused(run("generate", "--model", folder, "x", "--file", folder / "config.json"), "not both")
@@ -286,6 +298,16 @@ class TestCheck:
     def test_bfloat16_is_compared_with_transformers_own_error(self, run, texting_folder):
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5, "--dtype", "bfloat16")
         assert status == 0 and "transformers in this dtype" in output
+
+    def test_int8_is_judged_by_its_top_tokens(self, run, texting_folder, monkeypatch):
+        command = ("check", "--model", texting_folder, "--tokens", 5, "--quantize", "int8")
+        status, output, _ = run(*command)
+        assert status == 0 and "quantized weights" in output
+        assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
+        original = checkpoint.quantize_per_channel
+        monkeypatch.setattr(checkpoint, "quantize_per_channel", lambda weight: original(weight.flip(-1)))
+        status, output, _ = run(*command)
+        assert status == 1 and "FAILED" in output
 
     def test_fails_with_a_planted_bug(self, run, texting_folder, monkeypatch):
         original = checkpoint.load_model

@@ -21,31 +21,76 @@ pytestmark = pytest.mark.skipif(cpu.operators() is TORCH, reason="the fused kern
 # Relative to the largest value: rounding of the result, and for inputs in a reduced dtype nothing else.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
+quantized_or_not = pytest.mark.parametrize("is_quantized", [False, True], ids=["", "int8"])
+
+
+def weights(*shape, dtype, is_quantized):
+    """Random ones in dtype, or in int8 with their scale: (weight, scale or None, what they are in float64)."""
+    weight = (torch.randn(shape) / shape[-1] ** 0.5).to(dtype)
+    if not is_quantized:
+        return weight, None, weight.double()
+    values, scale = ops.quantize_per_channel(weight)
+    return values, scale, ops.dequantize(values, scale, torch.float64)
 
 
 class TestLinear:
     @every_dtype
-    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9])
-    @pytest.mark.parametrize("columns", [16, 96, 131])
-    def test_equals_the_definition(self, dtype, rows, columns):
+    @quantized_or_not
+    @pytest.mark.parametrize("rows", range(1, 10))
+    @pytest.mark.parametrize("columns", [1, 16, 96, 131])
+    def test_equals_the_definition(self, dtype, rows, columns, is_quantized):
         torch.manual_seed(rows)
-        x, weight = torch.randn(rows, columns, dtype=dtype), torch.randn(70, columns, dtype=dtype)
-        bias = torch.randn(70, dtype=dtype)
+        x, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(70, dtype=dtype)
+        weight, scale, exact_weight = weights(70, columns, dtype=dtype, is_quantized=is_quantized)
         for b in (None, bias):
-            exact = x.double() @ weight.double().T + (0 if b is None else b.double())
-            y = cpu.linear(x, weight, b)
+            exact = x.double() @ exact_weight.T + (0 if b is None else b.double())
+            y = cpu.linear(x, weight, b, scale)
             assert y.dtype == dtype
             assert relative_error(y, exact) <= TOLERANCES[dtype]
 
-    def test_shapes_and_strides(self):
-        x, weight = torch.randn(2, 1, 3, 40)[..., :32], torch.randn(5, 32)
-        assert torch.allclose(cpu.linear(x, weight), F.linear(x, weight), atol=1e-5)
+    @quantized_or_not
+    @pytest.mark.parametrize("rows", [3, 30])
+    def test_shapes_and_strides(self, rows, is_quantized):
+        x = torch.randn(2, 1, rows, 40)[..., :32]
+        weight, scale, exact = weights(5, 32, dtype=torch.float32, is_quantized=is_quantized)
+        assert torch.allclose(cpu.linear(x, weight, None, scale), F.linear(x, exact.float()), atol=1e-5)
 
-    def test_a_poisoned_row_stays_alone(self):
-        x = torch.randn(6, 64)
+    @every_dtype
+    @quantized_or_not
+    @pytest.mark.parametrize("rows", [6, 12])
+    def test_a_poisoned_row_stays_alone(self, dtype, rows, is_quantized):
+        weight, scale, _ = weights(9, 64, dtype=dtype, is_quantized=is_quantized)
+        x = torch.randn(rows, 64, dtype=dtype)
         x[2] = math.nan
-        finite = torch.isfinite(cpu.linear(x, torch.randn(9, 64))).all(1)
-        assert finite.tolist() == [True, True, False, True, True, True]
+        finite = torch.isfinite(cpu.linear(x, weight, None, scale)).all(1)
+        assert finite.tolist() == [row != 2 for row in range(rows)]
+
+    @every_dtype
+    @pytest.mark.parametrize("rows", [1, 9])
+    def test_large_quantized_weights(self, dtype, rows):
+        """More than are dequantized at a time, and not a multiple of that; each row in the size of its scale."""
+        weight = torch.randn(1100, 2050) * torch.logspace(-3, 3, 1100)[:, None]
+        values, scale = ops.quantize_per_channel(weight)
+        x, bias = torch.randn(rows, 2050).to(dtype) / 2050, torch.randn(1100).to(dtype)
+        exact = x.double() @ ops.dequantize(values, scale, torch.float64).T + bias.double()
+        y = cpu.linear(x, values, bias, scale)
+        for part in range(0, 1100, 100):
+            columns = slice(part, part + 100)
+            assert relative_error(y[:, columns], exact[:, columns]) <= TOLERANCES[dtype]
+
+    @every_dtype
+    def test_every_quantized_value(self, dtype):
+        """At every place of a row, by weights of which x picks one."""
+        values = torch.arange(-127, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
+        for first in range(0, 130, 8):
+            x = torch.eye(130, dtype=dtype)[first : first + 8]
+            assert torch.equal(cpu.linear(x, values, None, torch.ones(255)), values.T[: len(x)].to(dtype))
+
+    def test_a_scale_belongs_to_int8(self):
+        x, weight, scale = torch.randn(1, 32), torch.randn(5, 32), torch.rand(5)
+        for arguments in ((weight, scale), (weight.to(torch.int8), None), (weight.to(torch.int8), scale[:4])):
+            with pytest.raises(RuntimeError):
+                cpu.linear(x, arguments[0], None, arguments[1])
 
 
 class TestNorm:
@@ -73,15 +118,17 @@ class TestNorm:
 
 class TestMLP:
     @every_dtype
+    @quantized_or_not
     @pytest.mark.parametrize("tokens", [1, 8, 9])
-    def test_equals_the_definition(self, dtype, tokens):
+    def test_equals_the_definition(self, dtype, tokens, is_quantized):
         x = torch.randn(tokens, 1, 48, dtype=dtype)
-        w1, w2 = (torch.randn(2 * 50, 48) / 7).to(dtype), (torch.randn(48, 50) / 7).to(dtype)
-        gate, up = (x.double() @ w1.double().T).chunk(2, -1)
-        y = cpu.mlp(x, w1, w2)
+        w1, s1, exact1 = weights(2 * 50, 48, dtype=dtype, is_quantized=is_quantized)
+        w2, s2, exact2 = weights(48, 50, dtype=dtype, is_quantized=is_quantized)
+        gate, up = (x.double() @ exact1.T).chunk(2, -1)
+        y = cpu.mlp(x, w1, w2, s1, s2)
         assert y.dtype == dtype and y.shape == x.shape
         # The activation is rounded before the second product, too, and so is what it is made of.
-        assert relative_error(y, (F.silu(gate) * up) @ w2.double().T) <= 2 * TOLERANCES[dtype]
+        assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
 
     @every_dtype
     def test_residual_add(self, dtype):
@@ -242,23 +289,23 @@ class TestMambaMixer:
 
 
 @every_dtype
+@quantized_or_not
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_mamba_block_is_its_parts(dtype, tokens):
+def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
     """Norm, projection, mixer, gated norm, projection and sum, each of which has its own test."""
     whole, parts = (Mamba(2, dtype=dtype) for _ in range(2))
     d_inner, rows, lengths = 32, 2, [tokens, tokens - 1]
     width = d_inner + whole.channels + whole.sizes[0]
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, tokens, 24, generator=g)
-    before, w_in, b_in, norm, w_out, b_out = (
-        torch.randn(shape, generator=g).to(dtype)
-        for shape in ((24,), (width, 24), (width,), (d_inner,), (24, d_inner), (24,))
-    )
-    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in)
+    x = torch.randn(rows, tokens, 24)
+    before, b_in, norm, b_out = (torch.randn(size).to(dtype) for size in (24, width, d_inner, 24))
+    w_in, s_in, _ = weights(width, 24, dtype=dtype, is_quantized=is_quantized)
+    w_out, s_out, _ = weights(24, d_inner, dtype=dtype, is_quantized=is_quantized)
+    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in, s_in)
     y = parts.run(projected[..., d_inner:], lengths, [0, 0])
-    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
+    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out, s_out)
+    projections = ((w_in, b_in, s_in), (w_out, b_out, s_out))
     block = cpu.mamba_block(
-        before, (w_in, b_in), whole.constants, norm, (w_out, b_out), 1, whole.limit, 1e-5, residual_multiplier=0.3
+        before, projections[0], whole.constants, norm, projections[1], 1, whole.limit, 1e-5, residual_multiplier=0.3
     )
     slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
     states = (whole.conv_state, whole.ssm_state)
@@ -269,31 +316,34 @@ def test_mamba_block_is_its_parts(dtype, tokens):
 
 
 @every_dtype
+@quantized_or_not
 @pytest.mark.parametrize("tokens", [1, 4, 30])
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts):
-    g = torch.Generator().manual_seed(tokens)
-    x = torch.randn(2, tokens, 48, generator=g)
-    norm, w_in, w_out, router, w1, w2 = (
-        (torch.randn(shape, generator=g) / shape[-1] ** 0.5).to(dtype)
-        for shape in ((48,), (2 * 40, 48), (48, 40), (6, 48), (6, 2 * 24, 48), (6, 48, 24))
+def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, is_quantized):
+    torch.manual_seed(tokens)
+    x = torch.randn(2, tokens, 48)
+    norm, router = torch.randn(48).to(dtype), torch.randn(6, 48).to(dtype)
+    (w_in, s_in, _), (w_out, s_out, _), (w1, s1, _), (w2, s2, _) = (
+        weights(*shape, dtype=dtype, is_quantized=is_quantized)
+        for shape in ((2 * 40, 48), (48, 40), (6, 2 * 24, 48), (6, 48, 24))
     )
     normed = cpu.rms_norm(x, norm, 1e-5)
-    expected = cpu.residual_add(x, cpu.mlp(normed, w_in, w_out), 0.3)
+    expected = cpu.residual_add(x, cpu.mlp(normed, w_in, w_out, s_in, s_out), 0.3)
     if has_experts:
         chosen = ops.topk_softmax(ops.router_logits(normed.flatten(0, 1), router), 2)
-        mixed = cpu.fused_experts(normed.flatten(0, 1), w1, w2, *chosen)
+        mixed = cpu.fused_experts(normed.flatten(0, 1), w1, w2, *chosen, s1, s2)
         expected = cpu.residual_add(expected, mixed.view(x.shape), 0.3)
-    block = cpu.feed_forward_block(norm, w_in, w_out, (router, w1, w2, 2) if has_experts else None, 1e-5, 0.3)
+    experts = ((router, 2), (w1, w2, s1, s2)) if has_experts else (None, None)
+    block = cpu.feed_forward_block(norm, (w_in, w_out, s_in, s_out), *experts, 1e-5, 0.3)
     assert torch.allclose(block(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_experts_of_a_poisoned_token():
     """It takes some, and the other tokens theirs."""
     norm, w_in, w_out, router = torch.ones(16), torch.randn(24, 16), torch.randn(16, 12), torch.randn(5, 16)
-    experts = (router, torch.randn(5, 24, 16), torch.randn(5, 16, 12), 2)
+    experts = (torch.randn(5, 24, 16), torch.randn(5, 16, 12), None, None)
     x = torch.randn(1, 4, 16)
-    block = cpu.feed_forward_block(norm, w_in, w_out, experts, 1e-5, 1.0)
+    block = cpu.feed_forward_block(norm, (w_in, w_out, None, None), (router, 2), experts, 1e-5, 1.0)
     expected, x[0, 2] = block(x), math.nan
     output = block(x)
     assert output[0, 2].isnan().all() and torch.equal(output[0, [0, 1, 3]], expected[0, [0, 1, 3]])
@@ -301,12 +351,14 @@ def test_experts_of_a_poisoned_token():
 
 class TestLogits:
     @every_dtype
+    @quantized_or_not
     @pytest.mark.parametrize("rows", [1, 4, 8, 9])
-    def test_equals_the_definition(self, dtype, rows):
-        x, weight = torch.randn(rows, 48).to(dtype), torch.randn(70, 48).to(dtype)
-        y = cpu.logits(x, weight, 3.0)
+    def test_equals_the_definition(self, dtype, rows, is_quantized):
+        x = torch.randn(rows, 48).to(dtype)
+        weight, scale, exact_weight = weights(70, 48, dtype=dtype, is_quantized=is_quantized)
+        y = cpu.logits(x, weight, 3.0, scale)
         assert y.dtype == torch.float32
-        exact = x.double() @ weight.double().T / 3
+        exact = x.double() @ exact_weight.T / 3
         assert relative_error(y, exact) <= (1e-5 if rows <= 8 else TOLERANCES[dtype])
 
 
@@ -357,23 +409,28 @@ class TestAttention:
 
 class TestExperts:
     @every_dtype
+    @quantized_or_not
     @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9])
     @pytest.mark.parametrize("top_k", [1, 3, 5])
-    def test_equals_the_definition(self, dtype, tokens, top_k):
+    def test_equals_the_definition(self, dtype, tokens, top_k, is_quantized):
         torch.manual_seed(tokens)
         x, router = torch.randn(tokens, 48).to(dtype), torch.randn(5, 48).to(dtype)
-        w1, w2 = (torch.randn(5, 80, 48) / 4).to(dtype), (torch.randn(5, 48, 40) / 4).to(dtype)
-        weights, ids = ops.topk_softmax(x.float() @ router.float().T, top_k)
-        output = cpu.fused_experts(x, w1, w2, weights, ids)
+        w1, s1, exact1 = weights(5, 80, 48, dtype=dtype, is_quantized=is_quantized)
+        w2, s2, exact2 = weights(5, 48, 40, dtype=dtype, is_quantized=is_quantized)
+        chosen = ops.topk_softmax(x.float() @ router.float().T, top_k)
+        output = cpu.fused_experts(x, w1, w2, *chosen, s1, s2)
         assert output.dtype == dtype
-        exact = oracles.mixture_of_experts(x, router, w1, w2, top_k)
+        exact = oracles.mixture_of_experts(x, router, exact1, exact2, top_k)
         assert relative_error(output, exact) <= 2 * TOLERANCES[dtype]  # the activation is rounded too
 
     def test_experts_that_nobody_chose_are_not_read(self):
         x, w1, w2 = torch.randn(3, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
         w1[3:], w2[3:] = math.nan, math.nan
         ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
-        assert torch.isfinite(cpu.fused_experts(x, w1, w2, torch.full((3, 2), 0.5), ids)).all()
+        chosen = torch.full((3, 2), 0.5), ids
+        assert torch.isfinite(cpu.fused_experts(x, w1, w2, *chosen)).all()
+        (w1, s1), (w2, s2) = ops.quantize_per_channel(w1), ops.quantize_per_channel(w2)
+        assert torch.isfinite(cpu.fused_experts(x, w1, w2, *chosen, s1, s2)).all()
 
     def test_a_poisoned_token_stays_alone(self):
         x, w1, w2 = torch.randn(4, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)

@@ -31,6 +31,7 @@ def load(
     decode_kernel: str = "torch",
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
+    quantize: str | None = None,
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
 
@@ -42,6 +43,7 @@ def load(
             Inference on a Neuron device.
         cpu_kernels: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
+        quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
 
     Raises:
         UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
@@ -54,11 +56,13 @@ def load(
         raise UserError(f"the backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
     if (backend == "nxdi") != (compiled is not None):
         raise UserError("a folder of compiled graphs belongs to the backend nxdi, and that backend needs one.")
+    if quantize is not None and backend != "cpu":
+        raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
     if backend == "nxdi":
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
+    weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize)
     if backend == "cpu":
         return CPURuntime(weights, generation_config, cpu_kernels), tokenizer
     return _xla_runtime()(weights, generation_config), tokenizer

@@ -1,4 +1,4 @@
-"""The projection that all layers use."""
+"""The projection that all layers use, of weights that may be quantized."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from granite4_neuron.ops import TORCH, Operators
 
 
 class Linear(nn.Linear):
-    """torch's Linear, through `operators`."""
+    """torch's Linear, through `operators`. A quantized weight has a scale beside it, see `ops.linear`."""
 
     operators: Operators = TORCH
 
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__(in_features, out_features, bias=bias)
+        self.register_parameter("weight_scale", None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.operators.linear(x, self.weight, self.bias)
+        return self.operators.linear(x, self.weight, self.bias, self.weight_scale)

@@ -62,10 +62,10 @@ class Mamba2(nn.Module):
             return None
         return self.operators.mamba_block(
             norm.weight,
-            (self.in_proj.weight, self.in_proj.bias),
+            (self.in_proj.weight, self.in_proj.bias, self.in_proj.weight_scale),
             (self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
             self.norm.weight,
-            (self.out_proj.weight, self.out_proj.bias),
+            (self.out_proj.weight, self.out_proj.bias, self.out_proj.weight_scale),
             self.n_groups,
             self.time_step_limit,
             self.norm.eps,

@@ -13,8 +13,6 @@ from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
 from granite4_neuron.ops import TORCH, Operators, router_logits, topk_softmax
 
-ExpertWeights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]  # router, input, output, experts per token
-
 
 class SharedMLP(nn.Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
@@ -30,17 +28,18 @@ class SharedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.parallel.degree == 1:
-            return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
+            return self.operators.mlp(hidden_states, *_weights(self))
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
     def block(
-        self, norm: RMSNorm, experts: ExpertWeights | None, residual_multiplier: float
+        self, norm: RMSNorm, experts: SparseMoe | None, residual_multiplier: float
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The operators' `feed_forward_block` around this layer and the experts; None where they have none."""
         if self.operators.feed_forward_block is None or self.parallel.degree > 1:
             return None
-        weights = (self.input_linear.weight, self.output_linear.weight)
-        return self.operators.feed_forward_block(norm.weight, *weights, experts, norm.eps, residual_multiplier)
+        router = None if experts is None else (experts.router.layer.weight, experts.top_k)
+        weights = (_weights(self), router, None if experts is None else _weights(experts))
+        return self.operators.feed_forward_block(norm.weight, *weights, norm.eps, residual_multiplier)
 
 
 class SparseMoe(nn.Module):
@@ -58,28 +57,30 @@ class SparseMoe(nn.Module):
         self.input_linear = _StackedWeights(experts, 2 * width, hidden)
         self.output_linear = _StackedWeights(experts, hidden, width)
 
-    @property
-    def weights(self) -> ExpertWeights:
-        """As `feed_forward_block` takes them."""
-        return self.router.layer.weight, self.input_linear.weight, self.output_linear.weight, self.top_k
-
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        topk_weights, topk_ids = topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
-        weights = (self.input_linear.weight, self.output_linear.weight)
-        output = self.operators.fused_experts(tokens, *weights, topk_weights, topk_ids)
+        chosen = topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
+        input_weight, output_weight, *scales = _weights(self)
+        output = self.operators.fused_experts(tokens, input_weight, output_weight, *chosen, *scales)
         return self.parallel.all_reduce(output.view(hidden_states.shape))
 
 
 class _Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
-        self.layer = Linear(hidden_size, num_experts, bias=False)
+        self.layer = nn.Linear(hidden_size, num_experts, bias=False)  # `router_logits` does the work
 
 
 class _StackedWeights(nn.Module):
-    """Weights of all experts in one tensor, under the checkpoint's name."""
+    """Weights of all experts in one tensor, under the checkpoint's name; quantized ones have scales beside them."""
 
     def __init__(self, num_experts: int, rows: int, columns: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
+        self.register_parameter("weight_scale", None)
+
+
+def _weights(layer: SharedMLP | SparseMoe) -> tuple[torch.Tensor | None, ...]:
+    """Weights and scales in the order in which `ops.mlp` and `ops.fused_experts` take them."""
+    first, second = layer.input_linear, layer.output_linear
+    return first.weight, second.weight, first.weight_scale, second.weight_scale

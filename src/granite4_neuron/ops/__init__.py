@@ -13,6 +13,7 @@ from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, Mam
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
+from granite4_neuron.ops.quantization import QUANTIZATIONS, dequantize, linear, quantize_per_channel
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
@@ -20,6 +21,7 @@ from granite4_neuron.ops.selective_state_update import selective_state_step, sel
 __all__ = [
     "DECODE_KERNELS",
     "PREFILL_SCANS",
+    "QUANTIZATIONS",
     "TORCH",
     "MambaKernels",
     "Operators",
@@ -28,11 +30,14 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "dequantize",
     "fused_experts",
+    "linear",
     "logits",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "mlp",
+    "quantize_per_channel",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+
+from granite4_neuron.ops.quantization import linear
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The head's products over `scaling`, the config's logits_scaling.
 
     Args:
         x: [..., hidden_size].
-        weight: [vocab_size, hidden_size].
+        weight, scale: [vocab_size, hidden_size] and, of quantized weights, [vocab_size]; see `quantization.linear`.
 
     Returns:
         [..., vocab_size] in float32.
     """
-    return F.linear(x, weight).float() / scaling
+    return linear(x, weight, scale=scale).float() / scaling

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
+
+from granite4_neuron.ops.quantization import linear
 
 # torch 2.9 has the CPU implementation under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -15,9 +19,18 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
-    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
-    return F.linear(silu_and_mul(F.linear(x, input_weight)), output_weight)
+def mlp(
+    x: torch.Tensor,
+    input_weight: torch.Tensor,
+    output_weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape.
+
+    The scales are those of quantized weights, see `quantization.linear`.
+    """
+    return linear(silu_and_mul(linear(x, input_weight, scale=input_scale)), output_weight, scale=output_scale)
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -53,25 +66,54 @@ def fused_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * w2[e] (silu(gate) * up), with (gate, up) = w1[e] x.
 
-    Leading arguments are those of vLLM's function of the same name. No form of it lets the host know the choice.
+    Arguments have the names and the order of those of vLLM's function of the same name. Only the form for quantized
+    weights lets the host know the choice.
 
     Args:
         hidden_states: [tokens, hidden_size].
         w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows first.
         w2: [num_experts, hidden_size, intermediate_size].
         topk_weights, topk_ids: [tokens, top_k], see `topk_softmax`.
+        w1_scale, w2_scale: of quantized weights, [num_experts, rows], see `quantization.linear`.
 
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
+    if w1_scale is not None:
+        return experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, mlp)
     if hidden_states.device.type == "cpu" and _rows_are_aligned(w1) and _rows_are_aligned(w2):
         return _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
     if topk_ids.numel() < w1.shape[0]:
         return _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids)
     return _all_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+
+
+def experts_one_by_one(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    mlp: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """`fused_experts` of quantized weights, an expert at a time: nobody holds two of them dequantized.
+
+    Args:
+        mlp: this function, or another way to compute it.
+    """
+    output = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    for expert in topk_ids.unique().tolist():
+        tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+        y = mlp(hidden_states[tokens], w1[expert], w2[expert], w1_scale[expert], w2_scale[expert])
+        output.index_add_(0, tokens, y.float() * topk_weights[tokens, places, None])
+    return output.to(hidden_states.dtype)
 
 
 def _rows_are_aligned(weights):

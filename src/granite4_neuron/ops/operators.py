@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
+from granite4_neuron.ops.quantization import linear
 
 Operator = Callable[..., torch.Tensor]
 
@@ -23,7 +23,7 @@ class Operators:
     mamba_block, feed_forward_block: half a decoder layer each, see `ops.cpu`; None for its parts one after the other.
     """
 
-    linear: Operator = F.linear
+    linear: Operator = linear
     rms_norm: Operator = rms_norm
     rms_norm_gated: Operator = rms_norm_gated
     residual_add: Operator = residual_add

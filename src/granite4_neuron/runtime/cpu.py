@@ -56,7 +56,7 @@ class CPURuntime:
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""
-        dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
+        dtype, degree = self.model.dtype, self.model.parallel.degree
         return HybridState.allocate(
             self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
         )

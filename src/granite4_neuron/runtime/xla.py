@@ -75,7 +75,7 @@ class XLARuntime:
 
         So states for texts of different lengths share their graphs.
         """
-        dtype, degree = self.model.lm_head.weight.dtype, self.model.parallel.degree
+        dtype, degree = self.model.dtype, self.model.parallel.degree
         length = _bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
         layout = dict(kernel_layout=self.model.kernel_layout, has_null_slot=False)
         state = HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree, **layout)

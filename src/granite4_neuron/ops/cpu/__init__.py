@@ -46,9 +46,11 @@ def operators(kernels: str = "fused") -> Operators:
     )
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`; few rows at the speed at which the weights can be read."""
-    return _kernel("linear")(x, weight, bias)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`ops.linear`; few rows at the speed at which the weights can be read, and quantized ones never rounded again."""
+    return _kernel("linear")(x, weight, bias, scale)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
@@ -71,9 +73,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _kernel("silu_and_mul")(x.contiguous())
 
 
-def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
+def mlp(
+    x: torch.Tensor,
+    input_weight: torch.Tensor,
+    output_weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`ops.mlp`, of `linear` and `silu_and_mul`."""
-    return _kernel("mlp")(x, input_weight, output_weight)
+    return _kernel("mlp")(x, input_weight, output_weight, input_scale, output_scale)
 
 
 def fused_experts(
@@ -82,10 +90,16 @@ def fused_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ops.fused_experts`; for few tokens each chosen expert's weights are read once, and nobody else's."""
-    kernel = _kernel("fused_experts") if _is_few(hidden_states) else moe.fused_experts
-    return kernel(hidden_states, w1, w2, topk_weights, topk_ids)
+    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
+    if _is_few(hidden_states):
+        return _kernel("fused_experts")(*arguments, w1_scale, w2_scale)
+    if w1_scale is not None:
+        return moe.experts_one_by_one(*arguments, w1_scale, w2_scale, mlp)
+    return moe.fused_experts(*arguments)
 
 
 def write_cache(
@@ -111,9 +125,9 @@ def cached_attention(
     return kernel(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float) -> torch.Tensor:
+def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float, scale: torch.Tensor | None = None) -> torch.Tensor:
     """`ops.logits`, of few tokens never rounded to the weights' dtype."""
-    return _kernel("logits")(x, weight, scaling)
+    return _kernel("logits")(x, weight, scaling, scale)
 
 
 def mamba_constants(
@@ -175,10 +189,10 @@ def mamba_mixer(
 
 def mamba_block(
     norm_weight: torch.Tensor,
-    in_proj: tuple[torch.Tensor, torch.Tensor | None],
+    in_proj: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     constants: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor],
     gated_norm_weight: torch.Tensor,
-    out_proj: tuple[torch.Tensor, torch.Tensor | None],
+    out_proj: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     n_groups: int,
     time_step_limit: tuple[float, float],
     eps: float,
@@ -188,7 +202,7 @@ def mamba_block(
     out_proj(rms_norm_gated(mamba_mixer(x, B, C, dt), z)) with (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
 
     Args:
-        in_proj, out_proj: weight and bias.
+        in_proj, out_proj: weight, bias and scale, see `linear`.
         constants: conv_weight, conv_bias, dt_bias, A_log and D, as `mamba_constants` takes them.
         eps: of both norms.
 
@@ -203,9 +217,9 @@ def mamba_block(
 
 def feed_forward_block(
     norm_weight: torch.Tensor,
-    input_weight: torch.Tensor,
-    output_weight: torch.Tensor,
-    experts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
+    mlp_weights: tuple[torch.Tensor | None, ...],
+    router: tuple[torch.Tensor, int] | None,
+    expert_weights: tuple[torch.Tensor | None, ...] | None,
     eps: float,
     residual_multiplier: float,
 ) -> Operator:
@@ -213,26 +227,29 @@ def feed_forward_block(
     (mlp(x) + fused_experts(x)) with x = rms_norm(hidden_states).
 
     Args:
-        input_weight, output_weight: see `ops.mlp`.
-        experts: (router weight [num_experts, hidden_size], w1, w2, top_k), see `ops.fused_experts`; None without.
+        mlp_weights: input_weight, output_weight, input_scale and output_scale, see `ops.mlp`.
+        router: its weight, [num_experts, hidden_size], and top_k; None without experts.
+        expert_weights: w1, w2, w1_scale and w2_scale, see `ops.fused_experts`; None without experts.
         eps: of the norm.
 
     Returns:
         A function of hidden_states, [batch, tokens, hidden_size] in float32, to the same.
     """
-    weights = (norm_weight, input_weight, output_weight, *(experts or (None, None, None, 0)))
+    weights = (norm_weight, *mlp_weights, *(router or (None, 0)), *(expert_weights or (None,) * 4))
     run = functools.partial(_kernel("feed_forward_block"), *weights, eps, residual_multiplier)
-    if experts is None:
+    if router is None:
         return run
-    router_weight, w1, w2, top_k = experts
+    router_weight, top_k = router
+    w1, w2, *scales = expert_weights
 
     def run_any(hidden_states: torch.Tensor) -> torch.Tensor:
         if _is_few(hidden_states):
             return run(hidden_states)
         x = rms_norm(hidden_states, norm_weight, eps)
-        output = residual_add(hidden_states, mlp(x, input_weight, output_weight), residual_multiplier)
+        output = residual_add(hidden_states, mlp(x, *mlp_weights), residual_multiplier)
         tokens = x.flatten(0, -2)
-        mixed = moe.fused_experts(tokens, w1, w2, *moe.topk_softmax(moe.router_logits(tokens, router_weight), top_k))
+        chosen = moe.topk_softmax(moe.router_logits(tokens, router_weight), top_k)
+        mixed = fused_experts(tokens, w1, w2, *chosen, *scales)
         return residual_add(output, mixed.view(x.shape), residual_multiplier)
 
     return run_any

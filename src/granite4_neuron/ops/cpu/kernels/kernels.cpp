@@ -9,26 +9,28 @@
 #include "norm.h"
 
 TORCH_LIBRARY(granite4_neuron, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? z, Tensor weight, float eps, int n_groups) -> Tensor");
   library.def("silu_and_mul(Tensor x) -> Tensor");
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
-  library.def("mlp(Tensor x, Tensor input_weight, Tensor output_weight) -> Tensor");
-  library.def("logits(Tensor x, Tensor weight, float scaling) -> Tensor");
+  library.def(
+      "mlp(Tensor x, Tensor input_weight, Tensor output_weight, Tensor? input_scale, Tensor? output_scale) -> Tensor");
+  library.def("logits(Tensor x, Tensor weight, float scaling, Tensor? scale) -> Tensor");
   library.def("few_rows() -> int", [] { return granite4_neuron::FEW; });
   library.def(
       "mamba_mixer(Tensor projected, Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, "
       "Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int n_groups, "
       "float dt_low, float dt_high) -> Tensor");
   library.def(
-      "mamba_block(Tensor norm_weight, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor conv_taps, "
-      "Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, Tensor gated_norm_weight, Tensor out_proj_weight, "
-      "Tensor? out_proj_bias, int n_groups, float dt_low, float dt_high, float eps, float residual_multiplier, "
-      "Tensor hidden_states, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, "
-      "Tensor slots) -> Tensor");
+      "mamba_block(Tensor norm_weight, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor? in_proj_scale, "
+      "Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, Tensor gated_norm_weight, "
+      "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? out_proj_scale, int n_groups, float dt_low, "
+      "float dt_high, float eps, float residual_multiplier, Tensor hidden_states, Tensor(a!) conv_state, "
+      "Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots) -> Tensor");
   library.def(
-      "feed_forward_block(Tensor norm_weight, Tensor input_weight, Tensor output_weight, Tensor? router_weight, "
-      "Tensor? w1, Tensor? w2, int top_k, float eps, float residual_multiplier, Tensor hidden_states) -> Tensor");
+      "feed_forward_block(Tensor norm_weight, Tensor input_weight, Tensor output_weight, Tensor? input_scale, "
+      "Tensor? output_scale, Tensor? router_weight, int top_k, Tensor? w1, Tensor? w2, Tensor? w1_scale, "
+      "Tensor? w2_scale, float eps, float residual_multiplier, Tensor hidden_states) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
@@ -37,7 +39,8 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
       "Tensor slots, float scale) -> Tensor");
   library.def(
-      "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids) -> Tensor");
+      "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
+      "Tensor? w1_scale, Tensor? w2_scale) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {

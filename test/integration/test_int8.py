@@ -1,0 +1,157 @@
+"""Models with int8 weights: the same model as one with the dequantized weights, however its sequences are cut."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from granite4_neuron import checkpoint, load
+from granite4_neuron.checkpoint import load_model, save_model, set_parameter
+from granite4_neuron.errors import UserError
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.ops import dequantize, quantize_per_channel
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import CASES, small_config
+from test.support.stepping import poisoned_state, random_tokens, run_cuts
+
+LEFT_ALONE = ("embed_tokens", "norm", "router", "conv1d", "bias", "A_log", ".D")
+
+
+def dequantized_model(folder, dtype=torch.float32):
+    """The stored model, with each weight that int8 is for replaced by what int8 keeps of it; in plain torch."""
+    model = load_model(folder, dtype)
+    head = quantize_per_channel(model.lm_head.weight)
+    for name, parameter in list(model.named_parameters()):
+        if not any(part in name for part in LEFT_ALONE):
+            set_parameter(model, name, dequantize(*quantize_per_channel(parameter), dtype))
+    set_parameter(model, "lm_head.weight", dequantize(*head, dtype))
+    return model
+
+
+@pytest.fixture(scope="module")
+def quantized_model(case_folder, kernels):
+    model = load_model(case_folder, torch.float32, quantize="int8")
+    model.use(kernels)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected_model(case_folder):
+    return dequantized_model(case_folder)
+
+
+@pytest.mark.parametrize(
+    "cuts", [[100], [60] + [1] * 40, [50, 50], [1, 2, 5, 8, 9, 75]], ids=["prefill", "decode", "halves", "short steps"]
+)
+def test_is_the_model_with_dequantized_weights(quantized_model, expected_model, cuts):
+    tokens = random_tokens(quantized_model.config.vocab_size, 2, 100)
+    expected = run_cuts(expected_model, tokens, [100])
+    assert (run_cuts(quantized_model, tokens, cuts) - expected).abs().max() <= 1e-5
+
+
+@torch.inference_mode()
+def test_ragged_batches(quantized_model, expected_model):
+    """Rows of any length, one of them idle, in slots out of order, over poisoned memory."""
+    lengths, slots = [[40, 23, 1, 0], [1, 0, 1, 7], [1, 1, 1, 1]], torch.tensor([4, 2, 1, 3])
+    vocab_size = quantized_model.config.vocab_size
+    tokens = random_tokens(vocab_size, 4, 64)
+    state, done = poisoned_state(quantized_model, 4, 64), [0] * 4
+    for step in lengths:
+        ids = random_tokens(vocab_size, 4, max(step), seed=1)
+        for row, length in enumerate(step):
+            ids[row, :length] = tokens[row, done[row] : done[row] + length]
+        positions = torch.tensor(done)[:, None] + torch.arange(max(step))
+        logits = quantized_model(ids, positions, torch.tensor(step), slots, state, all_logits=True)
+        for row, length in enumerate(step):
+            if length:
+                total = done[row] + length
+                alone = run_cuts(expected_model, tokens[row : row + 1, :total], [total])[0, done[row] :]
+                assert (logits[row, :length] - alone).abs().max() <= 1e-5
+            done[row] += length
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
+    """The error to the float32 model of the same int8 weights is that of a model in this dtype, not more."""
+    folder = random_checkpoints(CASES[1])
+    models = [load_model(folder, dtype, quantize="int8"), load_model(folder, dtype)]
+    tokens = random_tokens(models[0].config.vocab_size, 4, 100)
+    exact = [load_model(folder, torch.float32, quantize=quantize) for quantize in ("int8", None)]
+    for cuts in ([100], [60] + [1] * 40):
+        errors = []
+        for model, reference in zip(models, exact, strict=True):
+            model.use(kernels)
+            errors.append((run_cuts(model, tokens, cuts) - run_cuts(reference, tokens, [100])).abs().mean())
+        assert errors[0] <= 1.2 * errors[1]
+
+
+def test_what_is_quantized_and_what_is_not(case_folder):
+    stored = dict(load_model(case_folder).named_parameters())
+    model = load_model(case_folder, quantize="int8")
+    assert model.is_quantized and model.dtype == torch.float32
+    parameters = dict(model.named_parameters())
+    assert "lm_head.weight" in parameters and parameters.keys() >= stored.keys()
+    for name, parameter in parameters.items():
+        if name.endswith("_scale"):
+            assert parameter.dtype == torch.float32
+        elif any(part in name for part in LEFT_ALONE):
+            assert torch.equal(parameter, stored[name])
+        else:
+            source = stored.get(name, stored["model.embed_tokens.weight"])
+            values, scale = quantize_per_channel(source)
+            assert torch.equal(parameter, values) and torch.equal(parameters[f"{name}_scale"], scale)
+        assert not parameter.requires_grad
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
+def test_memory(tmp_path):
+    """Half of bfloat16's weights but for the embedding; while loading, a stored tensor and its int8 values besides."""
+    config = small_config(
+        vocab_size=40_000,
+        hidden_size=512,
+        mamba_d_head=128,
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        num_hidden_layers=20,
+        layer_types=("mamba",) * 20,
+    )
+    save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
+    size, embedding = (tmp_path / "model" / checkpoint.WEIGHTS).stat().st_size, 2 * 40_000 * 512
+    program = f"""
+import re
+from pathlib import Path
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.generation import bundled_checkpoint
+# Not ru_maxrss, which begins at what the process that started this one held.
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+load_model(bundled_checkpoint(), quantize="int8")  # what it takes besides the weights
+before = peak()
+model = load_model({str(tmp_path / "model")!r}, quantize="int8")
+print(peak() - before, sum(parameter.nbytes for parameter in model.parameters()))
+"""
+    # A fixed threshold keeps the C library from fragmenting its heap, which would be counted as ours.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    peak, weights = map(int, done.stdout.split())
+    assert weights <= 0.51 * (size - embedding) + 1.51 * embedding
+    assert peak <= weights + 1.5 * embedding + 15e6
+
+
+class TestRefusals:
+    def test_what_cannot_run_int8(self, random_checkpoints, texting_folder):
+        for backend in ("xla", "nxdi"):
+            compiled = "graphs" if backend == "nxdi" else None
+            with pytest.raises(UserError, match=f"int8 weights are for the backend cpu; {backend}"):
+                load(texting_folder, backend=backend, compiled=compiled, quantize="int8")
+        with pytest.raises(UserError, match="int8 weights cannot be split over 2 ranks"):
+            load_model(texting_folder, parallel=Parallel(0, 2), quantize="int8")
+        with pytest.raises(UserError, match="quantize is 'int4'; it must be int8"):
+            load_model(texting_folder, quantize="int4")
+
+    def test_a_quantized_model_is_not_written(self, texting_folder, tmp_path):
+        model = load_model(texting_folder, quantize="int8")
+        with pytest.raises(UserError, match="a quantized model cannot be written"):
+            save_model(model, tmp_path / "model")
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""int8 weights with a scale per output channel: what they keep of a weight, and the plain products with them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from granite4_neuron import ops
+from granite4_neuron.ops import dequantize, quantize_per_channel
+from granite4_neuron.ops.quantization import _PART
+from test.support import oracles
+from test.unit.test_ops import relative_error
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def assert_round_trip(weight, values, scale):
+    """Every value is off by half a step at most, and each row uses all of its range."""
+    weight = weight.double()
+    assert values.dtype == torch.int8 and values.shape == weight.shape and values.is_contiguous()
+    assert scale.dtype == torch.float32 and scale.shape == weight.shape[:-1] and torch.isfinite(scale).all()
+    error = (values.double() * scale.double()[..., None] - weight).abs()
+    assert (error <= 0.5 * scale.double()[..., None] * (1 + 1e-5)).all()
+    largest = values.abs().amax(-1)
+    assert torch.equal(largest == 127, weight.abs().amax(-1) >= 127 * torch.finfo(torch.float32).tiny)
+
+
+class TestQuantizePerChannel:
+    @pytest.mark.parametrize("dtype", TOLERANCES)
+    @given(
+        shape=st.sampled_from([(1, 1), (7, 33), (3, 5, 16), (2, 1, 200)]),
+        exponent=st.integers(-20, 12),
+        seed=st.integers(0, 1000),
+    )
+    def test_round_trip(self, dtype, shape, exponent, seed):
+        """Rows of very different sizes: a scale that is not the row's own would lose the small ones."""
+        g = torch.Generator().manual_seed(seed)
+        sizes = 2.0 ** (exponent + torch.randint(-3, 3, shape[:-1], generator=g))
+        weight = (torch.randn(shape, generator=g) * sizes[..., None]).to(dtype)
+        assert_round_trip(weight, *quantize_per_channel(weight))
+
+    def test_known_numbers(self):
+        weight = torch.tensor([[127.0, -127.0, 0.4, -0.6], [0.5, 0.0, -1.0, 1.0 / 254]])
+        values, scale = quantize_per_channel(weight)
+        assert values.tolist() == [[127, -127, 0, -1], [64, 0, -127, 0]]
+        assert scale.tolist() == pytest.approx([1.0, 1 / 127])
+
+    def test_rows_of_zeros(self):
+        weight = torch.randn(2, 3, 8)
+        weight[1, 1] = 0
+        values, scale = quantize_per_channel(weight)
+        assert values[1, 1].count_nonzero() == 0 and scale[1, 1] == 1
+        assert torch.equal(dequantize(values, scale, torch.float32)[1, 1], torch.zeros(8))
+
+    @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1e30, 3e38])
+    def test_extreme_sizes(self, size):
+        weight = torch.tensor([[1.0, -0.5, 0.25, 0.0]]) * size
+        assert_round_trip(weight, *quantize_per_channel(weight))
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_row_that_is_not_finite_stays_so_alone(self, value):
+        weight = torch.randn(3, 8)
+        weight[1, 2] = value
+        values, scale = quantize_per_channel(weight)
+        assert torch.isfinite(scale).tolist() == [True, False, True]
+        assert not torch.isfinite(dequantize(values, scale, torch.float32)[1]).any()
+
+    def test_large_tensors_are_done_in_parts(self):
+        weight = torch.randn(3, 500, 1000)
+        assert weight.numel() > _PART and 500 * 1000 % _PART
+        assert_round_trip(weight, *quantize_per_channel(weight))
+        wide = torch.randn(2, _PART + 1)
+        assert_round_trip(wide, *quantize_per_channel(wide))
+
+    def test_any_strides(self):
+        weight = torch.randn(8, 6, 5).transpose(0, 2)
+        values, scale = quantize_per_channel(weight)
+        assert_round_trip(weight, values, scale)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+class TestProducts:
+    """Against float64 products with the dequantized weights, which are rounded to dtype once."""
+
+    def weights(self, *shape):
+        values, scale = quantize_per_channel(torch.randn(shape) / shape[-1] ** 0.5)
+        return values, scale, dequantize(values, scale, torch.float64)
+
+    def test_linear_and_logits(self, dtype):
+        x, bias = torch.randn(2, 3, 33).to(dtype), torch.randn(20).to(dtype)
+        values, scale, exact = self.weights(20, 33)
+        expected = x.double() @ exact.T
+        for b, total in ((None, expected), (bias, expected + bias.double())):
+            y = ops.linear(x, values, b, scale)
+            assert y.dtype == dtype and relative_error(y, total) <= TOLERANCES[dtype]
+        y = ops.logits(x, values, 3.0, scale)
+        assert y.dtype == torch.float32 and relative_error(y, expected / 3) <= TOLERANCES[dtype]
+
+    def test_mlp(self, dtype):
+        x = torch.randn(5, 32).to(dtype)
+        w1, s1, exact1 = self.weights(2 * 24, 32)
+        w2, s2, exact2 = self.weights(32, 24)
+        gate, up = (x.double() @ exact1.T).chunk(2, -1)
+        y = ops.mlp(x, w1, w2, s1, s2)
+        assert y.dtype == dtype
+        assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
+
+    @pytest.mark.parametrize("tokens", [1, 12])
+    def test_experts(self, dtype, tokens):
+        x, router = torch.randn(tokens, 16).to(dtype), torch.randn(5, 16)
+        w1, s1, exact1 = self.weights(5, 2 * 12, 16)
+        w2, s2, exact2 = self.weights(5, 16, 12)
+        chosen = ops.topk_softmax(x.float() @ router.T, 2)
+        y = ops.fused_experts(x, w1, w2, *chosen, s1, s2)
+        assert y.dtype == dtype
+        exact = oracles.mixture_of_experts(x, router, exact1, exact2, 2)
+        assert relative_error(y, exact) <= 2 * TOLERANCES[dtype]
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    w1, w2 = torch.randint(-9, 9, (5, 24, 16), dtype=torch.int8), torch.randint(-9, 9, (5, 16, 12), dtype=torch.int8)
+    s1, s2 = torch.rand(5, 24), torch.rand(5, 16)
+    s1[3:], s2[3:] = math.nan, math.nan
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    assert torch.isfinite(ops.fused_experts(torch.randn(3, 16), w1, w2, torch.full((3, 2), 0.5), ids, s1, s2)).all()
