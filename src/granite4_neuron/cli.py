@@ -26,6 +26,7 @@ from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.ops.cpu import CPU_KERNELS
+from granite4_neuron.ops.launch_parameters import FOLDER_VARIABLE
 from granite4_neuron.state import sequence_bytes, token_bytes
 
 EXIT_CHECK_FAILED = 1
@@ -102,6 +103,7 @@ def _generate(options: argparse.Namespace) -> int:
         options.cpu_kernels,
         options.compiled,
         quantize=options.quantize,
+        tuned_configs=options.tuned_configs,
     )
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
@@ -161,6 +163,7 @@ def _check(options: argparse.Namespace) -> int:
         decode_kernel=options.decode_kernel,
         cpu_kernels=options.cpu_kernels,
         quantize=options.quantize,
+        tuned_configs=options.tuned_configs,
     )
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
@@ -464,8 +467,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(check)
     _add_arithmetic(check)
-    _add_cpu_kernels(check)
-    add_quantize(check)
+    add_cpu_options(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
     check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
     check.add_argument(
@@ -547,8 +549,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     _add_model(generate)
     _add_arithmetic(generate)
-    _add_cpu_kernels(generate)
-    add_quantize(generate)
+    add_cpu_options(generate)
     generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
     generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
@@ -597,7 +598,8 @@ def _add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) ->
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
 
 
-def _add_cpu_kernels(parser: argparse.ArgumentParser) -> None:
+def add_cpu_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the cpu backend: which kernels it runs, and how they are launched."""
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
@@ -605,9 +607,12 @@ def _add_cpu_kernels(parser: argparse.ArgumentParser) -> None:
         help="what the cpu backend computes with: kernels compiled for this processor at first use, or plain torch "
         "(default: %(default)s)",
     )
-
-
-def add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tuned-configs",
+        metavar="DIR",
+        help="of the cpu backend: a folder of launch parameters that benchmark_latency.py --tune wrote (default: the "
+        f"one in the environment variable {FOLDER_VARIABLE}, if any)",
+    )
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,

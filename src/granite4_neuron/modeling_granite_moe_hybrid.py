@@ -18,7 +18,8 @@ from granite4_neuron.layers.moe import SharedMLP, SparseMoe
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import DenseStep, NullSlotStep, Step
-from granite4_neuron.ops import TORCH, MambaKernels, Operators, rotary_tables
+from granite4_neuron.ops import TORCH, LaunchParameters, MambaKernels, Operators, rotary_tables
+from granite4_neuron.ops.launch_parameters import HEURISTIC
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
@@ -85,6 +86,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         state: HybridState,
         kv_length: int | None = None,
         all_logits: bool = False,
+        launch_parameters: LaunchParameters = HEURISTIC,
     ) -> torch.Tensor:
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
 
@@ -103,13 +105,14 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             state: updated in place.
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
             all_logits: logits of every token rather than of each row's last real one.
+            launch_parameters: how a CPU's kernels cut up the step; graphs that are traced leave it as it is.
 
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
         """
         if kv_length is None:
             kv_length = state.max_length
-        step = _step(positions, lengths, slots, kv_length, state)
+        step = _step(positions, lengths, slots, kv_length, state, launch_parameters)
         hidden_states = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
@@ -120,7 +123,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
 
 
 def _step(
-    positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor | None, kv_length: int, state: HybridState
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor | None,
+    kv_length: int,
+    state: HybridState,
+    launch_parameters: LaunchParameters,
 ) -> Step:
     """Of the kind that goes with the state."""
     in_order = slots is None
@@ -128,7 +136,7 @@ def _step(
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
     if state.has_null_slot:
-        return NullSlotStep(positions, lengths, cache_slots, kv_length)
+        return NullSlotStep(positions, lengths, cache_slots, kv_length, launch_parameters=launch_parameters)
     return DenseStep(positions, lengths, cache_slots, kv_length, sequences=None if in_order else slots - 1)
 
 
@@ -192,7 +200,14 @@ class _DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         if self.mamba_block is not None:
             hidden_states = self.mamba_block(
-                hidden_states, state.conv_state, state.ssm_state, step.lengths, step.read_slots, step.slots
+                hidden_states,
+                state.conv_state,
+                state.ssm_state,
+                step.lengths,
+                step.read_slots,
+                step.slots,
+                step.launch_parameters.chunk_size,
+                step.launch_parameters.heads_per_task,
             )
         else:
             hidden_states = self._mix(hidden_states, step, state, rotary)

@@ -9,11 +9,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main
+from granite4_neuron.ops import LaunchParameters
+from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
+
+TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder
 
 
 class Terminal(io.StringIO):
@@ -98,6 +103,11 @@ class TestGenerate:
         common = ("generate", "--model", texting_folder, "--max-tokens", 3, "--ignore-eos", "text")
         for kernels in ("fused", "torch"):
             assert run(*common, "--quantize", "int8", "--cpu-kernels", kernels)[0] == 0
+
+    def test_tuned_configs_change_no_text(self, run, texting_folder, tmp_path):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 6, "--ignore-eos", "x" * 150)
+        write_table(tmp_path / TABLE, LaunchTable({1: LaunchParameters(32, 1, 32)}))
+        assert run(*common, "--tuned-configs", tmp_path) == run(*common)
 
     def test_without_a_model_the_bundled_one_is_used_and_named(self, run):
         status, output, error = run("generate", "An assignment statement", "--max-tokens", 8)
@@ -249,6 +259,19 @@ class TestBadInput:
         tensors = {name: tensor.double() for name, tensor in load_file(folder / checkpoint.WEIGHTS).items()}
         save_file(tensors, folder / checkpoint.WEIGHTS)
         self.refused(run("generate", "--model", folder, "x"), "of a dtype that is not supported")
+
+    @pytest.mark.parametrize("command", [("generate", "x"), ("check",)])
+    def test_tuned_configs(self, run, texting_folder, tmp_path, command):
+        common = (*command, "--model", texting_folder, "--tuned-configs")
+        self.refused(run(*common, tmp_path / "none"), "none', which is no folder")
+        (tmp_path / TABLE).write_text('{"8": {}}')
+        self.refused(run(*common, tmp_path), f"{TABLE} is not a table of launch parameters (entry 8 must")
+
+    def test_tuned_configs_of_another_backend(self, run, tmp_path):
+        for backend in ("xla", "nxdi"):
+            extra = ("--compiled", tmp_path) if backend == "nxdi" else ()
+            result = run("generate", "x", "--backend", backend, *extra, "--tuned-configs", tmp_path)
+            self.refused((*result[:2], result[2].partition("chooses another.\n")[2]), "belong to the backend cpu")
 
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")

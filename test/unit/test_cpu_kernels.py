@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from granite4_neuron import ops
 from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
+from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
 from test.support import oracles
 from test.unit.test_ops import relative_error
 
@@ -158,6 +159,7 @@ class Mamba:
         self.A_log = torch.empty(heads).uniform_(1, A, generator=g).log().to(dtype)
         self.D = normal(heads).to(dtype)
         self.limit = (0.0, math.inf)
+        self.launch = (HEURISTIC.chunk_size, HEURISTIC.heads_per_task)
         self.slots = torch.arange(rows).flip(0) + 1
         self.conv_state = torch.full((rows + 2, self.channels, width - 1), math.nan, dtype=dtype)
         self.ssm_state = torch.full((rows + 2, heads, head_dim, d_state), math.nan)
@@ -185,6 +187,7 @@ class Mamba:
             slots,
             self.sizes[2],
             *self.limit,
+            *self.launch,
         )
 
     def exact(self, projected):
@@ -213,10 +216,12 @@ class TestMambaMixer:
         d_state=st.sampled_from([5, 16, 128]),
         width=st.sampled_from([2, 3, 4, 6]),
         bias=st.booleans(),
+        launch=st.tuples(*(st.sampled_from(CHOICES[name]) for name in ("chunk_size", "heads_per_task"))),
     )
-    def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias):
+    def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias, launch):
         """Two rows in steps of any lengths; padding and what no row owns are NaN."""
         mamba = Mamba(2, head_dim=head_dim, groups=groups, d_state=d_state, width=width, bias=bias)
+        mamba.launch = launch
         totals = [sum(piece[row] for piece in pieces) for row in range(2)]
         history = mamba.inputs(2, max(*totals, 1))
         done, outputs = [0, 0], [[], []]
@@ -239,6 +244,58 @@ class TestMambaMixer:
             assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
             before = torch.cat([torch.zeros(width - 1, mamba.channels), history[row, :total, : mamba.channels]])
             assert torch.equal(mamba.conv_state[mamba.slots[row]], before[-(width - 1) :].T)
+
+    @pytest.mark.parametrize("chunk_size", CHOICES["chunk_size"])
+    @pytest.mark.parametrize("chunks, rest", [(0, 31), (1, -1), (1, 0), (1, 1), (2, 13), (3, -13)])
+    def test_chunks_of_every_size_equal_the_recurrence(self, chunk_size, chunks, rest):
+        """Ragged rows, of lengths that are multiples of the chunk and others; then a further piece."""
+        mamba = Mamba(3, head_dim=24, d_state=20)
+        mamba.launch = chunk_size, 1
+        lengths = [chunks * chunk_size + rest, 7, 2 * chunk_size + 1]
+        history = mamba.inputs(3, max(lengths) + chunk_size + 5)
+        outputs = mamba.run(history[:, : max(lengths)], lengths, [0, 0, 0])
+        for row, length in enumerate(lengths):
+            exact, exact_state = mamba.exact(history[row, :length])
+            assert relative_error(outputs[row, :length], exact) <= 1e-5
+            assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
+        more = torch.stack([history[row, length : length + chunk_size + 5] for row, length in enumerate(lengths)])
+        outputs = mamba.run(more, [chunk_size + 5] * 3, lengths)
+        for row, length in enumerate(lengths):
+            exact, exact_state = mamba.exact(history[row, : length + chunk_size + 5])
+            assert relative_error(outputs[row], exact[length:]) <= 1e-5
+            assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
+
+    @pytest.mark.parametrize("heads_per_task", CHOICES["heads_per_task"])
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_tasks_of_every_size_equal_the_recurrence(self, heads_per_task, threads):
+        mamba = Mamba(3, heads=5)
+        mamba.launch = 64, heads_per_task
+        history = mamba.inputs(3, 4)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            outputs = [mamba.run(history[:, t : t + 1], [1, 1, 1], [t, t, t]) for t in range(4)]
+        finally:
+            torch.set_num_threads(before)
+        for row in range(3):
+            exact, exact_state = mamba.exact(history[row])
+            assert relative_error(torch.cat(outputs, 1)[row], exact) <= 1e-5
+            assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
+
+    @pytest.mark.parametrize("chunk_size", [0, -32, 33, 256])
+    def test_other_chunks_are_refused(self, chunk_size):
+        mamba = Mamba(1)
+        mamba.launch = chunk_size, 4
+        with pytest.raises(RuntimeError, match=f"chunk_size is {chunk_size}; it must be 32, 64 or 128"):
+            mamba.run(mamba.inputs(1, 2), [2], [0])
+        assert mamba.conv_state[1].isnan().all(), "nothing is written"
+
+    @pytest.mark.parametrize("heads_per_task", [0, -1])
+    def test_empty_tasks_are_refused(self, heads_per_task):
+        mamba = Mamba(1)
+        mamba.launch = 64, heads_per_task
+        with pytest.raises(RuntimeError, match=f"heads_per_task is {heads_per_task}"):
+            mamba.run(mamba.inputs(1, 1), [1], [0])
 
     @pytest.mark.parametrize("cuts", [[150], [1] * 20], ids=["prefill", "decode"])
     def test_bfloat16(self, cuts):
@@ -309,7 +366,7 @@ def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
     )
     slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
     states = (whole.conv_state, whole.ssm_state)
-    output = block(x, *states, torch.tensor(lengths), torch.zeros_like(slots), slots)
+    output = block(x, *states, torch.tensor(lengths), torch.zeros_like(slots), slots, *whole.launch)
     assert torch.equal(output, cpu.residual_add(x, mixed, 0.3))
     for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())

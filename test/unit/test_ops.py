@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -12,9 +12,6 @@ from granite4_neuron import ops
 from granite4_neuron.ops import moe
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum
 from test.support import oracles
-
-settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("package")
 
 
 def relative_error(value, exact):

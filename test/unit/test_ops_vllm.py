@@ -17,9 +17,6 @@ from torch.nn import functional as F
 from granite4_neuron import ops
 from test.support import oracles, slot_oracles
 
-settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("package")
-
 NEW, CONTINUED, NULL, PAD = "new", "continued", "null block", "-1"
 rows_of_prefill = st.lists(
     st.tuples(st.integers(0, 40), st.sampled_from([NEW, CONTINUED, CONTINUED, NULL, PAD])), min_size=1, max_size=5

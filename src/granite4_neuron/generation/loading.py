@@ -32,6 +32,7 @@ def load(
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
     quantize: str | None = None,
+    tuned_configs: str | Path | None = None,
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
 
@@ -41,7 +42,7 @@ def load(
         prefill_scan, decode_kernel: see `GraniteMoeHybridForCausalLM`.
         backend: "cpu" for this machine's processor, "xla" for compiled graphs on torch_xla's device, "nxdi" for NxD
             Inference on a Neuron device.
-        cpu_kernels: of the backend "cpu", see `CPURuntime`.
+        cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
 
@@ -58,13 +59,15 @@ def load(
         raise UserError("a folder of compiled graphs belongs to the backend nxdi, and that backend needs one.")
     if quantize is not None and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
+    if tuned_configs is not None and backend != "cpu":
+        raise UserError("tuned launch parameters belong to the backend cpu; the others have none.")
     if backend == "nxdi":
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize)
     if backend == "cpu":
-        return CPURuntime(weights, generation_config, cpu_kernels), tokenizer
+        return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs), tokenizer
     return _xla_runtime()(weights, generation_config), tokenizer
 
 

@@ -95,7 +95,7 @@ class Mamba2(nn.Module):
         B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         A = -torch.exp(self.A_log.float())
-        y, ssm_state = self.kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state))
+        y, ssm_state = self.kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state), step.launch_parameters)
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.state import NULL_SLOT
 
 
@@ -19,12 +20,14 @@ class Step(ABC):
     lengths: [batch], how many of a row's tokens are real; the rest is padding on the right.
     slots: [batch], each row's slot in the caches of keys and values.
     kv_length: how many cache entries attention visits; above every real position.
+    launch_parameters: how the kernels of a CPU cut up the step; other devices have their own constants.
     """
 
     positions: torch.Tensor
     lengths: torch.Tensor
     slots: torch.Tensor
     kv_length: int
+    launch_parameters: LaunchParameters = field(default=HEURISTIC, kw_only=True)
 
     @cached_property
     def is_real(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from granite4_neuron.ops.head import logits
+from granite4_neuron.ops.launch_parameters import LaunchParameters, pinned_launch_parameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
 from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
@@ -23,6 +24,7 @@ __all__ = [
     "PREFILL_SCANS",
     "QUANTIZATIONS",
     "TORCH",
+    "LaunchParameters",
     "MambaKernels",
     "Operators",
     "apply_rotary",
@@ -37,6 +39,7 @@ __all__ = [
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "mlp",
+    "pinned_launch_parameters",
     "quantize_per_channel",
     "residual_add",
     "rms_norm",

@@ -8,6 +8,7 @@ import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
+from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.selective_state_update import selective_state_step
 
@@ -17,9 +18,7 @@ DECODE_KERNELS = ("torch", "nki")
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
-# Balances the decay matrices (their size grows with it) against the number of matrix products: what measures best on a
-# CPU, and the number of partitions that Trainium's engines work on.
-_CPU_CHUNK_SIZE = 64
+# Tokens that are scanned at once anywhere but on a CPU: the number of partitions that Trainium's engines work on.
 _CHUNK_SIZE = 128
 
 
@@ -115,12 +114,14 @@ class MambaKernels:
         C: torch.Tensor,
         D: torch.Tensor,
         ssm_state: torch.Tensor,
+        launch_parameters: LaunchParameters = HEURISTIC,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The recurrence over a step's tokens, from `ssm_state` on.
 
         Args:
             x, dt, A, B, C, D: as `mamba_chunk_scan_combined` takes them.
             ssm_state: [batch, num_heads, head_dim, d_state], or as `has_kernel_layout` says; float32.
+            launch_parameters: for torch on a CPU.
 
         Returns:
             (y, new ssm_state): y is like x, the state like the old one. In torch the old state may be overwritten.
@@ -135,18 +136,19 @@ class MambaKernels:
         elif is_decode:
             y = selective_state_step(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
         else:
+            chunk_size = self._chunk_size(x, launch_parameters)
             y, ssm_state = mamba_chunk_scan_combined(
-                x, dt, A, B, C, self._chunk_size(x), D, initial_states=ssm_state, return_final_states=True
+                x, dt, A, B, C, chunk_size, D, initial_states=ssm_state, return_final_states=True
             )
         return y, _other_layout(ssm_state, not is_nki) if transposed else ssm_state
 
     def _is_nki(self, is_decode: bool) -> bool:
         return self.decode_kernel == "nki" if is_decode else self.prefill_scan in NKI_PREFILL_SCANS
 
-    def _chunk_size(self, x: torch.Tensor) -> int:
+    def _chunk_size(self, x: torch.Tensor, launch_parameters: LaunchParameters) -> int:
         if self.prefill_scan == "quadratic":
             return x.shape[1]
-        return _CPU_CHUNK_SIZE if x.device.type == "cpu" else _CHUNK_SIZE
+        return launch_parameters.torch_chunk_size if x.device.type == "cpu" else _CHUNK_SIZE
 
     def _scan_nki(
         self,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
 from granite4_neuron.state import HybridState
 
 
@@ -38,6 +40,11 @@ class CPURuntime:
         model: with weights.
         generation_config: the checkpoint's defaults for generation.
         kernels: "fused" for compiled kernels, "torch" for plain torch; see `ops.cpu.operators`.
+        tuned_configs: a folder of tuned launch parameters; None for what GRANITE4_TUNED_CONFIG_FOLDER says, if
+            anything. See `ops.launch_parameters`.
+
+    Raises:
+        UserError: there is no such folder, or the table in it for this model is broken.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -45,10 +52,18 @@ class CPURuntime:
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
     prompts_per_step = 8
 
-    def __init__(self, model: GraniteMoeHybridForCausalLM, generation_config: GenerationConfig, kernels: str = "fused"):
+    def __init__(
+        self,
+        model: GraniteMoeHybridForCausalLM,
+        generation_config: GenerationConfig,
+        kernels: str = "fused",
+        tuned_configs: str | Path | None = None,
+    ):
         self.model = model
-        model.use(cpu.operators(kernels))
         self.generation_config = generation_config
+        self._num_heads = self.config.rank_dimensions(model.parallel.degree).mamba_heads
+        self._launch_table = _launch_table(self.config, tuned_config_folder(tuned_configs))
+        model.use(cpu.operators(kernels))
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -74,4 +89,11 @@ class CPURuntime:
             state,
             kv_length=max(row.start + len(row.tokens) for row in rows),
             all_logits=all_logits,
+            launch_parameters=self._launch_table.at(len(rows) * self._num_heads),
         )
+
+
+def _launch_table(config: GraniteMoeHybridConfig, folder: Path | None) -> LaunchTable:
+    if MAMBA not in config.layer_types:
+        return LaunchTable({1: HEURISTIC})  # no layer looks at it
+    return find_launch_table(config.mamba_d_head, config.mamba_d_state, torch.float32, folder)

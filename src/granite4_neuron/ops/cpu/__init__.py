@@ -162,6 +162,8 @@ def mamba_mixer(
     n_groups: int,
     dt_min: float,
     dt_max: float,
+    chunk_size: int,
+    heads_per_task: int,
 ) -> torch.Tensor:
     """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
     dt_bias)) `selective_state_update`, or for several tokens `mamba_chunk_scan_combined`.
@@ -178,13 +180,15 @@ def mamba_mixer(
         read_slots, slots: [batch], where each row's state is read, and where it is written.
         n_groups: of B and C.
         dt_min, dt_max: the clamp.
+        chunk_size, heads_per_task: see `LaunchParameters`.
 
     Returns:
         [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
     """
     constants = (conv_taps, conv_bias, dt_bias, A, D)
     where = (lengths, read_slots, slots)
-    return _kernel("mamba_mixer")(projected, *constants, conv_state, ssm_state, *where, n_groups, dt_min, dt_max)
+    settings = (n_groups, dt_min, dt_max, chunk_size, heads_per_task)
+    return _kernel("mamba_mixer")(projected, *constants, conv_state, ssm_state, *where, *settings)
 
 
 def mamba_block(
@@ -208,7 +212,7 @@ def mamba_block(
 
     Returns:
         A function of hidden_states [batch, tokens, hidden_size] in float32, and of `mamba_mixer`'s conv_state,
-        ssm_state, lengths, read_slots and slots. What it returns is like hidden_states.
+        ssm_state, lengths, read_slots, slots, chunk_size and heads_per_task. What it returns is like hidden_states.
     """
     weights = (norm_weight, *in_proj, *mamba_constants(*constants), gated_norm_weight, *out_proj)
     sizes = (n_groups, *time_step_limit, eps, residual_multiplier)

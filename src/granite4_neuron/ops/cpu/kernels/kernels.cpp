@@ -20,13 +20,13 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "mamba_mixer(Tensor projected, Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, "
       "Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int n_groups, "
-      "float dt_low, float dt_high) -> Tensor");
+      "float dt_low, float dt_high, int chunk_size, int heads_per_task) -> Tensor");
   library.def(
       "mamba_block(Tensor norm_weight, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor? in_proj_scale, "
       "Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, Tensor gated_norm_weight, "
       "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? out_proj_scale, int n_groups, float dt_low, "
       "float dt_high, float eps, float residual_multiplier, Tensor hidden_states, Tensor(a!) conv_state, "
-      "Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots) -> Tensor");
+      "Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int chunk_size, int heads_per_task) -> Tensor");
   library.def(
       "feed_forward_block(Tensor norm_weight, Tensor input_weight, Tensor output_weight, Tensor? input_scale, "
       "Tensor? output_scale, Tensor? router_weight, int top_k, Tensor? w1, Tensor? w2, Tensor? w1_scale, "

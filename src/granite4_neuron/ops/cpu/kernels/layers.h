@@ -17,14 +17,14 @@ inline at::Tensor mamba_block(
     const std::optional<at::Tensor>& out_proj_bias, const std::optional<at::Tensor>& out_proj_scale, int64_t n_groups,
     double dt_low, double dt_high, double eps, double residual_multiplier, const at::Tensor& hidden_states,
     at::Tensor conv_state, at::Tensor ssm_state, const at::Tensor& lengths, const at::Tensor& read_slots,
-    const at::Tensor& slots) {
+    const at::Tensor& slots, int64_t chunk_size, int64_t heads_per_task) {
   at::Tensor x = rms_norm(hidden_states, std::nullopt, norm_weight, eps, 1);
   at::Tensor projected = granite4_neuron::linear(x, in_proj_weight, in_proj_bias, in_proj_scale);
   int64_t inner = gated_norm_weight.size(0);
   at::Tensor z = projected.narrow(-1, 0, inner), xBC_dt = projected.narrow(-1, inner, projected.size(-1) - inner);
   at::Tensor y = mamba_mixer(
       xBC_dt, conv_taps, conv_bias, dt_bias, A, D, conv_state, ssm_state, lengths, read_slots, slots, n_groups, dt_low,
-      dt_high);
+      dt_high, chunk_size, heads_per_task);
   at::Tensor gated = rms_norm(y, z, gated_norm_weight, eps, n_groups);
   return residual_add(
       hidden_states, granite4_neuron::linear(gated, out_proj_weight, out_proj_bias, out_proj_scale),

@@ -15,6 +15,7 @@ struct Mixer {
   const float *dt_bias, *A, *D;
   const int64_t *lengths, *read_slots, *slots;
   float dt_low, dt_high;
+  int64_t heads_per_task;
 };
 
 // out[token] = silu(convolution) for one sequence's tokens begin to end.
@@ -175,7 +176,7 @@ inline void update_state(
 // One token of every sequence. dt: [batch, heads], step sizes.
 inline void decode(const Mixer& m, const float* xBC, const float* dt, float* ssm_state, float* y) {
   int64_t head_size = m.head_dim * m.d_state, inner = m.heads * m.head_dim;
-  parallel_tasks(m.batch * m.heads, 4, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * m.heads, m.heads_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads, group = head * m.groups / m.heads;
       if (m.lengths[row] == 0) continue;
@@ -191,14 +192,12 @@ inline void decode(const Mixer& m, const float* xBC, const float* dt, float* ssm
   });
 }
 
-// Tokens that are scanned at once. Their decay matrix and the state of a head stay in the nearest cache.
-constexpr int64_t CHUNK = 64;
-
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
 // scores[i, j] = C_i . B_j for the tokens of one chunk and group; [CHUNK, CHUNK], what lies above the diagonal is junk.
+template <int64_t CHUNK>
 inline void chunk_scores(
     const float* B, const float* C, int64_t stride, int64_t length, int64_t d_state, float* scores,
     std::vector<float>& scratch) {
@@ -216,6 +215,10 @@ inline void chunk_scores(
 //
 // x, B, C: the first token's; tokens are `stride` apart. dt: tokens `dt_stride` apart. y: tokens `y_stride` apart.
 // scores: of `chunk_scores`, chunk by chunk. from, to: [head_dim, d_state], may be the same.
+//
+// CHUNK: tokens that are scanned at once, a multiple of LANES. Their decay matrix and the state should stay in the nearest
+// caches.
+template <int64_t CHUNK>
 struct HeadScan {
   int64_t head_dim, d_state, columns;
   // The state as [d_state, head_dim]: all products have the channels of the head in vectors. Columns are padded.
@@ -303,6 +306,7 @@ struct HeadScan {
 };
 
 // Any number of tokens of every sequence. dt: [batch, tokens, heads], step sizes.
+template <int64_t CHUNK>
 inline void scan(const Mixer& m, const float* xBC, const float* dt, float* ssm_state, float* y) {
   int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, inner = m.heads * m.head_dim, block = CHUNK * CHUNK;
   std::vector<float> scores(m.batch * m.groups * chunks * block);
@@ -312,13 +316,13 @@ inline void scan(const Mixer& m, const float* xBC, const float* dt, float* ssm_s
       int64_t row = task / (m.groups * chunks), group = task / chunks % m.groups, start = task % chunks * CHUNK;
       if (start >= m.lengths[row]) continue;
       const float* B = xBC + (row * m.tokens + start) * m.channels + inner + group * m.d_state;
-      chunk_scores(
+      chunk_scores<CHUNK>(
           B, B + m.groups * m.d_state, m.channels, std::min(CHUNK, m.lengths[row] - start), m.d_state,
           &scores[task * block], scratch);
     }
   });
   at::parallel_for(0, m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
-    HeadScan head_scan(m.head_dim, m.d_state);
+    HeadScan<CHUNK> head_scan(m.head_dim, m.d_state);
     int64_t head_size = m.head_dim * m.d_state;
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads, group = head * m.groups / m.heads;
@@ -336,16 +340,27 @@ inline void scan(const Mixer& m, const float* xBC, const float* dt, float* ssm_s
   });
 }
 
+using Recurrence = void (*)(const Mixer&, const float*, const float*, float*, float*);
+
+inline Recurrence recurrence(int64_t tokens, int64_t chunk_size) {
+  if (tokens == 1) return decode;
+  if (chunk_size == 32) return scan<32>;
+  if (chunk_size == 64) return scan<64>;
+  TORCH_CHECK(chunk_size == 128, "chunk_size is ", chunk_size, "; it must be 32, 64 or 128");
+  return scan<128>;
+}
+
 // As ops.cpu.mamba_mixer, which is the Python side. Real tokens only are computed; y of padding is 0.
 //
 // projected: [batch, tokens, conv_dim + num_heads], tokens at any distance; conv_taps: [d_conv, conv_dim];
 // conv_state: [slots, conv_dim, d_conv - 1]; ssm_state: [slots, num_heads, head_dim, d_state]; A, D, dt_bias:
-// [num_heads]; all constants and ssm_state are float32. Returns y, [batch, tokens, num_heads * head_dim] in float32.
+// [num_heads]; all constants and ssm_state are float32; chunk_size: tokens that are scanned at once; heads_per_task:
+// states that a thread updates at a time. Returns y, [batch, tokens, num_heads * head_dim] in float32.
 inline at::Tensor mamba_mixer(
     const at::Tensor& projected, const at::Tensor& conv_taps, const std::optional<at::Tensor>& conv_bias,
     const at::Tensor& dt_bias, const at::Tensor& A, const at::Tensor& D, at::Tensor conv_state, at::Tensor ssm_state,
     const at::Tensor& lengths, const at::Tensor& read_slots, const at::Tensor& slots, int64_t n_groups, double dt_low,
-    double dt_high) {
+    double dt_high, int64_t chunk_size, int64_t heads_per_task) {
   check_last_axis(projected, "projected");
   for (const at::Tensor* constant : {&conv_taps, &dt_bias, &A, &D})
     TORCH_CHECK(constant->is_contiguous() && constant->scalar_type() == at::kFloat);
@@ -353,6 +368,8 @@ inline at::Tensor mamba_mixer(
   TORCH_CHECK(conv_state.scalar_type() == projected.scalar_type());
   check_rows(lengths, read_slots, projected.size(1), ssm_state.size(0));
   check_rows(lengths, slots, projected.size(1), ssm_state.size(0));
+  Recurrence recur = recurrence(projected.size(1), chunk_size);
+  TORCH_CHECK(heads_per_task > 0, "heads_per_task is ", heads_per_task);
   int64_t batch = projected.size(0), tokens = projected.size(1), channels = conv_taps.size(1);
   int64_t width = conv_taps.size(0), heads = ssm_state.size(1), history = width - 1;
   TORCH_CHECK(projected.size(2) == channels + heads && conv_state.size(1) == channels && conv_state.size(2) == history);
@@ -374,7 +391,8 @@ inline at::Tensor mamba_mixer(
       read_slots.const_data_ptr<int64_t>(),
       slots.const_data_ptr<int64_t>(),
       static_cast<float>(dt_low),
-      static_cast<float>(dt_high)};
+      static_cast<float>(dt_high),
+      heads_per_task};
 
   at::Tensor y = at::empty({batch, tokens, heads * m.head_dim}, projected.options().dtype(at::kFloat));
   for (int64_t row = 0; row < batch; row++) {
@@ -394,11 +412,7 @@ inline at::Tensor mamba_mixer(
       convolve_tokens(m, input, projected.stride(0), projected.stride(1), windows, activated, steps);
     }
   });
-  if (tokens == 1) {
-    decode(m, activated, steps, ssm_state.mutable_data_ptr<float>(), y.mutable_data_ptr<float>());
-  } else {
-    scan(m, activated, steps, ssm_state.mutable_data_ptr<float>(), y.mutable_data_ptr<float>());
-  }
+  recur(m, activated, steps, ssm_state.mutable_data_ptr<float>(), y.mutable_data_ptr<float>());
   return y;
 }
 

@@ -1,0 +1,243 @@
+"""How work is cut up for this machine's processor, from tables of what measured best; results do not depend on it.
+
+A table is a JSON file for layers of one size on one processor, and its name says which:
+
+    head_dim=64,d_state=128,cache_dtype=float32,device=AMD_EPYC_9R14.json
+
+It has an entry for each batch * num_heads (the number of states that a step advances) that was measured:
+
+    {"48": {"chunk_size": 64, "heads_per_task": 4, "torch_chunk_size": 64}, "192": {...}}
+
+`find_launch_table` says which table is used. Graphs that are traced for XLA and NKI kernels never look at one: they are
+the same on every machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import platform
+import re
+import reprlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from granite4_neuron.errors import UserError
+
+FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
+# What each parameter may be; chunks of the fused kernels are a multiple of every vector's width.
+CHOICES = {
+    "chunk_size": (32, 64, 128),
+    "heads_per_task": (1, 2, 4, 8, 16, 32),
+    "torch_chunk_size": (32, 64, 128, 256),
+}
+_ANY_CPU = "cpu"
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LaunchParameters:
+    """How the Mamba-2 kernels cut up a step.
+
+    chunk_size: tokens that the fused kernels scan at once.
+    heads_per_task: states, of all rows together, that a thread of the fused kernels takes at a time in decode.
+    torch_chunk_size: tokens that plain torch scans at once, see `mamba_chunk_scan_combined`.
+
+    Raises:
+        ValueError: one of them is not in `CHOICES`.
+    """
+
+    chunk_size: int
+    heads_per_task: int
+    torch_chunk_size: int
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if type(value) is not int or value not in choices:
+                raise ValueError(f"{name} is {reprlib.repr(value)}; it must be one of {', '.join(map(str, choices))}")
+
+
+# For sizes that nobody has measured. A chunk's decay matrix and a head's state stay in the nearest caches.
+HEURISTIC = LaunchParameters(chunk_size=64, heads_per_task=4, torch_chunk_size=64)
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """Launch parameters by batch * num_heads, for layers of one size; never empty."""
+
+    entries: Mapping[int, LaunchParameters]
+    _closest: dict[int, LaunchParameters] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def at(self, batch_heads: int) -> LaunchParameters:
+        """What is pinned, or else the entry closest to `batch_heads`; of two equally close ones the smaller."""
+        pinned = _PINNED.get()
+        if pinned is not None:
+            return pinned
+        if batch_heads not in self._closest:
+            closest = min(self.entries, key=lambda measured: (abs(measured - batch_heads), measured))
+            self._closest[batch_heads] = self.entries[closest]
+        return self._closest[batch_heads]
+
+
+_PINNED: ContextVar[LaunchParameters | None] = ContextVar("pinned launch parameters", default=None)
+
+
+@contextmanager
+def pinned_launch_parameters(parameters: LaunchParameters) -> Iterator[None]:
+    """Within it, and within its thread, every table answers with `parameters`; nests."""
+    token = _PINNED.set(parameters)
+    try:
+        yield
+    finally:
+        _PINNED.reset(token)
+
+
+def find_launch_table(head_dim: int, d_state: int, cache_dtype: torch.dtype, folder: Path | None = None) -> LaunchTable:
+    """The table for layers of this size on this machine's processor.
+
+    It is the first of these files that exists; one that is broken is refused, not passed over:
+
+    1. in the user's folder, for this processor;
+    2. in the user's folder, for any processor (device=cpu);
+    3. in the package, for this processor;
+    4. in the package, for any processor.
+
+    Where there is none, `HEURISTIC` is for every batch, which a warning says once per process and size.
+
+    Args:
+        head_dim, d_state: of a Mamba-2 layer.
+        cache_dtype: of its ssm_state.
+        folder: the user's, see `tuned_config_folder`; None for the package's tables only.
+
+    Raises:
+        UserError: the file is not a table; the message has its name.
+    """
+    names = [table_name(head_dim, d_state, cache_dtype, device) for device in (device_name(), _ANY_CPU)]
+    folders = [bundled_folder()] if folder is None else [folder, bundled_folder()]
+    for file in (folder / name for folder in folders for name in names):
+        table = read_table(file)
+        if table is not None:
+            return table
+    _warn_of_heuristic(names[0])
+    return LaunchTable({1: HEURISTIC})
+
+
+def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
+    """The user's folder of tables: the argument, or else what GRANITE4_TUNED_CONFIG_FOLDER says now, or else None.
+
+    Raises:
+        UserError: it is not a folder.
+    """
+    folder = argument if argument is not None else os.environ.get(FOLDER_VARIABLE) or None
+    if folder is None:
+        return None
+    if not os.path.isdir(folder):
+        origin = "tuned_configs" if argument is not None else FOLDER_VARIABLE
+        example = table_name(64, 128, torch.float32, _ANY_CPU)
+        raise UserError(f"{origin} is {str(folder)!r}, which is no folder; it must be one of files like {example}.")
+    return Path(folder)
+
+
+def table_name(head_dim: int, d_state: int, cache_dtype: torch.dtype, device: str) -> str:
+    """The file name of a table."""
+    dtype = str(cache_dtype).removeprefix("torch.")
+    return f"head_dim={head_dim},d_state={d_state},cache_dtype={dtype},device={device}.json"
+
+
+@functools.cache
+def device_name() -> str:
+    """`processor_name` as a part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", processor_name()).strip("_")
+
+
+def processor_name() -> str:
+    """This machine's processor, as the system names its model."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def bundled_folder() -> Path:
+    """The package's own tables."""
+    return Path(str(resources.files("granite4_neuron.ops") / "tuned_configs"))
+
+
+def read_table(file: Path) -> LaunchTable | None:
+    """A table from its file; None if there is no such file.
+
+    Raises:
+        UserError: the file cannot be read, or anything in it is not as it must be.
+    """
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        return LaunchTable(_entries(stored))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not a table of launch parameters ({error}).") from None
+
+
+def write_table(file: Path, table: LaunchTable) -> None:
+    """Make `file` hold `table`, at once: a reader sees the old file or the new one. Its folder is made if need be.
+
+    Raises:
+        UserError: it cannot be written; what was there before is still there.
+    """
+    text = json.dumps({str(size): asdict(table.entries[size]) for size in sorted(table.entries)}, indent=2) + "\n"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            written = Path(folder) / file.name
+            written.write_text(text, encoding="utf-8")
+            written.replace(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{reprlib.repr(twice)} is in it twice")
+    return values
+
+
+def _entries(stored: object) -> dict[int, LaunchParameters]:
+    if not isinstance(stored, dict) or not stored:
+        raise ValueError("it must be an object with an entry for each batch * num_heads, and one entry at least")
+    entries = {}
+    for size, values in stored.items():
+        if not re.fullmatch("[1-9][0-9]{0,17}", size):
+            raise ValueError(f"{reprlib.repr(size)} is no batch * num_heads; it must be a positive integer")
+        if not isinstance(values, dict) or values.keys() != CHOICES.keys():
+            raise ValueError(f"entry {size} must be an object of exactly {', '.join(CHOICES)}")
+        try:
+            entries[int(size)] = LaunchParameters(**values)
+        except ValueError as error:
+            raise ValueError(f"entry {size}: {error}") from None
+    return entries
+
+
+@functools.cache
+def _warn_of_heuristic(name: str) -> None:
+    _LOGGER.warning(
+        "granite4-neuron: nobody has measured launch parameters for layers of this size (there is no table %s); a "
+        "guess is used, with which they may run slower than they could. benchmark_latency.py --tune measures.",
+        name,
+    )
