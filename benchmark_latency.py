@@ -193,7 +193,9 @@ def _bound(folder: Path, point: Point, options: argparse.Namespace, rates: Rates
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
-    return flops / rates.flops, decode_bytes(config, _dtype(folder, options), point.batch_size, context) / rates.bytes
+    is_quantized = options.quantize is not None
+    read = decode_bytes(config, _dtype(folder, options), point.batch_size, context, is_quantized)
+    return flops / rates.flops, read / rates.bytes
 
 
 def _dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:

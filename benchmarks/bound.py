@@ -61,7 +61,9 @@ def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
     return 2 * (layers * prompt_length + config.vocab_size * config.hidden_size)
 
 
-def decode_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, context: int) -> float:
+def decode_bytes(
+    config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, context: int, is_quantized: bool = False
+) -> float:
     """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
 
     Of experts those that are chosen: as many different ones as if each token took any of them with equal chance.
@@ -69,9 +71,11 @@ def decode_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size:
     chosen = 1.0
     if config.num_local_experts:
         chosen = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** batch_size
-    weights = sum(w.numel() * (chosen if _is_expert(name) else 1.0) for name, w, _ in _products(config))
-    state = sequence_bytes(config, dtype) + context * token_bytes(config, dtype)
-    return weights * dtype.itemsize + batch_size * state
+    weights = 0.0
+    for name, weight, _ in _products(config):
+        itemsize = 1 if is_quantized and "router" not in name else dtype.itemsize
+        weights += weight.numel() * itemsize * (chosen if _is_expert(name) else 1.0)
+    return weights + batch_size * (sequence_bytes(config, dtype) + context * token_bytes(config, dtype))
 
 
 def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor, float]]:

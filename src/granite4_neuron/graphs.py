@@ -7,7 +7,7 @@ and compiled for the CPU to learn how much temporary memory they need.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,12 +52,12 @@ def report(
     buckets: Sequence[int],
     max_length: int,
 ) -> Iterator[GraphReport]:
-    """The prefill graph of each bucket, for one sequence, and the decode graph for the whole batch.
+    """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
 
     Args:
         config, dtype: the model.
         tp_degree: ranks; the graphs are those of one of them, without what the ranks say to each other.
-        batch_size: sequences in the state and rows of the decode graph.
+        batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
         buckets: tokens of the prefill graphs.
         max_length: of the cache, and what attention visits.
 
@@ -66,8 +66,8 @@ def report(
         UserError: tp_degree does not divide the model.
     """
     for tokens in buckets:
-        yield _graph(f"prefill {tokens}", config, dtype, tp_degree, batch_size, 1, tokens, max_length)
-    yield _graph(f"decode, batch {batch_size}", config, dtype, tp_degree, batch_size, batch_size, 1, max_length)
+        yield _graph(f"prefill {tokens}", config, dtype, tp_degree, batch_size, tokens, max_length)
+    yield _graph(f"decode, batch {batch_size}", config, dtype, tp_degree, batch_size, None, max_length)
 
 
 def _graph(
@@ -76,14 +76,14 @@ def _graph(
     dtype: torch.dtype,
     tp_degree: int,
     num_sequences: int,
-    rows: int,
-    tokens: int,
+    bucket: int | None,
     max_length: int,
 ) -> GraphReport:
+    """Prefill of `bucket` tokens, or decode where it is None."""
     placeholder = tracer()
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
-        state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree)
+        state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False)
     weights = dict(model.named_parameters())
     for weight_name, weight in weights.items():
         set_parameter(model, weight_name, placeholder(tuple(weight.shape), dtype))
@@ -91,11 +91,16 @@ def _graph(
     for layer in state.layers:
         for field, tensor in vars(layer).items():
             setattr(layer, field, placeholder(tuple(tensor.shape), tensor.dtype))
+    rows, tokens = (num_sequences, 1) if bucket is None else (1, bucket)
     shapes = ((rows, tokens), (rows, tokens), (rows,), (rows,))
+    *inputs, slots = (placeholder(shape, torch.int64) for shape in shapes)
+    before = [tensor.clone() for tensor in state.tensors()]
     with torch.no_grad():
-        logits = model(*(placeholder(shape, torch.int64) for shape in shapes), state, kv_length=max_length)
-    proto = hlo_proto([logits, *state.input_output_aliases(first=1)])
-    flops, accessed, temporary, text = analyse(proto)
+        logits = model(*inputs, None if bucket is None else slots, state, kv_length=max_length)
+    aliases = state.input_output_aliases(first=1)
+    outputs = [logits, *aliases]
+    donated = dict(zip(_parameters(outputs, before), aliases.values(), strict=True))
+    flops, accessed, temporary, text = analyse(hlo_proto(outputs), donated)
     return GraphReport(
         name,
         weight_bytes=sum(weight.numel() for weight in weights.values()) * dtype.itemsize,
@@ -130,8 +135,11 @@ def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(outputs))
 
 
-def analyse(proto: bytes) -> tuple[float, float, int, str]:
+def analyse(proto: bytes, donated: Mapping[int, int] = {}) -> tuple[float, float, int, str]:
     """Of a serialised HLO module: FLOPs, bytes accessed, bytes of temporaries once compiled for the CPU, and its text.
+
+    Args:
+        donated: the number of each parameter whose memory an output takes, and that of the output.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -144,32 +152,28 @@ def analyse(proto: bytes) -> tuple[float, float, int, str]:
     module = _hlo.HloModule.from_serialized_hlo_module_proto(proto)
     device = jax.devices("cpu")[0]
     cost = _jax.hlo_module_cost_analysis(device.client, module)
-    text = module.to_string()
     mlir = _jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto))
-    executable = device.client.compile_and_load(_with_donation(mlir, text), _jax.DeviceList((device,)))
+    executable = device.client.compile_and_load(_with_donation(mlir, donated), _jax.DeviceList((device,)))
     temporary = executable.get_compiled_memory_stats().temp_size_in_bytes
-    return cost["flops"], cost["bytes accessed"], temporary, text
+    return cost["flops"], cost["bytes accessed"], temporary, module.to_string()
 
 
-def _with_donation(mlir: str, hlo_text: str) -> str:
-    """The module with each output that is written over a parameter aliased to it, as the runtime has it."""
+def _with_donation(mlir: str, donated: Mapping[int, int]) -> str:
     main = mlir.index("@main(")
-    for parameter, output in _written_parameters(hlo_text).items():
+    for parameter, output in donated.items():
         argument = re.compile(rf"(%arg{parameter}: tensor<[^>]*>)")
         mlir = mlir[:main] + argument.sub(rf"\1 {{tf.aliasing_output = {output} : i32}}", mlir[main:], count=1)
     return mlir
 
 
-def _written_parameters(hlo_text: str) -> dict[int, int]:
-    """Which output is which parameter with rows scattered into it."""
-    module = hlo_lint.instructions(hlo_text)
-    root = next(name for name in reversed(module) if module[name].opcode == "tuple")
-    written = {}
-    for output, name in enumerate(module[root].operands):
-        opcodes = set()
-        while module[name].opcode in ("scatter", "transpose"):
-            opcodes.add(module[name].opcode)
-            name = module[name].operands[0]
-        if "scatter" in opcodes and module[name].opcode == "parameter":
-            written[module[name].parameter] = output
-    return written
+def _parameters(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """The number of the parameter that each of `inputs` is in the graph of `outputs`.
+
+    Read off the graph that returns the inputs as well, which has the same numbers: parameters are numbered as the
+    outputs, one after another, need them.
+    """
+    import torch_xla
+
+    module = hlo_lint.instructions(torch_xla._XLAC._get_xla_tensors_hlo([*outputs, *inputs]))
+    root = next(instruction for instruction in reversed(module.values()) if instruction.opcode == "tuple")
+    return [module[name].parameter for name in root.operands[len(outputs) :]]

@@ -17,7 +17,7 @@ from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.moe import SharedMLP, SparseMoe
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.layers.step import Step
+from granite4_neuron.layers.step import DenseStep, NullSlotStep, Step
 from granite4_neuron.ops import TORCH, MambaKernels, Operators, rotary_tables
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
@@ -81,7 +81,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         lengths: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor | None,
         state: HybridState,
         kv_length: int | None = None,
         all_logits: bool = False,
@@ -96,7 +96,10 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             positions: [batch, tokens], int64, each token's place in its sequence, consecutive within a row. A row whose
                 first position is 0 starts from zeros, whatever its slot held.
             lengths: [batch], int64, 0 to tokens: how many of a row's tokens are real; the rest is padding on the right.
-            slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot.
+            slots: [batch], int64; no two rows with real tokens share one, and none of them is the null slot. Where
+                `state.has_null_slot` is false this goes for rows of length 0 as well. None for a row per sequence of
+                the state, in the order of their slots; such a step of one token comes with a contract, see
+                `layers.step.DenseStep`.
             state: updated in place.
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
             all_logits: logits of every token rather than of each row's last real one.
@@ -104,10 +107,9 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
         """
-        slots = slots.where(lengths > 0, NULL_SLOT)
         if kv_length is None:
             kv_length = state.max_length
-        step = Step(positions, lengths, slots, kv_length)
+        step = _step(positions, lengths, slots, kv_length, state)
         hidden_states = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
@@ -115,6 +117,19 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         head = self.lm_head
         logits = self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
         return self.parallel.all_gather(logits)
+
+
+def _step(
+    positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor | None, kv_length: int, state: HybridState
+) -> Step:
+    """Of the kind that goes with the state."""
+    in_order = slots is None
+    if in_order:
+        slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
+    cache_slots = slots.where(lengths > 0, NULL_SLOT)
+    if state.has_null_slot:
+        return NullSlotStep(positions, lengths, cache_slots, kv_length)
+    return DenseStep(positions, lengths, cache_slots, kv_length, sequences=None if in_order else slots - 1)
 
 
 class _Decoder(nn.Module):
@@ -131,7 +146,7 @@ class _Decoder(nn.Module):
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
-        # Padding enters as zeros, and so it is finite in every layer.
+        # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
         hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         rotary = None
         if self.config.uses_rope:

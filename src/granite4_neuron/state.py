@@ -1,7 +1,9 @@
 """What a sequence leaves behind: convolution windows, SSM states, keys and values, all addressed by slot.
 
-Slot 0 is the null slot. Its recurrent state is zeros, always: rows at position 0 start from it, and rows without a
-sequence read it and write it back as it was. Keys and values of padded tokens go there.
+Sequences are in slots 1 and up; slot 0 is the null slot. Keys and values of padded tokens go there. Its recurrent state
+is zeros, always: rows at position 0 start from it, and rows without a sequence read it and write it back as it was. A
+compiled graph has other ways to do that (`layers.step.DenseStep`), and its recurrent state has no null slot: the
+sequence of slot s is entry s - 1.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ class KeyValueState:
 class HybridState:
     """One `MambaState` or `KeyValueState` per layer. A step updates the tensors in place.
 
-    A slot needs no clearing between two sequences: a step whose first position is 0 starts from the null slot's zeros.
+    A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
+
+    has_null_slot: whether the Mamba layers' states have one; the caches always do.
     """
 
     layers: list[MambaState | KeyValueState]
     num_sequences: int
     max_length: int
+    has_null_slot: bool
 
     @classmethod
     def allocate(
@@ -58,6 +63,7 @@ class HybridState:
         device: torch.device | str = "cpu",
         tp_degree: int = 1,
         kernel_layout: bool = False,
+        has_null_slot: bool = True,
     ) -> HybridState:
         """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
 
@@ -69,11 +75,12 @@ class HybridState:
         layers: list[MambaState | KeyValueState] = []
         for layer_type in config.layer_types:
             if layer_type == MAMBA:
+                entries = num_sequences + has_null_slot
                 conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree, kernel_layout)
                 layers.append(
                     MambaState(
-                        torch.zeros(num_sequences + 1, *conv_shape, dtype=dtype, device=device),
-                        torch.zeros(num_sequences + 1, *ssm_shape, dtype=torch.float32, device=device),
+                        torch.zeros(entries, *conv_shape, dtype=dtype, device=device),
+                        torch.zeros(entries, *ssm_shape, dtype=torch.float32, device=device),
                     )
                 )
             else:
@@ -81,7 +88,7 @@ class HybridState:
                 shape = (num_sequences + 1, kv_heads, max_length, config.head_dim)
                 key, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
                 layers.append(KeyValueState(key, value))
-        return cls(layers, num_sequences, max_length)
+        return cls(layers, num_sequences, max_length, has_null_slot)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every state tensor, layer by layer."""

@@ -87,6 +87,7 @@ class TestBound:
         state = HybridState.allocate(config, 1, 7, torch.bfloat16)
         of_one_slot = sum(tensor.nbytes // 2 for tensor in state.tensors())
         assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * of_one_slot
+        assert decode_bytes(config, torch.bfloat16, 3, 7, is_quantized=True) == matrices + head + 3 * of_one_slot
 
     def test_experts_that_are_chosen(self):
         config = small_config(num_local_experts=4, num_experts_per_tok=1)

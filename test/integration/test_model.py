@@ -371,10 +371,8 @@ def padding_where_positions_are_zero(model, patch):
 def state_in_bfloat16(model, patch):
     from granite4_neuron.nxdi.state import NeuronStep
 
-    correct = NeuronStep.with_rows
-    patch.setattr(
-        NeuronStep, "with_rows", lambda self, state, rows: correct(self, state, rows.bfloat16().to(rows.dtype))
-    )
+    correct = NeuronStep.write
+    patch.setattr(NeuronStep, "write", lambda self, state, rows: correct(self, state, rows.bfloat16().to(rows.dtype)))
 
 
 def state_not_reset(model, patch):

@@ -1,5 +1,6 @@
 """The XLA runtime: the CPU runtime's logits, a fixed set of graphs, state that is donated from step to step."""
 
+import math
 import os
 import re
 import subprocess
@@ -13,12 +14,15 @@ from granite4_neuron import load, stream_generate
 from granite4_neuron.checkpoint import load_model, rank_slice, set_parameter
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import cached_attention
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime, Row
+from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
+import torch_xla
 import torch_xla.debug.metrics as metrics
 
 from granite4_neuron.runtime.xla import XLARuntime, cache_buckets
@@ -36,12 +40,20 @@ def compilations() -> int:
     return metrics.counter_value("UncachedCompile") or 0
 
 
-def run_steps(runtime, steps, num_sequences, max_length):
+def poison(state):
+    """NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
+    for tensor in state.tensors():
+        tensor.fill_(math.nan)
+    torch_xla.sync()
+
+
+def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: None):
     """Logits of each step: lists of (slot, number of tokens), sequences told apart by slot."""
     vocab_size = runtime.config.vocab_size
     tokens = random_tokens(vocab_size, num_sequences + 1, max_length).tolist()
     done = [0] * (num_sequences + 1)
     state, logits = runtime.allocate(num_sequences, max_length), []
+    prepare(state)
     for step in steps:
         rows = [Row(slot, done[slot], tokens[slot][done[slot] : done[slot] + count]) for slot, count in step]
         logits.append(runtime.step(state, rows))
@@ -51,7 +63,7 @@ def run_steps(runtime, steps, num_sequences, max_length):
 
 
 # Prefill of several lengths, one of them in three pieces; decode in any order, with idle slots; a second prefill while
-# others are in the middle of decode; a verify step.
+# others are in the middle of decode; a verify step; all at once, with a sequence that begins with a single token.
 STEPS = [
     [(2, 5), (1, 150), (3, 16)],
     [(3, 1), (1, 1), (2, 1)],
@@ -62,6 +74,8 @@ STEPS = [
     [(1, 1), (2, 1)],
     [(4, 20), (2, 3)],
     [(4, 1), (3, 1)],
+    [(3, 1), (5, 1), (1, 6), (2, 1)],
+    [(5, 1), (2, 1), (1, 1)],
 ]
 
 
@@ -69,7 +83,8 @@ STEPS = [
 def test_logits_equal_the_cpu_runtimes(case, random_checkpoints):
     folder = random_checkpoints(case)
     cpu, xla = runtimes(lambda: load_model(folder, torch.float32))
-    for expected, logits in zip(run_steps(cpu, STEPS, 4, 200), run_steps(xla, STEPS, 4, 200), strict=True):
+    expected_logits = run_steps(cpu, STEPS, 5, 200)
+    for expected, logits in zip(expected_logits, run_steps(xla, STEPS, 5, 200, poison), strict=True):
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() <= 1e-5
 
@@ -93,13 +108,83 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
         assert (ours - theirs).abs().max() <= 1e-5
 
 
+def test_a_sequence_of_nan_stays_alone():
+    """In the middle of decode, in the same steps as others."""
+    cpu, xla = runtimes(lambda: random_model(small_config()))
+    states, tokens = [runtime.allocate(4, 50) for runtime in (cpu, xla)], random_tokens(160, 40).tolist()
+
+    def step(*rows):
+        return [runtime.step(state, rows) for runtime, state in zip((cpu, xla), states, strict=True)]
+
+    step(*(Row(slot, 0, tokens[:20]) for slot in (1, 2, 3)))
+    for layer in states[1].layers:
+        if isinstance(layer, MambaState):
+            for tensor in vars(layer).values():
+                tensor[1].fill_(math.nan)
+    for position in range(20, 24):
+        expected, logits = step(*(Row(slot, position, tokens[position : position + 1]) for slot in (3, 2, 1)))
+        assert logits[1].isnan().all()
+        assert (logits - expected)[[0, 2]].abs().max() <= 1e-5
+
+
+def test_attention_of_a_row_of_nan_stays_alone():
+    """Its cache in blocks, the later of which wait for the earlier."""
+    query, key, value = (torch.randn(3, *shape) for shape in ((1, 4, 8), (2, 64, 8), (2, 64, 8)))
+    query[1] = math.nan
+    positions, lengths, slots = torch.full((3, 1), 63), torch.ones(3, dtype=torch.int64), torch.tensor([2, 1, 0])
+    inputs = (query, key, value, positions, lengths, slots)
+    device = torch_xla.device()
+    expected = cached_attention(*inputs, 0.3, 64, block_size=16)
+    output = cached_attention(*(tensor.to(device) for tensor in inputs), 0.3, 64, block_size=16).cpu()
+    assert output[1].isnan().all()
+    assert (output - expected)[[0, 2]].abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_leaves_other_slots_alone(dtype):
+    """Bit by bit: decode of some slots, and prefill while others are in the middle of decode."""
+    runtime = XLARuntime(random_model(small_config(), dtype=dtype), GenerationConfig(), BUCKETS)
+    state, tokens = runtime.allocate(4, 50), random_tokens(160, 40).tolist()
+
+    def bits(slot):
+        """Of a slot in all state tensors."""
+        layers = [(layer, slot - isinstance(layer, MambaState)) for layer in state.layers]
+        return [tensor[at].cpu().view(torch.uint8) for layer, at in layers for tensor in vars(layer).values()]
+
+    runtime.step(state, [Row(slot, 0, tokens[: 5 * slot]) for slot in (1, 2, 3, 4)])
+    runtime.step(state, [Row(slot, 5 * slot, tokens[:1]) for slot in (1, 2, 3, 4)])
+    steps = (
+        [Row(2, 11, tokens[:1])],
+        [Row(3, 16, tokens[:1]), Row(1, 6, tokens[:1])],
+        [Row(3, 17, tokens[:4])],
+        [Row(2, 0, tokens[1:9])],
+        [Row(4, 0, tokens[1:2])],
+    )
+    for rows in steps:
+        before = {slot: bits(slot) for slot in (1, 2, 3, 4)}
+        runtime.step(state, rows)
+        for slot, old in before.items():
+            are_same = [torch.equal(*pair) for pair in zip(old, bits(slot), strict=True)]
+            assert not any(are_same) if slot in {row.slot for row in rows} else all(are_same)
+
+
 def test_all_logits(random_checkpoints):
     cpu, xla = runtimes(lambda: load_model(random_checkpoints(CASES[0]), torch.float32))
     tokens = random_tokens(cpu.config.vocab_size, 100).tolist()
-    rows = [Row(1, 0, tokens), Row(2, 0, tokens[:7])]
-    expected, logits = (runtime.step(runtime.allocate(2, 100), rows, all_logits=True) for runtime in (cpu, xla))
-    assert (logits[0] - expected[0]).abs().max() <= 1e-5
-    assert (logits[1, :7] - expected[1, :7]).abs().max() <= 1e-5
+    states = [runtime.allocate(3, 101) for runtime in (cpu, xla)]
+    steps = (
+        [Row(1, 0, tokens), Row(2, 0, tokens[:7])],
+        [Row(2, 7, tokens[:1]), Row(1, 100, tokens[:1])],
+        [Row(3, 0, tokens[:1]), Row(2, 8, tokens[:1])],
+        [Row(3, 1, tokens[:1]), Row(2, 9, tokens[:3])],
+    )
+    for rows in steps:
+        expected, logits = (
+            runtime.step(state, rows, all_logits=True) for runtime, state in zip((cpu, xla), states, strict=True)
+        )
+        assert logits.shape == expected.shape
+        for ours, theirs, row in zip(logits, expected, rows, strict=True):
+            assert (ours - theirs)[: len(row.tokens)].abs().max() <= 1e-5
 
 
 def test_the_bundled_model_prints_the_same_text():
@@ -117,11 +202,11 @@ def test_the_bundled_model_prints_the_same_text():
 def test_the_set_of_graphs_is_fixed():
     """Prefill buckets and decode, whatever prompts, positions, slots and numbers of steps come."""
     runtime = XLARuntime(random_model(small_config(vocab_size=161)), GenerationConfig(), BUCKETS)
-    runtime.allocate(4, 200)  # the graph that makes the zeros
+    runtime.allocate(5, 200)  # the graph that makes the zeros
     before = compilations()
-    run_steps(runtime, STEPS, 4, 200)
+    run_steps(runtime, STEPS, 5, 200)
     assert compilations() - before == len(BUCKETS) + 1
-    run_steps(runtime, [[(3, 40), (1, 3)], [(1, 1)], [(2, 64), (4, 1), (1, 17)], [(4, 1), (1, 1)]], 4, 200)
+    run_steps(runtime, [[(3, 40), (1, 3)], [(1, 1)], [(2, 64), (4, 1), (1, 17)], [(4, 1), (1, 1)]], 5, 200)
     assert compilations() - before == len(BUCKETS) + 1
 
 
@@ -215,15 +300,19 @@ print(len(list(state.tensors())))
 
 
 def donated_parameters(folder, variant):
-    """(number of state tensors, donated parameters of each compiled graph that returns logits)."""
-    environment = {**os.environ, "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text", "PYTHONPATH": "."}
+    """(number of state tensors, parameters whose memory an output takes in each compiled graph that returns logits)."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", DONATION_PROGRAM, variant]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     donated = []
-    for file in sorted(folder.glob("*before_optimizations.txt")):
+    for file in sorted(folder.glob("*after_optimizations.txt")):
         aliases, layout = file.read_text().splitlines()[0].split("entry_computation_layout=")
         if not layout.startswith("{()"):  # not the graph that makes the zeros
-            donated.append(len(re.findall(r"\(\d+, \{\}\)", aliases)))
+            donated.append(len(re.findall(r"\(\d+, \{\}, \w+-alias\)", aliases)))
     return int(done.stdout.split()[-1]), donated
 
 

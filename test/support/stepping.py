@@ -13,7 +13,9 @@ from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausa
 from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
 
 
-def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int) -> HybridState:
+def poisoned_state(
+    model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int, has_null_slot: bool = True
+) -> HybridState:
     """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
     dtype = model.dtype
     state = HybridState.allocate(
@@ -23,10 +25,11 @@ def poisoned_state(model: GraniteMoeHybridForCausalLM, num_sequences: int, max_l
         dtype,
         tp_degree=model.parallel.degree,
         kernel_layout=model.kernel_layout,
+        has_null_slot=has_null_slot,
     )
     for layer in state.layers:
         for tensor in vars(layer).values():
-            tensor[NULL_SLOT + isinstance(layer, MambaState) :] = math.nan
+            tensor[NULL_SLOT + (has_null_slot and isinstance(layer, MambaState)) :] = math.nan
     return state
 
 

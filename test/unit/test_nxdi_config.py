@@ -36,6 +36,7 @@ def folder(random_checkpoints):
         (dict(output_logits=True), "set both or neither"),
         (dict(tp_degree=3), "tp_degree is 3; this model can be split by 1, 2"),
         (dict(max_context_length=1), "max_context_length is 1, which is a graph for decode"),
+        (dict(context_encoding_buckets=[1, 64]), "context_encoding_buckets has 1, which is a graph for decode"),
         (dict(seq_len=5000), "seq_len is 5000; the model's longest is 4096"),
         (dict(is_continuous_batching=True, batch_size=2, ctx_batch_size=2), "ctx_batch_size must be 1"),
         (dict(kv_cache_batch_size=3), "kv_cache_batch_size must be what it is by default"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,12 +12,12 @@ from granite4_neuron.state import NULL_SLOT
 
 
 @dataclass(frozen=True)
-class Step:
-    """Which tokens a step adds to which sequences.
+class Step(ABC):
+    """Which tokens a step adds to which sequences. Its kinds differ in where the rows' recurrent state lies.
 
     positions: [batch, tokens], each token's place in its sequence, consecutive within a row.
     lengths: [batch], how many of a row's tokens are real; the rest is padding on the right.
-    slots: [batch], each row's slot in the state.
+    slots: [batch], each row's slot in the caches of keys and values.
     kv_length: how many cache entries attention visits; above every real position.
     """
 
@@ -31,20 +32,78 @@ class Step:
         return torch.arange(self.positions.shape[1], device=self.positions.device) < self.lengths[:, None]
 
     @cached_property
-    def read_slots(self) -> torch.Tensor:
-        """[batch], where each row's recurrent state is read: at position 0 that is the null slot, which holds zeros."""
-        return self.slots.where(self.positions[:, 0] > 0, NULL_SLOT)
-
-    @cached_property
     def is_last(self) -> torch.Tensor:
         """[batch, tokens], true for each row's last real token; for the first where a row has none."""
         tokens = torch.arange(self.positions.shape[1], device=self.positions.device)
         return tokens == (self.lengths - 1).clamp(min=0)[:, None]
 
+    @abstractmethod
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Each row's own part of a recurrent state: state [slots, ...] to [batch, ...], zeros at position 0."""
+        """Each row's own part of a recurrent state, [batch, ...], to be overwritten at will if `write` follows."""
+
+    @abstractmethod
+    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put rows [batch, ...] back to where they live, in place."""
+
+
+class NullSlotStep(Step):
+    """Over recurrent state [slots, ...] whose null slot holds zeros: rows at position 0 read it.
+
+    Rows of length 0 have the null slot for their own, at any position: they write back the zeros that they read.
+    """
+
+    @cached_property
+    def read_slots(self) -> torch.Tensor:
+        """[batch], where each row's recurrent state is read."""
+        return self.slots.where(self.positions[:, 0] > 0, NULL_SLOT)
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, self.read_slots)
 
     def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows [batch, ...] back to where `read` took them from, in place."""
         state.index_copy_(0, self.slots, rows)
+
+
+@dataclass(frozen=True)
+class DenseStep(Step):
+    """Over recurrent state [sequences, ...], without a null slot.
+
+    Rows of length 0 have a sequence of their own too, and leave its state as it is, bit by bit: with dt = 0 it becomes
+    1 * state + 0.
+
+    Decode takes all sequences in their order, one token of each, and works on the state where it lies. Its contract:
+    each row has begun (its position is above 0), or it is of length 0. To start a row from zeros is to select between
+    them and its state, which costs as much as to advance it: that is left to steps of several tokens, and to those that
+    look their sequences up.
+
+    sequences: [batch], no two the same; None if row i is sequence i.
+    """
+
+    sequences: torch.Tensor | None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the contract above holds."""
+        return self.sequences is None and self.positions.shape[1] == 1
+
+    @cached_property
+    def is_fresh(self) -> torch.Tensor:
+        """[batch], true for rows that start from zeros, whatever their sequence's state holds."""
+        return (self.positions[:, 0] == 0) & (self.lengths > 0)
+
+    def rows_of(self, state: torch.Tensor) -> torch.Tensor:
+        """What any state [sequences, ...] holds of each row, [batch, ...]."""
+        return state if self.sequences is None else state.index_select(0, self.sequences)
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        rows = self.rows_of(state)
+        if self.is_decode:
+            # In a graph no copy. torch_xla donates what is written as a whole, and loses track of views of it.
+            return rows.clone()
+        return rows.where(~self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
+
+    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+        if self.sequences is None:
+            state.copy_(rows)
+        else:
+            state.index_copy_(0, self.sequences, rows)

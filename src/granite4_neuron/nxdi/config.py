@@ -105,6 +105,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         neuron_config, longest = self.neuron_config, self.granite.max_position_embeddings
         if neuron_config.max_context_length < 2:
             raise UserError("neuron_config.max_context_length is 1, which is a graph for decode; it must be 2 or more.")
+        if 1 in (neuron_config.context_encoding_buckets or ()):
+            raise UserError("neuron_config.context_encoding_buckets has 1, which is a graph for decode; leave it out.")
         if neuron_config.seq_len > longest:
             raise UserError(f"neuron_config.seq_len is {neuron_config.seq_len}; the model's longest is {longest}.")
         if neuron_config.is_continuous_batching and neuron_config.ctx_batch_size != 1:

@@ -90,7 +90,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Final hidden states [batch, tokens, hidden_size], and the new value of each state tensor."""
         lengths = (position_ids >= 0).sum(1)
-        step = NeuronStep(position_ids.long(), lengths, seq_ids.long(), self.n_positions, self.kv_mgr.num_slots)
+        slots = seq_ids.long()
+        sequences = None if len(slots) == self.kv_mgr.num_slots else slots
+        step = NeuronStep(position_ids.long(), lengths, slots, self.n_positions, sequences)
         if step.is_continuation:
             tokens = position_ids.shape[1]
             kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
@@ -133,11 +135,11 @@ class NeuronDecoderLayer(nn.Module):
         sin_cache: torch.Tensor | None,
         **attention_arguments,
     ) -> tuple:
-        """Hidden states, the layer's two state tensors for the batch's rows, the rotary tables, no residual."""
+        """Hidden states, the layer's new state (key and value of the batch's rows only), rotary tables, no residual."""
         x = self.input_layernorm(hidden_states)
         if self.is_mamba:
-            rows = kv_mgr.mamba_rows(idx, step)
-            mixed, state = self.mamba(x, step, rows), (rows.conv_state, rows.ssm_state)
+            new = kv_mgr.mamba_state(idx)
+            mixed, state = self.mamba(x, step, new), (new.conv_state, new.ssm_state)
         else:
             mixed, state, cos_cache, sin_cache = self.self_attn(
                 x, cos_cache=cos_cache, sin_cache=sin_cache, **attention_arguments

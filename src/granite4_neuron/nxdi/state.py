@@ -3,61 +3,28 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.layers.step import Step
+from granite4_neuron.layers.step import DenseStep
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.state import MambaState, mamba_state_shapes
 
 
-@dataclass(frozen=True)
-class NeuronStep(Step):
-    """A step of a traced graph: the state is not written in place but returned.
+class NeuronStep(DenseStep):
+    """A step of NxD Inference. `positions` are -1 for padding and for rows without a sequence.
 
-    Every slot belongs to a sequence, there is no null slot. `positions` are -1 for padding and for rows without a
-    sequence: these have no real token and so leave the state alone.
-
-    num_slots: of the state.
+    NxD Inference runs a full batch in the order of its slots, and a row at position 0 in context encoding only: decode
+    keeps the contract of `DenseStep`.
     """
-
-    num_slots: int
 
     @property
     def is_continuation(self) -> bool:
         """Whether the step has several tokens, and comes after others of the same sequences."""
         return 1 < self.positions.shape[1] < self.kv_length
-
-    @cached_property
-    def is_fresh(self) -> torch.Tensor:
-        """[batch], true for rows that start from zeros, whatever their slot holds."""
-        return self.positions[:, 0] == 0
-
-    @property
-    def fills_all_slots(self) -> bool:
-        """Whether row i is slot i. NxD Inference runs a full batch in the order of its slots."""
-        return self.positions.shape[0] == self.num_slots
-
-    def rows(self, state: torch.Tensor) -> torch.Tensor:
-        """[slots, ...] to each row's own part, [batch, ...], as a tensor of its own."""
-        return state.clone() if self.fills_all_slots else state.index_select(0, self.slots)
-
-    def with_rows(self, state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """A state [slots, ...] like `state`, but for the batch's rows."""
-        return rows if self.fills_all_slots else torch.index_put(state, (self.slots,), rows)
-
-    def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Here `state` is what `rows` gave."""
-        return state.masked_fill(self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
-
-    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """Here `state` is what `rows` gave."""
-        state.copy_(rows)
 
 
 class HybridCacheManager(KVCacheManager):
@@ -90,23 +57,26 @@ class HybridCacheManager(KVCacheManager):
                 tensors += [next(caches), next(caches)]
         self.past_key_values = nn.ParameterList(tensors)
 
-    def mamba_rows(self, idx: int, step: NeuronStep) -> MambaState:
-        """The state of a Mamba layer for the rows of a batch."""
-        return MambaState(*(step.rows(state) for state in self._fetch_cache(idx)))
+    def mamba_state(self, idx: int) -> MambaState:
+        """The state of a Mamba layer, in tensors of its own: a graph does not write its state in place, it returns it.
+
+        In a compiled graph this copies nothing.
+        """
+        return MambaState(*(state.clone() for state in self._fetch_cache(idx)))
 
     def get_kv_by_layer_id(self, idx: int, *args, step: NeuronStep, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_rows`."""
+        """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_state`."""
         if self.layer_types[idx] == MAMBA:
             return self._fetch_cache(idx)
         key, value = super().get_kv_by_layer_id(idx, *args, **kwargs)
-        return (step.rows(key), step.rows(value)) if step.is_continuation else (key, value)
+        return (step.rows_of(key), step.rows_of(value)) if step.is_continuation else (key, value)
 
     def update_kv_by_layer_id(
         self, idx: int, *args, kv_per_layer: tuple[torch.Tensor, torch.Tensor], step: NeuronStep, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new state of a layer, of all slots, from what the layer returned for the rows of the batch."""
+        """The new state of a layer, of all slots: of a Mamba layer what it returned, for attention that of the rows."""
         if self.layer_types[idx] == MAMBA:
-            return tuple(map(step.with_rows, self._fetch_cache(idx), kv_per_layer))
+            return kv_per_layer
         if step.is_continuation:
             return tuple(_with_tokens(*pair, step) for pair in zip(self._fetch_cache(idx), kv_per_layer, strict=True))
         return super().update_kv_by_layer_id(idx, *args, kv_per_layer=kv_per_layer, **kwargs)

@@ -81,7 +81,7 @@ def _once_known(total: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
     all of them at once.
     """
-    return slots.where(total.sum() >= 0, 0)
+    return slots.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
 
 
 def write_cache(

@@ -2,7 +2,8 @@
 
 There is a fixed set of graphs: one for each length bucket of prefill and one for decode, each for every bucket of the
 cache's length. All work on the same state buffers: a step's new state takes the memory of the old one
-(`HybridState.input_output_aliases`), and nothing of it passes through the host.
+(`HybridState.input_output_aliases`), and nothing of it passes through the host. Prefill looks its one sequence up in
+the state. Decode takes all sequences in the order of their slots, and advances their recurrent state where it lies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import TORCH
 from granite4_neuron.runtime.cpu import Row, step_inputs
-from granite4_neuron.state import NULL_SLOT, HybridState
+from granite4_neuron.state import HybridState
 
 try:
     import torch_xla
@@ -76,41 +77,50 @@ class XLARuntime:
         """
         dtype, degree = self.model.dtype, self.model.parallel.degree
         length = _bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
-        kernel_layout = self.model.kernel_layout
-        state = HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree, kernel_layout)
+        layout = dict(kernel_layout=self.model.kernel_layout, has_null_slot=False)
+        state = HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree, **layout)
         torch_xla.sync()
         return state
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `CPURuntime.step`. Rows of one token are decoded together; others are prefilled one after another."""
-        if all(len(row.tokens) == 1 for row in rows):
-            return self._decode(state, rows)[:, None] if all_logits else self._decode(state, rows)
-        logits = [self._prefill(state, row, all_logits) for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.stack(logits)
+        """As `CPURuntime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
 
-    def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
-        """One token of each row, in a graph for all slots; those without a row idle in the null slot."""
-        idle = [Row(NULL_SLOT, 0, [])] * (state.num_sequences - len(rows))
-        return self._run(state, [*rows, *idle], 1, all_logits=False)[: len(rows)]
+        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros.
+        """
+        decoded = self._decode(state, [row for row in rows if row.start > 0 and len(row.tokens) == 1])
+        logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
+
+    def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
+        """One token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
+        if not rows:
+            return {}
+        by_slot = {row.slot: row for row in rows}
+        in_order = [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, state.num_sequences + 1)]
+        logits = self._run(state, in_order, 1, all_logits=False, in_slot_order=True)
+        return {slot: logits[slot - 1 : slot] for slot in by_slot}
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """A row's tokens, in pieces of at most the largest bucket."""
+        """A row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
         logits = []
         for start in range(0, len(row.tokens), self.tokens_per_step):
             piece = row.tokens[start : start + self.tokens_per_step]
             bucket = _bucket(len(piece), self.prefill_buckets)
-            output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)[0]
-            logits.append(output[: len(piece)] if all_logits else output)
+            output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)
+            logits.append(output[0, : len(piece)] if all_logits else output)
         return torch.cat(logits) if all_logits else logits[-1]
 
-    def _run(self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool) -> torch.Tensor:
+    def _run(
+        self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool, in_slot_order: bool = False
+    ) -> torch.Tensor:
         """One graph. Its shapes depend on the number of rows, on `tokens` and on the cache's bucket only."""
         longest = max(row.start + len(row.tokens) for row in rows)
         kv_length = _bucket(longest, cache_buckets(state.max_length))
-        inputs = [tensor.to(self.device) for tensor in step_inputs(rows, tokens)]
+        *inputs, slots = (tensor.to(self.device) for tensor in step_inputs(rows, tokens))
+        slots = None if in_slot_order else slots
 
-        logits = self.model(*inputs, state, kv_length=kv_length, all_logits=all_logits)
+        logits = self.model(*inputs, slots, state, kv_length=kv_length, all_logits=all_logits)
         outputs = [logits, *state.input_output_aliases(first=1)]
         # These, in this order, are the graph's outputs; each state tensor was written in place and is donated.
         torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
