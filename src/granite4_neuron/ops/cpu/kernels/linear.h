@@ -74,7 +74,7 @@ struct Product<at::BFloat16, int8_t> : TwoSums {
   using Input = at::BFloat16;
   using Weights = std::pair<__m512bh, __m512bh>;
   static constexpr int64_t STEP = 64;
-  static constexpr int FETCH_FROM = 1;
+  static constexpr int FETCH_FROM = 2;
   static Weights load(const int8_t* weights) {
     // Each 16 bytes of the two results are made of 8 bytes of the same 16: these are put there first.
     __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
