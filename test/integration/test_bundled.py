@@ -1,5 +1,6 @@
 """The small trained checkpoint: real text, transformers' tokens, and a bug anywhere shows in them."""
 
+import ast
 import dataclasses
 import os
 import subprocess
@@ -181,7 +182,7 @@ length = int(sys.argv[1])
 model, tokenizer = load(dtype=torch.float32)
 text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 prompt = tokenizer.encode(text[: 4 * length])[:length]
-out = "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens=40))
+out = "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens=60))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(model.config, torch.float32))
 print(repr(out))
 """
@@ -192,7 +193,7 @@ print(repr(out))
         command = [sys.executable, "-c", program, str(length)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         numbers, text = done.stdout.splitlines()
-        return *map(int, numbers.split()), text
+        return *map(int, numbers.split()), ast.literal_eval(text)
 
     short_peak, short_cache, _ = run(8_000)
     long_peak, long_cache, text = run(40_000)
