@@ -136,7 +136,8 @@ print(peak() - before, sum(parameter.nbytes for parameter in model.parameters())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     peak, weights = map(int, done.stdout.split())
     assert weights <= 0.51 * (size - embedding) + 1.51 * embedding
-    assert peak <= weights + 1.5 * embedding + 15e6
+    # The largest tensor: mapped from the file, read, and in int8. The whole model in bfloat16 would be 200 MB more.
+    assert peak <= weights + 2.5 * embedding + 15e6
 
 
 class TestRefusals:

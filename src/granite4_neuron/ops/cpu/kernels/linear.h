@@ -260,6 +260,7 @@ inline at::Tensor linear_many(
     const std::optional<at::Tensor>& scale) {
   if (!scale.has_value()) return at::linear(x, weight, bias);
   int64_t rows = weight.size(0), block = std::max<int64_t>(1, DEQUANTIZED / weight.size(1));
+  if (rows <= block) return at::linear(x, dequantize(weight, *scale, x.scalar_type()), bias);
   at::Tensor y = at::empty(with_last(x, rows), x.options());
   for (int64_t begin = 0; begin < rows; begin += block) {
     int64_t count = std::min(block, rows - begin);
