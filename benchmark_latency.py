@@ -45,11 +45,11 @@ from rich.table import Table
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
 from benchmarks.tuning import tune
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
+from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.commands.options import add_cpu_options, check_folder_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
-from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import LaunchParameters
 from granite4_neuron.ops.launch_parameters import (
@@ -422,7 +422,7 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     """The folder to measure; one with random weights is written for the time of the run."""
     if options.random_weights is None:
-        yield checkpoint.find(options.model or bundled_checkpoint())
+        yield find(options.model or bundled_checkpoint())
         return
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -437,7 +437,7 @@ def _config_and_dtype(options: argparse.Namespace) -> tuple[GraniteMoeHybridConf
     if options.random_weights is not None:
         config = GraniteMoeHybridConfig.from_family(options.random_weights)
         return config, getattr(torch, options.dtype or config.torch_dtype)
-    folder = checkpoint.find(options.model or bundled_checkpoint())
+    folder = find(options.model or bundled_checkpoint())
     return GraniteMoeHybridConfig.from_file(folder / "config.json"), _dtype(folder, options)
 
 

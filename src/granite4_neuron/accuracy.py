@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
+from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.runtime.cpu import CPURuntime, Row
 
-FLOAT32_TOLERANCE = 1e-4
 QUANTIZED_AGREEMENT = 0.9  # of the top tokens
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import accuracy, generate, load, stream_generate
+from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.layers import moe
 from granite4_neuron.ops import TORCH, rms_norm
-from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import KeyValueState, MambaState
 
@@ -177,13 +177,14 @@ def test_40000_tokens_of_prompt():
     program = """
 import pydoc_data.topics, resource, sys, torch
 from granite4_neuron import load, stream_generate
-from granite4_neuron.state import token_bytes
+from granite4_neuron.sizes import token_bytes
 length = int(sys.argv[1])
 model, tokenizer = load(dtype=torch.float32)
 text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 prompt = tokenizer.encode(text[: 4 * length])[:length]
 out = "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens=60))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(model.config, torch.float32))
+cache = length * token_bytes(model.config, torch.float32.itemsize)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, cache)
 print(repr(out))
 """
 

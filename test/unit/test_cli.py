@@ -17,7 +17,9 @@ from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main
 from granite4_neuron.ops import LaunchParameters
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
+from granite4_neuron.stored_tensors import WEIGHTS
 
+BUNDLED = "Using the small model that comes with the package; --model chooses another.\n"
 TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder
 
 
@@ -35,7 +37,7 @@ def run(capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
         try:
             status = main([str(argument) for argument in arguments])
-        except SystemExit as exit:  # argparse
+        except SystemExit as exit:  # of --help
             status = exit.code
         return status, *capsys.readouterr()
 
@@ -123,14 +125,14 @@ class TestBadInput:
         assert status == 2 and output == ""
         assert message in error.replace("\n", " "), error
         assert "Traceback" not in error
-        if error.startswith("granite4-neuron: "):
-            assert error.count("\n") == 1 and error.rstrip().endswith(".")
+        error = error.removeprefix(BUNDLED)
+        assert error.startswith("granite4-neuron: ") and error.count("\n") == 1 and error.rstrip().endswith(".")
 
     def test_no_such_folder(self, run, tmp_path):
         self.refused(run("generate", "--model", tmp_path / "none", "x"), "is not a folder")
 
     def test_a_file_instead_of_a_folder(self, run, folder):
-        self.refused(run("generate", "--model", folder / "config.json", "x"), "is not a folder")
+        self.refused(run("generate", "--model", folder / "config.json", "x"), "is not a folder but a file")
 
     def test_an_empty_folder(self, run, tmp_path):
         self.refused(run("generate", "--model", tmp_path, "x"), "config.json does not exist")
@@ -140,7 +142,7 @@ class TestBadInput:
         self.refused(run("generate", "--model", folder, "x"), "model_type is 'llama'")
 
     def test_truncated_weights(self, run, folder):
-        os.truncate(folder / checkpoint.WEIGHTS, 5000)
+        os.truncate(folder / WEIGHTS, 5000)
         self.refused(run("generate", "--model", folder, "x"), "damaged or incomplete")
 
     def test_missing_shard(self, run, folder, tmp_path):
@@ -161,15 +163,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "option, value, message",
         [
-            ("--max-tokens", "-3", "max_tokens is -3"),
-            ("--max-tokens", "many", "invalid int value"),
-            ("--temperature", "-1", "temperature"),
-            ("--temperature", "nan", "temperature"),
-            ("--top-p", "7", "top_p"),
-            ("--top-k", "-2", "top_k"),
-            ("--min-p", "2", "min_p"),
-            ("--repetition-penalty", "-1", "penalty"),
-            ("--seed", "-1", "seed is -1"),
+            ("--max-tokens", "-3", "argument --max-tokens: -3 is not a whole number of at least 1"),
+            ("--max-tokens", "many", "many is not a whole number of at least 1"),
+            ("--temperature", "-1", "-1 is not a number at least 0"),
+            ("--temperature", "nan", "nan is not a number at least 0"),
+            ("--temperature", "inf", "inf is not a number at least 0"),
+            ("--top-p", "7", "7 is not a number above 0 and at most 1"),
+            ("--top-k", "-2", "-2 is not a whole number of at least 0"),
+            ("--min-p", "2", "2 is not a number at least 0 and at most 1"),
+            ("--repetition-penalty", "-1", "-1 is not a number above 0"),
+            ("--seed", "-1", "-1 is not a whole number of at least 0"),
             ("--stop", "", "a stop string is empty"),
             ("--dtype", "int3", "invalid choice"),
             ("--quantize", "int4", "invalid choice"),
@@ -256,8 +259,8 @@ class TestBadInput:
         self.refused(run("generate", "--model", "x" * 5000, "x"), "is not a folder")
 
     def test_weights_of_an_unsupported_dtype(self, run, folder):
-        tensors = {name: tensor.double() for name, tensor in load_file(folder / checkpoint.WEIGHTS).items()}
-        save_file(tensors, folder / checkpoint.WEIGHTS)
+        tensors = {name: tensor.double() for name, tensor in load_file(folder / WEIGHTS).items()}
+        save_file(tensors, folder / WEIGHTS)
         self.refused(run("generate", "--model", folder, "x"), "of a dtype that is not supported")
 
     @pytest.mark.parametrize("command", [("generate", "x"), ("check",)])
@@ -276,8 +279,8 @@ class TestBadInput:
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")
         self.refused(run(), "required")
-        self.refused(run("check", "--tokens", "0"), "--tokens is 0")
-        self.refused(run("graphs", "--buckets", "0"), "must be at least 1")
+        self.refused(run("check", "--tokens", "0"), "0 is not a whole number of at least 1")
+        self.refused(run("graphs", "--buckets", "0"), "0 is not a whole number of at least 1")
         if importlib.util.find_spec("torch_xla") is None:
             self.refused(run("graphs"), "torch_xla, which is not installed")
             self.refused(run("generate", "--backend", "xla", "x"), "needs torch_xla")
@@ -385,9 +388,7 @@ def test_a_reader_that_goes_away_is_no_error(texting_folder):
 def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
     """The bar goes to standard error, and only when there is more than one step to wait for."""
     monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime.tokens_per_step", 64)
-    monkeypatch.setattr(
-        "granite4_neuron.commands.output.Console", lambda **_: Console(file=sys.stderr, force_terminal=True)
-    )
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
     long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
     assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]
@@ -419,4 +420,4 @@ class TestNeuronSdkIsMissing:
     def test_lengths(self, case_folder, tmp_path, capsys):
         arguments = ["compile", "--model", str(case_folder), "--output", str(tmp_path / "graphs")]
         assert main([*arguments, "--max-context-length", "300", "--seq-len", "200"]) == 2
-        assert "no less than --max-context-length" in capsys.readouterr().err
+        assert "--seq-len is 200; it must be at least --max-context-length, which is 300" in capsys.readouterr().err

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
+from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops import TORCH, LaunchParameters, cpu, launch_parameters, mamba_kernels, pinned_launch_parameters
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
-    FOLDER_VARIABLE,
     HEURISTIC,
     LaunchTable,
     bundled_folder,

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
-from rich.table import Table
-
-from granite4_neuron import accuracy, checkpoint
-from granite4_neuron.commands.options import add_arithmetic, add_cpu_options, add_model, chosen_dtype, model_or_bundled
-from granite4_neuron.commands.output import print_table
+from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_cpu_options,
+    add_model,
+    add_threads,
+    at_least,
+    dtype_of,
+    model_or_bundled,
+    number_in,
+    use_threads,
+)
+from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import load
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from granite4_neuron import accuracy
 
 EXIT_CHECK_FAILED = 1
 
@@ -27,40 +41,51 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(check)
     add_arithmetic(check)
     add_cpu_options(check)
+    add_threads(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
-    check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
     check.add_argument(
-        "--tolerance", type=float, default=accuracy.FLOAT32_TOLERANCE, help="for float32 (default: %(default)s)"
+        "--tokens", type=at_least(1), default=16, help="tokens to decode after each prompt (default: 16)"
+    )
+    check.add_argument(
+        "--tolerance",
+        type=number_in(0, includes_least=False),
+        default=FLOAT32_TOLERANCE,
+        help="for float32 (default: %(default)s)",
     )
     check.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.tokens < 1:
-        raise UserError(f"--tokens is {options.tokens}, and must be at least 1.")
-    if not options.tolerance > 0:
-        raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
-    folder = checkpoint.find(model_or_bundled(options))
-    model, tokenizer = load(
-        folder,
-        chosen_dtype(options),
-        options.prefill_scan,
-        decode_kernel=options.decode_kernel,
-        cpu_kernels=options.cpu_kernels,
-        quantize=options.quantize,
-        tuned_configs=options.tuned_configs,
-    )
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from granite4_neuron import accuracy
+    from granite4_neuron.generation import load
+
+    use_threads(options)
+    folder = find(model_or_bundled(options))
+    with ProgressBar("weights", "bytes") as progress:
+        model, tokenizer = load(
+            folder,
+            dtype_of(options.dtype),
+            options.prefill_scan,
+            decode_kernel=options.decode_kernel,
+            cpu_kernels=options.cpu_kernels,
+            quantize=options.quantize,
+            tuned_configs=options.tuned_configs,
+            progress=progress,
+        )
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     report = accuracy.measure(folder, prompts, options.tokens, model)
     print_table(_accuracy_table(report, model.model.dtype))
     passed = report.passed(options.tolerance)
-    print("passed" if passed else "FAILED", f"({report.criterion(options.tolerance)})")
+    write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
 
 
 def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    from rich.table import Table
+
     table = Table("", "tokens", "max diff", "mean diff", "top-1", "Pearson")
     weights = " with quantized weights" if report.is_quantized else ""
     table.title = f"logits in {str(dtype).removeprefix('torch.')}{weights} against transformers in float32"

@@ -6,9 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from granite4_neuron import checkpoint, neuron_sdk
-from granite4_neuron.commands.options import add_arithmetic, add_ranks_and_sequences, chosen_dtype
+from granite4_neuron import neuron_sdk
+from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.commands.options import add_arithmetic, add_ranks_and_sequences, at_least, dtype_of
 from granite4_neuron.errors import UserError
+from granite4_neuron.output_folder import check_output
+from granite4_neuron.stored_tensors import StoredTensors
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -23,31 +26,36 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
-        type=int,
+        type=at_least(1),
         default=2048,
         metavar="N",
         help="tokens of the largest graph for prompts; longer prompts take several steps (default: %(default)s)",
     )
     compiler.add_argument(
-        "--seq-len", type=int, default=4096, metavar="N", help="longest prompt and continuation (default: %(default)s)"
+        "--seq-len",
+        type=at_least(1),
+        default=4096,
+        metavar="N",
+        help="longest prompt and continuation (default: %(default)s)",
     )
     compiler.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     compiler.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
-    if min(counts) < 1 or options.max_context_length > options.seq_len:
+    if options.max_context_length > options.seq_len:
         raise UserError(
-            "--tp-degree, --batch-size, --max-context-length and --seq-len must be at least 1, and --seq-len no less "
-            "than --max-context-length."
+            f"--seq-len is {options.seq_len}; it must be at least --max-context-length, which is "
+            f"{options.max_context_length}."
         )
+    check_output(options.output)
     neuron_sdk.require()
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.nxdi.loading import compile_model
 
-    folder = checkpoint.find(options.model)
-    dtype = chosen_dtype(options) or checkpoint.stored_dtype(folder)
+    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
+    folder = find(options.model)
+    dtype = dtype_of(options.dtype or StoredTensors(folder).dtype())
     compile_model(folder, options.output, dtype, *counts, options.prefill_scan, options.decode_kernel)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -6,18 +6,17 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.table import Table
-
-from granite4_neuron import graphs
 from granite4_neuron.commands.options import (
     add_model,
     add_ranks_and_sequences,
+    at_least,
     check_folder_of,
-    chosen_dtype,
     config_and_dtype,
+    dtype_of,
     model_or_bundled,
+    write_json,
 )
-from granite4_neuron.commands.output import print_table, size
+from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import UserError
 
@@ -33,20 +32,25 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(graph, family=True)
     graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
     add_ranks_and_sequences(graph, tp_degree=1)
-    graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
-    graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument(
+        "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
+    )
+    graph.add_argument("--max-length", type=at_least(1), default=2048, metavar="N", help="of the cache (default: 2048)")
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.tp_degree, options.batch_size, options.max_length, *options.buckets) < 1:
-        raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
     if max(options.buckets) > options.max_length:
-        raise UserError(f"a step of {max(options.buckets)} tokens needs --max-length to be as much at least.")
+        raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
-    config, dtype = config_and_dtype(str(model_or_bundled(options)))
-    dtype = chosen_dtype(options) or dtype
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from rich.table import Table
+
+    from granite4_neuron import graphs
+
+    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
+    dtype = dtype_of(options.dtype or stored_dtype)
     reports = list(
         graphs.report(config, dtype, options.tp_degree, options.batch_size, options.buckets, options.max_length)
     )
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     print_table(table)
     for report in reports:
         for finding in report.findings:
-            print(f"{report.graph}: {finding}")
+            write(f"{report.graph}: {finding}")
     if options.json:
-        options.json.write_text(json.dumps([vars(report) for report in reports], indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, json.dumps([vars(report) for report in reports], indent=2) + "\n")
     return 0

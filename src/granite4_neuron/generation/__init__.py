@@ -1,6 +1,7 @@
 """From prompts to text: loading, sampling, the loop, stop strings."""
 
-from granite4_neuron.generation.loading import bundled_checkpoint, load
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
     GenerationStats,

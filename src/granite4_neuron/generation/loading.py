@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import checkpoint, neuron_sdk
+from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
+from granite4_neuron.choices import BACKENDS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
-
-BACKENDS = ("cpu", "xla", "nxdi")
-
-
-def bundled_checkpoint() -> Path:
-    """The small trained checkpoint that comes with the package; its README.md says what it is."""
-    return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 
 def load(
@@ -33,6 +28,8 @@ def load(
     compiled: str | Path | None = None,
     quantize: str | None = None,
     tuned_configs: str | Path | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
     """A model ready to run, and its tokenizer.
 
@@ -45,11 +42,12 @@ def load(
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
+        progress: called with (bytes of weights in memory, bytes in all) while they are read.
 
     Raises:
         UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
     """
-    folder = checkpoint.find(model if model is not None else bundled_checkpoint())
+    folder = find(model if model is not None else bundled_checkpoint())
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
     generation_config = _generation_config(folder, config)
@@ -65,7 +63,9 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize)
+    weights = checkpoint.load_model(
+        folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize, progress=progress
+    )
     if backend == "cpu":
         return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs), tokenizer
     return _xla_runtime()(weights, generation_config), tokenizer

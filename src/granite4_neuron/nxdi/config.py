@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
+from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
+from granite4_neuron.ops import MambaKernels
 from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
 
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only

@@ -31,9 +31,9 @@ from pathlib import Path
 
 import torch
 
+from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.errors import UserError
 
-FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 # What each parameter may be; chunks of the fused kernels are a multiple of every vector's width.
 CHOICES = {
     "chunk_size": (32, 64, 128),

@@ -6,15 +6,13 @@ import importlib
 
 import torch
 
+from granite4_neuron.choices import DECODE_KERNELS, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.selective_state_update import selective_state_step
 
-NKI_PREFILL_SCANS = ("scan", "ssd")
-PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
-DECODE_KERNELS = ("torch", "nki")
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2

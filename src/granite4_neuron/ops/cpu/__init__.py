@@ -9,11 +9,10 @@ import functools
 
 import torch
 
+from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.ops import moe
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.operators import TORCH, Operator, Operators
-
-CPU_KERNELS = ("fused", "torch")
 
 
 def operators(kernels: str = "fused") -> Operators:
