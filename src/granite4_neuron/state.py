@@ -120,7 +120,9 @@ class HybridState:
             for field, tensor in _of_positions(layer, start, length).items()
         }
 
-    def set_slot_tensors(self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int) -> None:
+    def set_slot_tensors(
+        self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
+    ) -> None:
         """The reverse of `slot_tensors`. What is not among `tensors` stays."""
         for index, layer in enumerate(self.layers):
             for field, tensor in _of_positions(layer, start, length).items():

@@ -192,10 +192,10 @@ def test_the_bundled_model_prints_the_same_text():
     prompts = ["An assignment statement", "The import statement is used to find a module and"]
     tokens = {}
     for backend in ("cpu", "xla"):
-        model, tokenizer = load(dtype=torch.float32, backend=backend)
+        runtime, tokenizer = load(dtype=torch.float32, backend=backend)
         tokens[backend] = [
             (response.index, response.token)
-            for response in stream_generate(model, tokenizer, prompts, max_tokens=24, temperature=0)
+            for response in stream_generate(runtime, tokenizer, prompts, max_tokens=24, temperature=0)
         ]
     assert tokens["xla"] == tokens["cpu"]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -332,10 +333,10 @@ class TestRuntime:
             entries = {8 * (n + 1): LaunchParameters(64, 4, size) for n, size in enumerate(sizes)}
             write_table(file, LaunchTable(entries))
         model = random_model(small_config(layer_types=("mamba",)))
-        arguments = (model, GenerationConfig(), kernels="torch")
-        bundled, given = CPURuntime(*arguments), CPURuntime(*arguments, tuned_configs=places[0].parent)
+        make = partial(CPURuntime, model, GenerationConfig(), kernels="torch")
+        bundled, given = make(), make(tuned_configs=places[0].parent)
         monkeypatch.setenv(FOLDER_VARIABLE, str(places[0].parent))
-        of_variable = CPURuntime(*arguments)
+        of_variable = make()
         for runtime in (bundled, given, of_variable):
             self.step(runtime, 1)
             self.step(runtime, 2)
@@ -348,7 +349,9 @@ class TestRuntime:
         """One row, then two; and the logits are the same with all of them."""
         entries = {8: LaunchParameters(32, 16, 64), 16: LaunchParameters(128, 1, 64)}
         write_table(places[0], LaunchTable(entries))
-        runtime = CPURuntime(random_model(small_config()), GenerationConfig(), kernels="fused", tuned_configs=places[0].parent)
+        runtime = CPURuntime(
+            random_model(small_config()), GenerationConfig(), kernels="fused", tuned_configs=places[0].parent
+        )
         layer, given = runtime.model.model.layers[0], []
         block = layer.mamba_block
 

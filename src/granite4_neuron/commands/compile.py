@@ -36,8 +36,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
-    if min(counts) < 1 or options.max_context_length > options.seq_len:
+    counts = dict(
+        tp_degree=options.tp_degree,
+        batch_size=options.batch_size,
+        max_context_length=options.max_context_length,
+        seq_len=options.seq_len,
+    )
+    if min(counts.values()) < 1 or options.max_context_length > options.seq_len:
         raise UserError(
             "--tp-degree, --batch-size, --max-context-length and --seq-len must be at least 1, and --seq-len no less "
             "than --max-context-length."
@@ -48,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = checkpoint.find(options.model)
     dtype = chosen_dtype(options) or checkpoint.stored_dtype(folder)
-    compile_model(folder, options.output, dtype, *counts, options.prefill_scan, options.decode_kernel)
+    kernels = dict(prefill_scan=options.prefill_scan, decode_kernel=options.decode_kernel)
+    compile_model(folder, options.output, dtype=dtype, **counts, **kernels)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import checkpoint
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation import bundled_checkpoint, load
+from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.ops.launch_parameters import FOLDER_VARIABLE
+from granite4_neuron.runtime.interface import Runtime
 
 EXAMPLES = """\
 examples:
@@ -51,6 +54,26 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         choices=DECODE_KERNELS,
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
+    )
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+    parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+
+
+def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`."""
+    return load(
+        model,
+        dtype=chosen_dtype(options),
+        prefill_scan=options.prefill_scan,
+        backend=options.backend,
+        decode_kernel=options.decode_kernel,
+        cpu_kernels=options.cpu_kernels,
+        compiled=options.compiled,
+        quantize=options.quantize,
+        tuned_configs=options.tuned_configs,
     )
 
 

@@ -42,8 +42,8 @@ class Slots:
         needed = self._bytes(length)
         if self._memory_bytes is not None and needed > self._memory_bytes:
             raise UserError(
-                f"a sequence of {length:,} tokens, prompt and new ones, needs {needed:,} bytes of state and cache; there "
-                f"are {self._memory_bytes:,}."
+                f"a sequence of {length:,} tokens, prompt and new ones, needs {needed:,} bytes of state and cache; "
+                f"there are {self._memory_bytes:,}."
             )
 
     def take(self, length: int) -> int | None:

@@ -55,7 +55,8 @@ def stream_generate(
     """Continue one prompt or several, giving out each token as it comes.
 
     Args:
-        runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; there is no text then.
+        runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
+            text.
         prompt: a text, a list of token ids, or a list of those. Prompts may differ in length; each is continued as if
             it were alone.
         max_tokens: new tokens per prompt at most; fewer where the model's max_position_embeddings is reached.

@@ -179,7 +179,7 @@ def cache_buckets(max_length: int) -> list[int]:
 
 
 def _run_graph(outputs: list[torch.Tensor]) -> None:
-    """Run the graph with these outputs, in this order. State tensors among them were written in place: they are donated."""
+    """Run the graph with these outputs, in this order. Those that are state tensors, written in place, are donated."""
     torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
 
 
