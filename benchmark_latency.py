@@ -118,7 +118,7 @@ class Ours:
             self._runtime = load_compiled(folder, compiled, generation_config)
         else:
             model = checkpoint.load_model(folder, dtype, quantize=quantize)
-            self._runtime = CPURuntime(model, generation_config, kernels, tuned_configs)
+            self._runtime = CPURuntime(model, generation_config, kernels=kernels, tuned_configs=tuned_configs)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -521,8 +521,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: all")
     add_cpu_options(parser)
+    parser.set_defaults(threads=os.cpu_count() or 1)
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
     parser.add_argument(
         "--tune", type=Path, metavar="DIR", help="measure launch parameters instead, and write them into this folder"

@@ -17,7 +17,7 @@ from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import DenseStep
 from granite4_neuron.ops import MambaKernels
 from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
 from granite4_neuron.sizes import mamba_state_shapes
 from granite4_neuron.state import MambaState

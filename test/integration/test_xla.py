@@ -16,7 +16,8 @@ from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cached_attention
 from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import CPURuntime, Row
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
@@ -191,10 +192,10 @@ def test_the_bundled_model_prints_the_same_text():
     prompts = ["An assignment statement", "The import statement is used to find a module and"]
     tokens = {}
     for backend in ("cpu", "xla"):
-        model, tokenizer = load(dtype=torch.float32, backend=backend)
+        runtime, tokenizer = load(dtype=torch.float32, backend=backend)
         tokens[backend] = [
             (response.index, response.token)
-            for response in stream_generate(model, tokenizer, prompts, max_tokens=24, temperature=0)
+            for response in stream_generate(runtime, tokenizer, prompts, max_tokens=24, temperature=0)
         ]
     assert tokens["xla"] == tokens["cpu"]
 
@@ -283,7 +284,7 @@ DONATION_PROGRAM = """
 import sys
 from transformers import GenerationConfig
 from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
 from granite4_neuron.state import HybridState
 from test.support.checkpoints import small_config

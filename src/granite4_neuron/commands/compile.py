@@ -53,9 +53,17 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.nxdi.loading import compile_model
 
-    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
     folder = find(options.model)
-    dtype = dtype_of(options.dtype or StoredTensors(folder).dtype())
-    compile_model(folder, options.output, dtype, *counts, options.prefill_scan, options.decode_kernel)
+    compile_model(
+        folder,
+        options.output,
+        dtype=dtype_of(options.dtype or StoredTensors(folder).dtype()),
+        tp_degree=options.tp_degree,
+        batch_size=options.batch_size,
+        max_context_length=options.max_context_length,
+        seq_len=options.seq_len,
+        prefill_scan=options.prefill_scan,
+        decode_kernel=options.decode_kernel,
+    )
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

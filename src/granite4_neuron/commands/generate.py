@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import BACKENDS
 from granite4_neuron.commands.options import (
     EXAMPLES,
     add_arithmetic,
+    add_backend,
     add_cpu_options,
     add_model,
-    add_threads,
     at_least,
-    dtype_of,
+    load_runtime,
     model_or_bundled,
     number_in,
-    use_threads,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, write
 from granite4_neuron.errors import UserError
@@ -42,9 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(generate)
     add_arithmetic(generate)
     add_cpu_options(generate)
-    add_threads(generate)
-    generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
-    generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+    add_backend(generate)
     generate.add_argument(
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
     )
@@ -76,28 +72,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron.generation import GenerationStats, chat_prompt, load, stream_generate
+    from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
-    use_threads(options)
-    with ProgressBar("weights", "bytes") as progress:
-        model, tokenizer = load(
-            model_or_bundled(options),
-            dtype_of(options.dtype),
-            options.prefill_scan,
-            options.backend,
-            options.decode_kernel,
-            options.cpu_kernels,
-            options.compiled,
-            quantize=options.quantize,
-            tuned_configs=options.tuned_configs,
-            progress=progress,
-        )
+    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()
     with ProgressBar("prompt", "tokens") as progress:
         for response in stream_generate(
-            model,
+            runtime,
             tokenizer,
             prompts,
             max_tokens=options.max_tokens,

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint_folder import CONFIG, bundled_checkpoint, find
-from granite4_neuron.choices import CPU_KERNELS, DECODE_KERNELS, FOLDER_VARIABLE, PREFILL_SCANS, QUANTIZATIONS
+from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, FOLDER_VARIABLE, PREFILL_SCANS, QUANTIZATIONS
+from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.runtime.interface import Runtime
 
 EXAMPLES = """\
 examples:
@@ -88,6 +92,31 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+    parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+
+
+def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads."""
+    from granite4_neuron.generation import load
+
+    use_threads(options)
+    with ProgressBar("weights", "bytes") as progress:
+        return load(
+            model,
+            dtype=dtype_of(options.dtype),
+            prefill_scan=options.prefill_scan,
+            backend=options.backend,
+            decode_kernel=options.decode_kernel,
+            cpu_kernels=options.cpu_kernels,
+            compiled=options.compiled,
+            quantize=options.quantize,
+            tuned_configs=options.tuned_configs,
+            progress=progress,
+        )
+
+
 def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> None:
     parser.add_argument(
         "--tp-degree",
@@ -102,7 +131,7 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
 
 
 def add_cpu_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the cpu backend: which kernels it runs, and how they are launched."""
+    """Options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
@@ -121,16 +150,13 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
         choices=QUANTIZATIONS,
         help="of the cpu backend: hold the large weights in int8 with a scale per output channel (default: in --dtype)",
     )
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="threads to compute with (default: one per processor core)"
     )
 
 
 def use_threads(options: argparse.Namespace) -> None:
-    """What `add_threads` added, for all that torch and the kernels do from here on."""
+    """--threads, for all that torch and the kernels do from here on."""
     import torch
 
     if options.threads is not None:

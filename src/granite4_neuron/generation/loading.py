@@ -16,10 +16,12 @@ from granite4_neuron.choices import BACKENDS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Runtime
 
 
 def load(
     model: str | Path | None = None,
+    *,
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
@@ -28,10 +30,9 @@ def load(
     compiled: str | Path | None = None,
     quantize: str | None = None,
     tuned_configs: str | Path | None = None,
-    *,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
-    """A model ready to run, and its tokenizer.
+) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """A runtime with a model, ready to run, and the model's tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
@@ -67,11 +68,11 @@ def load(
         folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize, progress=progress
     )
     if backend == "cpu":
-        return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs), tokenizer
+        return CPURuntime(weights, generation_config, kernels=cpu_kernels, tuned_configs=tuned_configs), tokenizer
     return _xla_runtime()(weights, generation_config), tokenizer
 
 
-def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig):
+def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
     """A `NeuronRuntime`; see `nxdi.loading.load_compiled`.
 
     Raises:

@@ -9,7 +9,7 @@ the state. Decode takes all sequences in the order of their slots, and advances 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import GenerationConfig
@@ -18,7 +18,14 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import TORCH
-from granite4_neuron.runtime.cpu import Row, step_inputs
+from granite4_neuron.runtime.interface import Ability, Row, step_inputs
+from granite4_neuron.snapshot import (
+    Snapshot,
+    check_chain,
+    cut_keys_and_values,
+    fingerprint,
+    padded_keys_and_values,
+)
 from granite4_neuron.state import HybridState
 
 try:
@@ -31,7 +38,7 @@ SHORTEST_CACHE = 1024
 
 
 class XLARuntime:
-    """A model on an XLA device, with the interface of `runtime.cpu.CPURuntime`.
+    """The `Runtime` of an XLA device.
 
     Args:
         model: with weights; moved to the device.
@@ -44,7 +51,8 @@ class XLARuntime:
     """
 
     # A prefill graph takes one sequence: a second one would double the graphs for little.
-    prompts_per_step = 1
+    rows_per_step = 1
+    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,
@@ -55,6 +63,7 @@ class XLARuntime:
         if torch_xla is None:
             raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
         self.device = torch_xla.device()
+        self.fingerprint = fingerprint(model.named_parameters(), model.config, model.kernel_layout)
         self.model = model.to(self.device)
         self.model.tie_weights()
         self.model.use(TORCH)  # what the graphs are traced from
@@ -67,11 +76,19 @@ class XLARuntime:
         return self.model.config
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.model.is_quantized
+
+    @property
     def tokens_per_step(self) -> int:
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """State on the device for slots 1 to `num_sequences`; the cache is as long as the next bucket of its length.
+        """As `Runtime.allocate`, on the device; the cache is as long as the next bucket of its length.
 
         So states for texts of different lengths share their graphs.
         """
@@ -84,7 +101,7 @@ class XLARuntime:
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `CPURuntime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
+        """As `Runtime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
 
         The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros.
         """
@@ -122,9 +139,35 @@ class XLARuntime:
 
         logits = self.model(*inputs, slots, state, kv_length=kv_length, all_logits=all_logits)
         outputs = [logits, *state.input_output_aliases(first=1)]
-        # These, in this order, are the graph's outputs; each state tensor was written in place and is donated.
-        torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
+        _run_graph(outputs)
         return logits.cpu()
+
+    @torch.no_grad()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """As `Runtime.copy`, in a graph of its own; nothing passes through the host."""
+        state.copy(self._slot(source), self._slot(destination), _bucket(length, cache_buckets(state.max_length)))
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    @torch.no_grad()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """As `Runtime.snapshot`, in the host's memory."""
+        tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
+        _run_graph(list(tensors.values()))
+        tensors = cut_keys_and_values({name: tensor.cpu() for name, tensor in tensors.items()}, start, length)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.no_grad()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """As `Runtime.restore`. Keys and values are padded to the state's length, so that one graph does for all."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        tensors = padded_keys_and_values(snapshots, state.max_length)
+        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        state.set_slot_tensors(on_device, self._slot(slot), 0, state.max_length)
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        """As an input of a graph: with a number in it there would be a graph for each slot."""
+        return torch.tensor([slot]).to(self.device)
 
 
 def cache_buckets(max_length: int) -> list[int]:
@@ -133,6 +176,11 @@ def cache_buckets(max_length: int) -> list[int]:
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
     return buckets
+
+
+def _run_graph(outputs: list[torch.Tensor]) -> None:
+    """Run the graph with these outputs, in this order. Those that are state tensors, written in place, are donated."""
+    torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
 
 
 def _bucket(length: int, buckets: Sequence[int]) -> int:
