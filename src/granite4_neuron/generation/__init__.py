@@ -2,10 +2,10 @@
 
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
+from granite4_neuron.generation.chat import chat_prompt
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
-    chat_prompt,
     generate,
     stream_generate,
 )

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron import memory
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
+from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import Ability, Row, step_inputs
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
@@ -46,6 +48,7 @@ class CPURuntime:
         kernels: str = "fused",
         tuned_configs: str | Path | None = None,
     ):
+        survive_forks()
         self.model = model
         self.generation_config = generation_config
         self._num_heads = self.config.rank_dimensions(model.parallel.degree).mamba_heads
@@ -71,9 +74,10 @@ class CPURuntime:
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """As `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
-        return HybridState.allocate(
-            self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
-        )
+        with memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
+            return HybridState.allocate(
+                self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
+            )
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
