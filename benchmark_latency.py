@@ -47,7 +47,7 @@ from benchmarks.tuning import tune
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from granite4_neuron.commands.options import add_cpu_options, check_folder_of
+from granite4_neuron.commands.options import add_cpu_options, check_folder_of, write_json
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation.loading import load_compiled
@@ -159,11 +159,17 @@ def main() -> int:
         with _checkpoint(options) as folder:
             _check_lengths(folder, options)
             results = _measure_all(folder, options)
+        _report(results, options)
     except UserError as error:
         print(f"benchmark_latency.py: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    return 0
+
+
+def _report(results: list[Result], options: argparse.Namespace) -> None:
+    """Print the numbers, and write and draw them where that is asked for."""
     machine = _machine(options.threads)
     _print(results, machine, options)
     if options.json:
@@ -176,10 +182,9 @@ def main() -> int:
             "repeats": options.repeats,
             "results": [dataclasses.asdict(result) for result in results],
         }
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
         _plot(results, machine, options.plot)
-    return 0
 
 
 def _measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
@@ -415,7 +420,10 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
         panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
         panel.legend()
     figure.suptitle(", ".join(machine.values()), fontsize="small")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
 
 
 @contextmanager

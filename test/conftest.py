@@ -26,6 +26,15 @@ def pytest_configure(config):
             os.environ.setdefault(variable, "1")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """How many of the faults in test/faults were tried."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    faults = [report for report in reports if report.when == "call" and report.nodeid.startswith("test/faults/")]
+    if faults:
+        answered = sum(report.passed for report in faults)
+        terminalreporter.write_line(f"faults: {len(faults)} tried, {answered} answered as they should be")
+
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

@@ -45,7 +45,8 @@ def find(model: str | os.PathLike[str]) -> Path:
     if os.path.exists(name):
         raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint.{_format_of(name)}")
     if not _HUB_ID.fullmatch(name):
-        raise UserError(f"{name} is not a folder{_suggestion(name)}")
+        shown = name if name.isprintable() and name else repr(name)
+        raise UserError(f"{shown} is not a folder{_suggestion(name)}")
     return _from_hub(name)
 
 

@@ -117,7 +117,7 @@ class StoredTensors:
             if name not in index or Path(index[name]) != stored.get(name)
         ]
         if wrong:
-            raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong)}.")
+            raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong, 3)}.")
 
 
 def published_name(name: str) -> str:
@@ -174,7 +174,7 @@ def _open(file: Path, framework: str) -> Iterator[safe_open]:
         raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
 
 
-def _listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str], most: int = _LISTED_NAMES) -> str:
     names = list(names)
-    more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
-    return ", ".join(names[:_LISTED_NAMES]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

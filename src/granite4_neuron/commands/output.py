@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import resource
 import sys
 from typing import TYPE_CHECKING
@@ -35,10 +36,10 @@ def print_table(table: Table) -> None:
     """Through `write`: rich would turn a closed pipe into an exit status of its own."""
     from rich.console import Console
 
-    console = Console()
-    with console.capture() as text:
-        console.print(table)
-    write(text.get(), end="")
+    shown, text = Console(), io.StringIO()
+    looks = dict(width=shown.width, force_terminal=shown.is_terminal, color_system=shown.color_system)
+    Console(file=text, **looks).print(table)
+    write(text.getvalue(), end="")
 
 
 def size(count: int) -> str:
