@@ -83,7 +83,8 @@ class Point:
 class Result:
     """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak.
 
-    Shares of the bound are 0 where the machine is not this processor.
+    machine_gflops and machine_gbytes_per_second are what the machine does at most, measured in between; the shares of
+    the bound are computed from them. All four are 0 where the machine is not this processor.
     """
 
     implementation: str
@@ -98,6 +99,8 @@ class Result:
     decode_tokens_per_second: float
     prefill_of_bound: float
     decode_of_bound: float
+    machine_gflops: float
+    machine_gbytes_per_second: float
     peak_memory_mib: float
 
 
@@ -214,8 +217,9 @@ def _measure(folder: Path, point: Point, names: list[str], options: argparse.Nam
                 run, peaks[name] = _ask(worker, name, point, turn)
                 if turn >= options.warmup:
                     runs[name].append(run)
-    bound = _bound(folder, point, options, Rates.median(runs[MACHINE])) if machine else (0.0, 0.0)
-    return [_result(name, point, runs[name], peaks[name], bound) for name in names]
+    rates = Rates.median(runs[MACHINE]) if machine else None
+    bound = _bound(folder, point, options, rates) if rates else (0.0, 0.0)
+    return [_result(name, point, runs[name], peaks[name], bound, rates) for name in names]
 
 
 def _bound(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
@@ -297,7 +301,20 @@ def _serve(
         connection.send((times, peak_memory_bytes()))
 
 
-def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: tuple[float, float]) -> Result:
+def _result(
+    name: str,
+    point: Point,
+    runs: list[list[float]],
+    peak: int,
+    bound: tuple[float, float],
+    rates: Rates | None = None,
+) -> Result:
+    """What `runs`, each the moments of all tokens in seconds, come to.
+
+    Args:
+        peak: bytes of memory.
+        bound: the least seconds for the prompts, and for one step of decode.
+    """
     first = statistics.median(times[0] for times in runs)
     steps = sorted(after - before for times in runs for before, after in itertools.pairwise(times))
 
@@ -315,6 +332,8 @@ def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: 
         decode_tokens_per_second=point.batch_size / percentile(0.5) if steps else 0.0,
         prefill_of_bound=bound[0] / first,
         decode_of_bound=bound[1] / percentile(0.5) if steps else 0.0,
+        machine_gflops=rates.flops / 1e9 if rates else 0.0,
+        machine_gbytes_per_second=rates.bytes / 1e9 if rates else 0.0,
         peak_memory_mib=peak / 2**20,
     )
 
@@ -346,8 +365,18 @@ def _print(results: list[Result], machine: dict[str, str], options: argparse.Nam
             table.add_row(*_ratios(results[number - 1], result), end_section=True)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    for line in _growth(results):
+    for line in (*_machine_rates(results), *_growth(results)):
         console.print(line)
+
+
+def _machine_rates(results: list[Result]) -> Iterator[str]:
+    """The rates that the shares of the bound are computed from, one line for each point."""
+    for result in results:
+        if result.machine_gflops and result.implementation != TRANSFORMERS:
+            yield (
+                f"machine, at batch {result.batch_size} and prompt {result.prompt_length}: "
+                f"{result.machine_gflops:.0f} GFLOP/s, {result.machine_gbytes_per_second:.1f} GB/s"
+            )
 
 
 def _growth(results: list[Result]) -> Iterator[str]:

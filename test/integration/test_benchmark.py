@@ -1,5 +1,6 @@
 """benchmark_latency.py as it is run; what it measures is not looked at."""
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -10,8 +11,10 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.bound import decode_bytes, prefill_flops
+import benchmark_latency
+from benchmarks.bound import Rates, decode_bytes, prefill_flops
 from granite4_neuron import load
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops import TORCH, LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import LaunchTable, device_name, read_table, table_name, write_table
 from granite4_neuron.random_weights import random_model
@@ -40,6 +43,7 @@ def test_table_json_and_plot(tmp_path):
     assert points == [
         (name, batch, length) for batch in (1, 2) for length in (9, 20) for name in ("granite4-neuron", "transformers")
     ]
+    assert done.stdout.count("GFLOP/s") == 4
     assert all(value > 0 for result in record["results"] for value in list(result.values())[1:])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -79,6 +83,47 @@ def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, 
     (tmp_path / "config.json").write_text((texting_folder / "config.json").read_text())
     done = run("--model", tmp_path, *SMALL)
     assert done.returncode == 2 and "has no model.safetensors" in done.stderr and "Traceback" not in done.stderr
+
+
+class TestResult:
+    """Times that are known beforehand: prompts are done after 0.5 and 0.7 s, further tokens come after 10 to 40 ms."""
+
+    RUNS = ([0.5, 0.51, 0.53, 0.54], [0.7, 0.72, 0.74, 0.78])
+    POINT = benchmark_latency.Point(batch_size=3, prompt_length=100, output_length=4)
+
+    @pytest.fixture
+    def result(self):
+        rates = Rates(flops=200e9, bytes=40e9)
+        return benchmark_latency._result("ours", self.POINT, list(self.RUNS), 3 * 2**20, (0.3, 0.005), rates)
+
+    def test_times(self, result):
+        assert result.first_token_ms == pytest.approx(600)
+        assert result.token_ms_p50 == pytest.approx(20)
+        assert result.token_ms_p99 == pytest.approx(40)
+
+    def test_rates(self, result):
+        """All rows of the batch count, and each once."""
+        assert result.prefill_tokens_per_second == pytest.approx(3 * 100 / 0.6)
+        assert result.decode_tokens_per_second == pytest.approx(3 / 0.02)
+
+    def test_shares_of_the_bound(self, result):
+        assert result.prefill_of_bound == pytest.approx(0.3 / 0.6)
+        assert result.decode_of_bound == pytest.approx(0.005 / 0.02)
+        assert (result.machine_gflops, result.machine_gbytes_per_second) == (200, 40)
+        assert result.peak_memory_mib == 3
+
+    def test_the_machine_is_printed(self, result):
+        (line,) = benchmark_latency._machine_rates([result])
+        assert line == "machine, at batch 3 and prompt 100: 200 GFLOP/s, 40.0 GB/s"
+
+    def test_the_bound(self, texting_folder):
+        """The weights' arithmetic at the machine's FLOP/s, weights and state at its bytes per second."""
+        config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
+        options = argparse.Namespace(dtype=None, quantize=None)
+        rates = Rates(flops=2e9, bytes=3e9)
+        prefill, decode = benchmark_latency._bound(texting_folder, self.POINT, options, rates)
+        assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)
+        assert decode == pytest.approx(decode_bytes(config, torch.float32, 3, 102) / 3e9)
 
 
 class TestBound:

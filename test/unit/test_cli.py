@@ -1,9 +1,11 @@
 """The command as a person types it: what it prints, its exit status, and one sentence for every bad input."""
 
+import argparse
 import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import checkpoint, neuron_sdk
-from granite4_neuron.cli import main
+from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
 from granite4_neuron.stored_tensors import WEIGHTS
@@ -355,14 +357,87 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-def test_help_names_every_command_and_option(run):
+COMMANDS = ("generate", "info", "check", "graphs", "plan", "compile", "convert")
+
+
+def test_help_names_every_command(run):
     status, output, _ = run("--help")
+    assert status == 0 and "examples:" in output
+    described = [line.split()[0] for line in output.splitlines() if re.match(r"    \w+  +\w", line)]
+    assert tuple(described) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(run, command):
+    status, output, _ = run(command, "--help")
     assert status == 0
-    for command in ("generate", "info", "check", "graphs", "convert", "examples:"):
-        assert command in output
+    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for action in subparsers.choices[command]._actions:
+        assert action.help, action.option_strings
+        assert not action.option_strings or action.option_strings[-1] in output
+
+
+def test_help_of_generate(run):
     _, output, _ = run("generate", "--help")
     for option in ("--model", "--chat", "--system", "--file", "--max-tokens", "--temperature", "--top-p", "--seed"):
         assert option in output
+
+
+NEED_NO_TORCH = [
+    ("--help",),
+    ("--version",),
+    ("info", "--model", "h-small"),
+    ("info",),
+    ("sing",),
+    ("generate", "--model", "h-350m", "x"),
+    *[(command, "--help") for command in COMMANDS],
+]
+
+
+@pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
+def test_what_needs_no_torch_imports_none(arguments):
+    """The modules are looked at, not the time: it is they that take it."""
+    program = """
+import sys
+from granite4_neuron.cli import main, parser
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("imported:", *(name for name in sys.modules if "." not in name))
+"""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    imported = set(done.stdout.splitlines()[-1].partition("imported: ")[2].split())
+    assert "granite4_neuron" in imported
+    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib"}
+    assert imported & heavy == set()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(run, shell):
+    pytest.importorskip("shtab")
+    status, output, _ = run("--print-completion", shell)
+    assert status == 0 and all(command in output for command in COMMANDS) and "max-tokens" in output
+
+
+def test_completion_without_shtab(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    status, output, error = run("--print-completion", "bash")
+    assert (status, output) == (2, "") and "install it with: pip install shtab" in error
+
+
+def test_version(run):
+    status, output, _ = run("--version")
+    assert status == 0 and re.fullmatch(r"granite4-neuron \d+\.\d+\.\d+\n", output)
+
+
+def test_threads(run, texting_folder):
+    before = torch.get_num_threads()
+    try:
+        assert run("generate", "--model", texting_folder, "--max-tokens", 1, "--threads", 1, "x")[0] == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

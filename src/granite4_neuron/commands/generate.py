@@ -71,10 +71,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
+    # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
-    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()

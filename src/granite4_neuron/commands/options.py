@@ -99,12 +99,14 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads."""
+    folder = find(model)
+    # Not at the top, nor before the folder is there: it takes seconds to import.
     from granite4_neuron.generation import load
 
     use_threads(options)
     with ProgressBar("weights", "bytes") as progress:
         return load(
-            model,
+            folder,
             dtype=dtype_of(options.dtype),
             prefill_scan=options.prefill_scan,
             backend=options.backend,
