@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from test.support import neuron_stand_ins
+from granite4_neuron import neuron_stand_ins
 from test.support.stepping import random_tokens
 
 SDK = "torch_neuronx"
