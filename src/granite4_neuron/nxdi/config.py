@@ -55,6 +55,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     prefill_scan = "chunked"
     decode_kernel = "torch"
+    expert_path = "torch"
 
     @property
     def granite(self) -> GraniteMoeHybridConfig:
@@ -74,9 +75,9 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         self.n_shared_experts = 0
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
-            neuron_config.router_config.act_fn = "softmax"
-            neuron_config.router_config.dtype = torch.float32
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+        # Else the compiler gets, with each collective, a look-up of one of its elements.
+        neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
             neuron_config.attn_kernel_enabled = False  # the kernel is the device's
         if neuron_config.is_continuous_batching:
