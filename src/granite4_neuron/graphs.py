@@ -18,6 +18,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.state import HybridState
 
 
@@ -88,6 +89,7 @@ def _graph(
     for weight_name, weight in weights.items():
         set_parameter(model, weight_name, placeholder(tuple(weight.shape), dtype))
     model.tie_weights()
+    model.use(XLA)
     for layer in state.layers:
         for field, tensor in vars(layer).items():
             setattr(layer, field, placeholder(tuple(tensor.shape), tensor.dtype))

@@ -11,6 +11,7 @@ from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.selective_state_update import selective_state_step
+from granite4_neuron.ops.xla import CHUNK_SIZE
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
@@ -18,8 +19,6 @@ DECODE_KERNELS = ("torch", "nki")
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
-# Tokens that are scanned at once anywhere but on a CPU: the number of partitions that Trainium's engines work on.
-_CHUNK_SIZE = 128
 
 
 class MambaKernels:
@@ -148,7 +147,7 @@ class MambaKernels:
     def _chunk_size(self, x: torch.Tensor, launch_parameters: LaunchParameters) -> int:
         if self.prefill_scan == "quadratic":
             return x.shape[1]
-        return launch_parameters.torch_chunk_size if x.device.type == "cpu" else _CHUNK_SIZE
+        return launch_parameters.torch_chunk_size if x.device.type == "cpu" else CHUNK_SIZE
 
     def _scan_nki(
         self,

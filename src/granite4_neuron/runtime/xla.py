@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import TORCH
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.cpu import Row, step_inputs
 from granite4_neuron.state import HybridState
 
@@ -57,7 +57,7 @@ class XLARuntime:
         self.device = torch_xla.device()
         self.model = model.to(self.device)
         self.model.tie_weights()
-        self.model.use(TORCH)  # what the graphs are traced from
+        self.model.use(XLA)  # what the graphs are traced from
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()
