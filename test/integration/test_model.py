@@ -239,7 +239,7 @@ class TestCpuMode:
         nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
         before = [tensor.clone() for tensor in state_of(continuous)]
         nxdi.decode(continuous, [5], [30], [1])
-        length = continuous.neuron_config.max_length  # beyond it lies what no sequence reads
+        length = continuous.neuron_config.max_length - 1  # the last place is read by no later token
         for old, new in zip(before, state_of(continuous), strict=True):
             assert torch.equal(old[[0, 2], :, :length], new[[0, 2], :, :length])
             assert not torch.equal(old[1], new[1])
@@ -382,8 +382,13 @@ def state_not_reset(model, patch):
 
 
 def router_softmax_over_all_experts(model, patch):
-    for layer in model.token_generation_model.model.layers:
-        patch.setattr(layer.block_sparse_moe.router, "apply_act_fn_over_topk", False)
+    from granite4_neuron.nxdi import feed_forward
+
+    def over_all(logits, top_k):
+        weights, chosen = logits.softmax(-1).topk(top_k)
+        return weights, chosen
+
+    patch.setattr(feed_forward, "topk_softmax", over_all)
 
 
 BUGS = (
@@ -476,7 +481,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("graph", GRAPHS)
     def test_what_the_compiler_sees_of_the_mamba_layers(self, graph, cpu_mode, tmp_path):
-        """Traced without attention and experts, which are NxD Inference's. Its gather of each last token is left."""
+        """Traced from a model that was made for CPU mode."""
         import torch_xla
 
         config = small_config(layer_types=("mamba",) * 2, mamba_n_groups=2, **DENSE)
@@ -488,9 +493,7 @@ class TestGraphs:
         torch_xla.sync()
         with torch.no_grad():
             outputs = model(*inputs)
-        found = findings(torch_xla._XLAC._get_xla_tensors_hlo(outputs))
-        assert len(found) == (graph != "token_generation_model")
-        assert all("gather" in finding for finding in found)
+        assert findings(torch_xla._XLAC._get_xla_tensors_hlo(outputs)) == []
 
 
 NEURON_DEVICE = Path("/dev/neuron0")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
@@ -31,12 +30,6 @@ class SharedMLP(nn.Module):
         if self.parallel.degree == 1:
             return self.operators.mlp(hidden_states, *_weights(self))
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
-
-    def partial(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
-        """This rank's part of `scale` times the output, float32; the sum over the ranks is left to the caller."""
-        gate, up = self.input_linear(hidden_states).float().chunk(2, dim=-1)
-        activated = (F.silu(gate) * up * scale).to(hidden_states.dtype)
-        return F.linear(activated, self.output_linear.weight).float()
 
     def block(
         self, norm: RMSNorm, experts: SparseMoe | None, residual_multiplier: float

@@ -84,6 +84,19 @@ def _fill_prefix(cache: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
     return prefix if cache.shape == prefix.shape else torch.slice_scatter(cache, prefix, dim=2, end=prefix.shape[2])
 
 
+def _experts(name: str) -> Callable[..., torch.Tensor]:
+    """The kernels take keywords; with tokens of several experts some have an axis of partial results."""
+
+    def experts(hidden_states: torch.Tensor, **options) -> torch.Tensor:
+        tensors = [option for option in options.values() if isinstance(option, torch.Tensor)]
+        shape = list(hidden_states.shape)
+        if name == "bwmm_shard_on_block":
+            shape.insert(1, 2)
+        return custom_call(name, [hidden_states, *tensors], [shape], [hidden_states.dtype])[0]
+
+    return experts
+
+
 _NXD, _NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 _STAND_INS = (
     (f"{_NXDI}.modules.attention.attention_base", "_flash_fwd_call_nki", _Kernel(_attention_cte)),
@@ -91,6 +104,12 @@ _STAND_INS = (
     (f"{_NXDI}.modules.kvcache.kv_cache_manager", "fill_prefix", _fill_prefix),
     (f"{_NXDI}.modules.generation.sampling", "nki_cumsum", _cumsum),
     (f"{_NXDI}.modules.generation.sampling", "rand_like", torch.rand_like),
+    (
+        f"{_NXD}.modules.moe.blockwise",
+        "_blockwise_mm_baseline_shard_intermediate_hybrid",
+        _Kernel(_experts("blockwise_mm_baseline_shard_intermediate_hybrid")),
+    ),
+    (f"{_NXD}.modules.moe.blockwise", "_bwmm_shard_on_block_nki_call", _Kernel(_experts("bwmm_shard_on_block"))),
     (f"{_NXD}.operators.topk", "TopK", _Operator(_topk("TopK"))),
     (f"{_NXD}.operators.topk", "nki_topk", _Kernel(_topk("topk"))),
     (f"{_NXD}.operators.argmax", "Argmax", _Operator(_argmax)),

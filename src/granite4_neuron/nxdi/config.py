@@ -10,6 +10,11 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
 from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
 
+# Who multiplies with the experts' weights: this package, or NxD with what neuron_config.blockwise_matmul_config names.
+EXPERT_PATHS = ("torch", "nxd")
+# NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
+_INTERMEDIATE_BLOCK = 256
+
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
 # value of each that the recurrent state is written for.
 _SUPPORTED = {
@@ -47,6 +52,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     Args:
         prefill_scan, decode_kernel: by keyword; see `MambaKernels`.
+        expert_path: by keyword, one of EXPERT_PATHS.
 
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
@@ -101,6 +107,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         self._check_sizes()
         self.granite.rank_dimensions(neuron_config.tp_degree)
         self._check_kernels()
+        if self.granite.num_local_experts:
+            self._check_experts()
 
     def _check_sizes(self) -> None:
         neuron_config, longest = self.neuron_config, self.granite.max_position_embeddings
@@ -124,6 +132,33 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
                 "are launched."
+            )
+
+    def _check_experts(self) -> None:
+        if self.expert_path not in EXPERT_PATHS:
+            raise UserError(f"expert_path is {self.expert_path!r}; it must be one of {', '.join(EXPERT_PATHS)}.")
+        if self.expert_path == "torch":
+            return
+        config, tokens = self.neuron_config.blockwise_matmul_config, self.neuron_config.max_context_length
+        if config.use_torch_block_wise or tokens * self.granite.num_experts_per_tok < config.block_size:
+            return  # torch throughout, or all experts for every token
+        if self.neuron_config.logical_nc_config != LOGICAL_CORE_SIZE:
+            raise UserError(f"NxD's kernels for experts need neuron_config.logical_nc_config={LOGICAL_CORE_SIZE}.")
+        if config.use_shard_on_intermediate_dynamic_while:
+            if config.block_size % _INTERMEDIATE_BLOCK:
+                raise UserError(
+                    f"neuron_config.blockwise_matmul_config has block_size={config.block_size}; with "
+                    f"use_shard_on_intermediate_dynamic_while it must be a multiple of {_INTERMEDIATE_BLOCK}."
+                )
+        elif not config.use_shard_on_block_dynamic_while:
+            raise UserError(
+                "neuron_config.blockwise_matmul_config asks for NxD's default kernel for experts, which is not in the "
+                "Neuron SDK; set use_shard_on_intermediate_dynamic_while=True in it, or leave expert_path at 'torch'."
+            )
+        elif "PING_PONG" not in str(config.block_sharding_strategy):
+            raise UserError(
+                "neuron_config.blockwise_matmul_config has use_shard_on_block_dynamic_while, which needs "
+                "block_sharding_strategy='PING_PONG' beside it."
             )
 
     @classmethod

@@ -10,11 +10,10 @@ from torch import nn
 
 from granite4_neuron.config import MAMBA
 from granite4_neuron.layers.mamba2 import Mamba2
-from granite4_neuron.layers.moe import SharedMLP
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
-from granite4_neuron.nxdi.experts import NeuronExperts
+from granite4_neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.nxdi.parallel import NeuronParallel, split_over_ranks
 from granite4_neuron.nxdi.state import HybridCacheManager, NeuronStep
 
@@ -125,7 +124,7 @@ class NeuronDecoderLayer(nn.Module):
         self.is_mamba = layer_type == MAMBA
         self.parallel = parallel
         self.block_sparse_moe = NeuronExperts(config) if granite.num_local_experts else None
-        self.shared_mlp = SharedMLP(granite, parallel).to(dtype)
+        self.shared_mlp = NeuronSharedMLP(granite, parallel).to(dtype)
         split_over_ranks(self.shared_mlp, "shared_mlp", granite, degree)
 
     def forward(
@@ -151,7 +150,7 @@ class NeuronDecoderLayer(nn.Module):
         hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
 
         x = self.post_attention_layernorm(hidden_states)
-        partial = self.shared_mlp.partial(x, self.residual_multiplier)
+        partial = self.shared_mlp(x, self.residual_multiplier)
         if self.block_sparse_moe is not None:
             partial = partial + self.block_sparse_moe(x, self.residual_multiplier)
         # One message for both.

@@ -32,7 +32,7 @@ from granite4_neuron.state import MambaState
 _COMPONENTS = re.compile(r"layers\.\d+\.(mamba|self_attn|block_sparse_moe|shared_mlp)|embed_tokens|lm_head|sampler")
 
 
-@dataclass
+@dataclass(repr=False)  # placeholders have no values to show
 class Trace:
     """One graph of one rank.
 

@@ -1,14 +1,26 @@
-"""The experts of a rank, over NxD's weights: by this package's own products, or by NxD's kernels."""
+"""A rank's feed-forward parts of a layer. Their results are added before anything is said to the other ranks."""
 
 from __future__ import annotations
 
 import torch
 from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_module
 from torch import nn
+from torch.nn import functional as F
 
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.layers.moe import SharedMLP
 from granite4_neuron.ops import router_logits, topk_softmax
 from granite4_neuron.ops.xla.moe import fused_experts
+
+
+class NeuronSharedMLP(SharedMLP):
+    """The MLP that every token takes."""
+
+    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
+        """This rank's part of `scale` times the output, float32."""
+        gate, up = self.input_linear(hidden_states).float().chunk(2, dim=-1)
+        activated = F.silu(gate) * up * scale
+        return F.linear(activated.to(hidden_states.dtype), self.output_linear.weight).float()
 
 
 class NeuronExperts(nn.Module):
