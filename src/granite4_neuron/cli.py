@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -186,25 +187,40 @@ def _graphs(options: argparse.Namespace) -> int:
     reports = list(
         graphs.report(config, dtype, options.tp_degree, options.batch_size, options.buckets, options.max_length)
     )
-    table = Table("graph", "weights", "state, donated", "GFLOP", "GB accessed", "instructions", "temporaries")
+    table = Table(
+        "graph", "GFLOP", "least", "", "GB accessed", "least", "", "instructions", "weights", "state", "temporaries"
+    )
     table.title = f"one rank of {options.tp_degree}, {str(dtype).removeprefix('torch.')}"
     for report in reports:
-        table.add_row(
-            report.graph,
-            _size(report.weight_bytes),
-            _size(report.state_bytes),
-            f"{report.flops / 1e9:.4g}",
-            f"{report.bytes_accessed / 1e9:.4g}",
-            f"{report.instructions:,}",
-            _size(report.temporary_bytes),
-        )
+        _add_graph(table, report)
     _print_table(table)
     for report in reports:
         for finding in report.findings:
             print(f"{report.graph}: {finding}")
     if options.json:
-        options.json.write_text(json.dumps([vars(report) for report in reports], indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _add_graph(table: Table, report: graphs.GraphReport) -> None:
+    """A row for the graph, and one for each of its parts."""
+    table.add_row(
+        report.graph,
+        f"{report.cost.flops / 1e9:.4g}",
+        f"{report.minimum.flops / 1e9:.4g}",
+        f"x {report.flops_ratio:.2f}",
+        f"{report.cost.bytes_accessed / 1e9:.4g}",
+        f"{report.minimum.bytes_accessed / 1e9:.4g}",
+        f"x {report.bytes_ratio:.2f}",
+        f"{report.cost.instructions:,}",
+        _size(report.weight_bytes),
+        _size(report.state_bytes),
+        _size(report.temporary_bytes),
+    )
+    for name, cost in report.components.items():
+        flops, accessed = f"{cost.flops / 1e9:.4g}", f"{cost.bytes_accessed / 1e9:.4g}"
+        table.add_row(f"  {name}", flops, "", "", accessed, "", "", f"{cost.instructions:,}")
+    table.add_section()
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -479,8 +495,9 @@ def _parser() -> argparse.ArgumentParser:
         "graphs",
         help="what the compiled graphs of a model cost",
         description="Trace one rank's graphs with torch_xla, without weights, and count them with XLA's cost analysis "
-        "before optimisation. Temporaries are those of the module compiled for the CPU, which in bfloat16 include "
-        "float32 copies of weights. What the compiler for Trainium is known to handle badly is listed below the table.",
+        "before optimisation, beside the least that a step can cost. Temporaries are those of one layer of each kind, "
+        "compiled for the CPU, which in bfloat16 include float32 copies of weights. What the compiler for Trainium is "
+        "known to handle badly is listed below the table.",
     )
     _add_model(graph, family=True)
     graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
