@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from granite4_neuron import UserError
-from granite4_neuron.cli import EXIT_BAD_INPUT, check_folder_of
+from granite4_neuron.cli import EXIT_BAD_INPUT
+from granite4_neuron.commands.options import check_folder_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
