@@ -58,6 +58,7 @@ class GraphReport:
     minimum: Minimum
     temporary_bytes: int
     findings: tuple[str, ...]  # of hlo_lint
+    notes: tuple[str, ...] = ()  # what was chosen for it, and why
 
     @property
     def flops_ratio(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ import torch
 
 from granite4_neuron import hlo_lint
 from granite4_neuron.errors import UserError
+from granite4_neuron.kernel_costs import kernel_cost
+
+ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
+ctypes.pythonapi.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_ANY_FUNCTION = ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p)
 
 
 class ToolsMissing(UserError):
@@ -19,6 +25,8 @@ class ToolsMissing(UserError):
 @dataclass(frozen=True)
 class Cost:
     """By XLA's cost analysis of a graph before optimisation: every operand and result of every instruction counts.
+
+    A kernel, which is a custom call, counts as `kernel_costs` says.
 
     Costs are added up like the graphs that they are of.
     """
@@ -97,13 +105,23 @@ def count(proto: bytes) -> Cost:
 
     properties = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
     instructions = hlo_lint.instructions(module.to_string())
-    return Cost(properties["flops"], properties["bytes accessed"], len(instructions))
+    cost = Cost(properties["flops"], properties["bytes accessed"], len(instructions))
+    for name, call in _kernels(instructions):
+        operands = [shape for operand in call.operands for shape in instructions[operand].shapes]
+        cost += Cost(*kernel_cost(name, operands, call.shapes))
+    return cost
+
+
+def _kernels(instructions: Mapping[str, hlo_lint.Instruction]) -> list[tuple[str, hlo_lint.Instruction]]:
+    """Custom calls, by what they call."""
+    calls = [instruction for instruction in instructions.values() if instruction.opcode == "custom-call"]
+    return [(re.search(r'custom_call_target="([^"]+)"', call.attributes)[1], call) for call in calls]
 
 
 def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
     """The peak of what a serialised HLO module, compiled for the CPU, needs beside its inputs and outputs.
 
-    The CPU's compiler makes float32 copies of weights in bfloat16.
+    The CPU's compiler makes float32 copies of weights in bfloat16. What kernels keep for themselves is not counted.
 
     Args:
         donated: the number of each parameter whose memory an output takes, and that of the output.
@@ -111,10 +129,14 @@ def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
     Raises:
         ToolsMissing: jax is not installed.
     """
-    _module(proto)
+    kernels = {name for name, _ in _kernels(hlo_lint.instructions(hlo_text(proto)))}
     import jax
     from jaxlib import _hlo, _jax
 
+    for name in kernels:
+        # Any address will do: the module is compiled and never run.
+        capsule = ctypes.pythonapi.PyCapsule_New(_ANY_FUNCTION, b"xla._CUSTOM_CALL_TARGET", None)
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu", api_version=0)
     device = jax.devices("cpu")[0]
     mlir = _jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto))
     executable = device.client.compile_and_load(_with_donation(mlir, donated), _jax.DeviceList((device,)))

@@ -116,10 +116,14 @@ def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
     assert closed_operators(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
 
 
-@pytest.mark.parametrize(("do_sample", "expected"), [(False, ["argmax", "cascaded_max"]), (True, ["cumsum"] * 2 + ["topk"] * 2)])
+@pytest.mark.parametrize(
+    ("do_sample", "expected"), [(False, ["argmax", "cascaded_max"]), (True, ["cumsum"] * 2 + ["topk"] * 2)]
+)
 def test_sampling_on_the_device(do_sample, expected, tmp_path):
     folder = one_layer_of_each_kind("h-350m", tmp_path)
-    app = application(folder, on_device_sampling_config=dict(do_sample=do_sample, dynamic=do_sample, deterministic=False))
+    app = application(
+        folder, on_device_sampling_config=dict(do_sample=do_sample, dynamic=do_sample, deterministic=False)
+    )
     traced = trace(app, "token_generation_model", 1024)
     check_state(traced)
     assert closed_operators(hlo_text(traced)) == expected

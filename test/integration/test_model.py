@@ -292,8 +292,20 @@ class TestCpuMode:
         )
         assert model.prefill_continuation_model.neuron_config.buckets == [160, 256]
         assert model.prefill_continuation_model.neuron_config.n_active_tokens == 64
-        for lengths in ((5, 20), (33, 63), (64, 1), (65, 3), (240, 129)):
+        for lengths in ((5, 20), (32, 7), (33, 63), (64, 1), (65, 3), (160, 2), (240, 129)):
             assert difference(moe_folder, model, lengths) <= TOLERANCE, lengths
+
+    def test_a_prompt_that_fills_a_bucket_runs_in_it(self, moe_folder, monkeypatch):
+        model = nxdi.cpu_model(moe_folder, enable_bucketing=True, context_encoding_buckets=[32, 64, 128])
+        graph, seen = model.context_encoding_model.model, []
+        monkeypatch.setattr(
+            graph,
+            "get_model_output",
+            lambda *a, call=graph.get_model_output, **k: seen.append(a[0] if a else k["input_ids"]) or call(*a, **k),
+        )
+        for length in (31, 32, 33, 64, 65, 128):
+            nxdi.run(model, random_tokens(model.config.vocab_size, 1, length), [length], 0)
+        assert [tokens.shape[1] for tokens in seen] == [32, 32, 64, 64, 128, 128]
 
     @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
     def test_longest_prompts(self, context_length, moe_folder):

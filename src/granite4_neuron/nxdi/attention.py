@@ -1,4 +1,4 @@
-"""NxD Inference's attention with Granite's scale, and without copies of keys and values for the heads that share them."""
+"""NxD Inference's attention with Granite's scale, without copies of keys and values for heads that share them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
     """Results of an operator that is known by its name only."""
-    return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 1, {})
+    return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 
 class _Kernel:
@@ -67,7 +67,9 @@ def _topk(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _argmax(tensor: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
-    return custom_call("argmax", [tensor], [(*tensor.shape[:-1], 1) if keepdim else tensor.shape[:-1]], [torch.int32])[0]
+    return custom_call("argmax", [tensor], [(*tensor.shape[:-1], 1) if keepdim else tensor.shape[:-1]], [torch.int32])[
+        0
+    ]
 
 
 def _cascaded_max(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

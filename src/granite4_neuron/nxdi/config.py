@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -72,6 +71,12 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def mamba_kernels(self) -> MambaKernels:
         """What prefill_scan and decode_kernel name."""
         return MambaKernels(self.prefill_scan, self.decode_kernel)
+
+    def notes(self, tokens: int) -> tuple[str, ...]:
+        """What was chosen for a graph of that many tokens, and why: a sentence each."""
+        if not self.granite.num_local_experts:
+            return ()
+        return (f"experts by {self.expert_path}.",)
 
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""

@@ -7,8 +7,8 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_module
 from torch import nn
 from torch.nn import functional as F
 
-from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.layers.moe import SharedMLP
+from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.ops import router_logits, topk_softmax
 from granite4_neuron.ops.xla.moe import fused_experts
 

@@ -86,7 +86,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def get_model_output(
         self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final hidden states of each row's last token [batch, 1, hidden_size], and the new value of each state tensor."""
+        """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor."""
         lengths = (position_ids >= 0).sum(1)
         slots = seq_ids.long()
         sequences = None if len(slots) == self.kv_mgr.num_slots else slots

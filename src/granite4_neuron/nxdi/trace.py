@@ -1,6 +1,6 @@
 """The graphs that a device gets, traced on any machine: NxD Inference's own device code path as one rank runs it.
 
-Nothing is run and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is NxD's mock.
+Nothing is run and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is a mock.
 Operators of the Neuron SDK that have no public source are traced as custom calls under the SDK's names for them.
 """
 
@@ -20,6 +20,7 @@ from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.trace.mock_torchdist import mock_distributed
 from neuronx_distributed.utils.model_utils import init_on_device
 from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+from neuronx_distributed_inference.utils.compile_env import set_compile_env_vars
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from granite4_neuron.layers.step import Step
@@ -65,6 +66,7 @@ def trace(
         bucket: one of wrapper.neuron_config.buckets.
         with_components: trace the graph's modules alone as well.
     """
+    set_compile_env_vars(application.neuron_config)
     with _one_rank(application.neuron_config), closed_operators.as_custom_calls():
         instance = wrapper.get_model_instance()
         with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
