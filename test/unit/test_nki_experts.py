@@ -7,6 +7,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.hlo_lint import findings, instructions
 from granite4_neuron.ops.expert_slots import expected_distinct, expert_slots, experts_hbm_bytes, num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.ops.nki.launch import launch
@@ -53,6 +54,15 @@ class TestSlots:
         expert_ids, weights = expert_slots(topk_ids, torch.ones(2, 3), 8)
         assert expert_ids.tolist() == [2, 4, 6, 8, 8, 8]
         assert weights.tolist() == [[0] * 6, [1, 1, 1, 0, 0, 0]]
+
+    def test_graph(self):
+        """What neuronx-cc gets: static shapes, and nothing but comparisons, selections and sums over short axes."""
+        torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")
+        device = torch_xla.device()
+        outputs = expert_slots(torch.zeros(4, 10, dtype=torch.int64).to(device), torch.ones(4, 10).to(device), 72)
+        text = torch_xla._XLAC._get_xla_tensors_hlo(list(outputs))
+        opcodes = {instruction.opcode for instruction in instructions(text).values()}
+        assert not findings(text) and not opcodes & {"sort", "reduce-window", "gather", "scatter", "dot", "custom-call"}
 
     def test_expected_number(self):
         assert expected_distinct(1, 10, 72) == pytest.approx(10)
