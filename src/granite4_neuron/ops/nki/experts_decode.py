@@ -12,11 +12,9 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK, largest_divisor, load, program_share
 
 PARTS = 2  # of the slots: even and odd ones, for two cores
-MAX_TOKENS = 64
 MAX_HIDDEN = 8 * PSUM_BANK  # the result lies in PSUM while the experts are added up
-MAX_BLOCKS = 8  # of a width: MAX_TOKENS of each are a PSUM bank
 MAX_BUFFERS = 3  # experts on chip at a time: one that is computed with, two that are on their way
-BUFFER_BYTES = 160 * 1024  # per partition, for all of them
+SBUF_BYTES = 204 * 1024  # of a partition, what the kernel may hold of all
 
 
 def experts_decode_torch(
@@ -36,21 +34,18 @@ def experts_decode_torch(
     return y[0::PARTS].sum(0), y[1::PARTS].sum(0)
 
 
-def check_experts_decode(tokens: int, hidden_size: int, width: int, itemsize: int) -> None:
+def check_experts_decode(tokens: int, slots: int, hidden_size: int, width: int, itemsize: int) -> None:
     """See whether `experts_decode` takes these dimensions; itemsize is that of the weights.
 
     Raises:
         UserError: it does not.
     """
-    blocks = width // largest_divisor(width, MAX_PARTITIONS)
-    expert_bytes = _expert_bytes(hidden_size, width, itemsize)
     takes_hidden = hidden_size % MAX_PARTITIONS == 0 and hidden_size <= MAX_HIDDEN
-    if not (tokens <= MAX_TOKENS and takes_hidden and blocks <= MAX_BLOCKS and expert_bytes <= BUFFER_BYTES):
+    if not (tokens <= MAX_PARTITIONS and takes_hidden and _buffers(tokens, slots, hidden_size, width, itemsize) > 0):
         raise UserError(
-            f"The NKI kernel for experts takes up to {MAX_TOKENS} tokens, a hidden size that is a multiple of "
-            f"{MAX_PARTITIONS} up to {MAX_HIDDEN}, a width of up to {MAX_BLOCKS} blocks of up to {MAX_PARTITIONS}, and "
-            f"{BUFFER_BYTES // 1024} KiB per partition for an expert; here are {tokens} tokens, hidden size "
-            f"{hidden_size}, width {width} in {blocks} blocks, and {expert_bytes // 1024} KiB. Use more ranks, or the "
+            f"The NKI kernel for experts takes up to {MAX_PARTITIONS} tokens, a hidden size that is a multiple of "
+            f"{MAX_PARTITIONS} up to {MAX_HIDDEN}, and experts of which one fits on chip; here are {tokens} tokens, "
+            f"hidden size {hidden_size} and width {width} in {itemsize} bytes per weight. Use more ranks, or the "
             f"experts in torch."
         )
 
@@ -70,9 +65,9 @@ def experts_decode(
     slots without an expert, are not. Every other slot is for the other core (LNC): no weight is read twice.
 
     Dimensions:
-        tokens: 1 to 64
+        tokens: 1 to 128
         hidden: a multiple of 128 up to 4096
-        width: of the experts, a rank's share: up to 8 blocks of its largest divisor up to 128
+        width: of the experts, a rank's share; a multiple of a number not far below 128 is best
         slots: 2 or more; see `expert_slots`
 
     Args:
@@ -88,8 +83,7 @@ def experts_decode(
         y_odd (nl.ndarray): the sum over the other slots. The result is y_even + y_odd.
 
     Notes:
-        - One expert may take 160 KiB per partition, of which three are held where there is room. `check_experts_decode`
-          has all limits.
+        - Up to three experts are on chip at a time, as many as there is room for; `check_experts_decode`.
         - Products are of the weights' dtype and add up in float32. silu and the weighting are in float32.
         - Tokens share instructions but no arithmetic: a NaN in one does not reach another.
         - A slot without an expert computes with whatever expert was in its memory before, or with zeros, and weighs
@@ -112,16 +106,15 @@ def experts_decode(
     dtype = gate_up_proj.dtype
     columns = hidden // MAX_PARTITIONS
     rows = largest_divisor(width, MAX_PARTITIONS)
-    slots_per_part = (slots + PARTS - 1) // PARTS
-    buffers = min(MAX_BUFFERS, slots_per_part, BUFFER_BYTES // _expert_bytes(hidden, width, _itemsize(dtype)))
+    buffers = _buffers(tokens, slots, hidden, width, 4 if dtype == nl.float32 else 2)
 
     y_even = nl.ndarray((tokens, hidden), dtype=nl.float32, buffer=nl.shared_hbm)
     y_odd = nl.ndarray((tokens, hidden), dtype=nl.float32, buffer=nl.shared_hbm)
     outputs = (y_even, y_odd)
 
     ids_sb = load(expert_ids.reshape((1, slots)), nl.int32)
-    # Element h of a token is on partition h // columns, as it is of weights read in long runs.
-    x_sb = load(x.reshape_dim(1, (MAX_PARTITIONS, columns)).permute((1, 0, 2)), dtype)
+    # Element h of a token is on partition h // columns, so that a partition's weights lie together in HBM.
+    x_sb = load(x.reshape_dim(1, (MAX_PARTITIONS, columns)).permute((1, 0, 2)), dtype).permute((0, 2, 1))
     combine_sb = load(combine_weights, nl.float32)
     gate_up_sbs = _zeros(buffers, (MAX_PARTITIONS, columns, 2 * width), dtype)
     down_sbs = _zeros(buffers, (rows, width // rows, hidden), dtype)
@@ -131,8 +124,8 @@ def experts_decode(
         activated_sbs = []
         for slot in range(part, slots, PARTS):
             gate_up_sb = gate_up_sbs[slot // PARTS % buffers]
-            _load_expert(gate_up_sb, gate_up_proj, ids_sb[:, slot : slot + 1], columns, 1)
-            activated_sbs.append(_activated(x_sb, gate_up_sb, combine_sb[:, slot : slot + 1], rows))
+            load_expert(gate_up_sb, gate_up_proj, ids_sb[:, slot : slot + 1], columns, 1)
+            activated_sbs.append(activated_columns(x_sb, gate_up_sb, combine_sb[:, slot : slot + 1], rows))
 
         y_psums = []
         for start in range(0, hidden, PSUM_BANK):
@@ -140,20 +133,21 @@ def experts_decode(
             y_psums.append(nl.ndarray((tokens, size), dtype=nl.float32, buffer=nl.psum))
         for slot in range(part, slots, PARTS):
             down_sb = down_sbs[slot // PARTS % buffers]
-            _load_expert(down_sb, down_proj, ids_sb[:, slot : slot + 1], 1, rows)
+            load_expert(down_sb, down_proj, ids_sb[:, slot : slot + 1], 1, rows)
             _add_down(y_psums, activated_sbs[slot // PARTS], down_sb, slot == part)
         _store(outputs[part], y_psums)
     return y_even, y_odd
 
 
-def _itemsize(dtype: str) -> int:
-    return 4 if dtype == nl.float32 else 2
-
-
-def _expert_bytes(hidden: int, width: int, itemsize: int) -> int:
-    """Bytes per partition that one expert's weights take on chip."""
+def _buffers(tokens: int, slots: int, hidden: int, width: int, itemsize: int) -> int:
+    """How many experts' weights are on chip at a time."""
     blocks = width // largest_divisor(width, MAX_PARTITIONS)
-    return (hidden // MAX_PARTITIONS * 2 * width + blocks * hidden) * itemsize
+    slots_per_part = (slots + PARTS - 1) // PARTS
+    columns = hidden // MAX_PARTITIONS
+    one_expert = (columns * 2 * width + blocks * hidden) * itemsize
+    tokens_bytes = (columns + slots_per_part * blocks) * tokens * itemsize  # before the first product, and the second
+    rows_bytes = 4 * (hidden + 2 * width + slots)
+    return min(MAX_BUFFERS, slots_per_part, (SBUF_BYTES - tokens_bytes - rows_bytes) // one_expert)
 
 
 def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> tuple[nl.ndarray, ...]:
@@ -169,7 +163,7 @@ def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> tuple[nl.ndarray, 
     return tiles
 
 
-def _load_expert(
+def load_expert(
     weights_sb: nl.ndarray, weights: nl.ndarray, expert_id: nl.ndarray, partition_step: int, run_step: int
 ) -> None:
     """Read one expert's weights, if there is such an expert: row r of partition p is p * partition_step + r * run_step.
@@ -189,15 +183,15 @@ def _load_expert(
     nisa.dma_copy(dst=weights_sb, src=source, oob_mode=nisa.oob_mode.skip)
 
 
-def _activated(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndarray, rows: int) -> nl.ndarray:
+def activated_columns(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndarray | float, rows: int) -> nl.ndarray:
     """silu(gate) * weight * up of one expert, as columns [rows, width // rows, tokens].
 
     Args:
-        x_sb: [128, tokens, hidden // 128].
+        x_sb: [128, hidden // 128, tokens].
         gate_up_sb: [128, hidden // 128, 2 * width], dtype of x_sb.
-        weights: [tokens, 1], float32.
+        weights: [tokens, 1] in float32, or one for all.
     """
-    tokens = x_sb.shape[1]
+    tokens = x_sb.shape[2]
     width = gate_up_sb.shape[2] // 2
     activated_sb = nl.ndarray((tokens, width), dtype=gate_up_sb.dtype, buffer=nl.sbuf)
     size = largest_divisor(width, PSUM_BANK)
@@ -218,23 +212,22 @@ def _activated(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndarray, ro
             operand1=up,
         )
 
-    blocks = width // rows
-    columns_psum = nl.ndarray((rows, blocks, tokens), dtype=gate_up_sb.dtype, buffer=nl.psum)
-    for block in range(blocks):
-        nisa.nc_transpose(dst=columns_psum[:, block, :], data=activated_sb[:, block * rows : (block + 1) * rows])
-    columns_sb = nl.ndarray((rows, blocks, tokens), dtype=gate_up_sb.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=columns_sb, src=columns_psum, engine=nisa.engine.scalar)
+    columns_sb = nl.ndarray((rows, width // rows, tokens), dtype=gate_up_sb.dtype, buffer=nl.sbuf)
+    for block in range(width // rows):
+        columns_psum = nl.ndarray((rows, tokens), dtype=gate_up_sb.dtype, buffer=nl.psum)
+        nisa.nc_transpose(dst=columns_psum, data=activated_sb[:, block * rows : (block + 1) * rows])
+        nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.engine.scalar)
     return columns_sb
 
 
 def _product(x_sb: nl.ndarray, weights_sb: nl.ndarray, first: int, count: int) -> nl.ndarray:
     """x @ weights[:, first : first + count] as [tokens, count] in a PSUM bank."""
-    _, tokens, columns = x_sb.shape
+    _, columns, tokens = x_sb.shape
     product_psum = nl.ndarray((tokens, count), dtype=nl.float32, buffer=nl.psum)
     for column in range(columns):
         nisa.nc_matmul(
             dst=product_psum,
-            stationary=x_sb[:, :, column],
+            stationary=x_sb[:, column, :],
             moving=weights_sb[:, column, first : first + count],
             accumulate=column > 0,
         )
