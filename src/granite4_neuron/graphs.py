@@ -83,13 +83,12 @@ def _graph(
     """Prefill of `bucket` tokens, or decode where it is None."""
     placeholder = tracer()
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
+        model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
         state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False)
     weights = dict(model.named_parameters())
     for weight_name, weight in weights.items():
         set_parameter(model, weight_name, placeholder(tuple(weight.shape), dtype))
     model.tie_weights()
-    model.use(XLA)
     for layer in state.layers:
         for field, tensor in vars(layer).items():
             setattr(layer, field, placeholder(tuple(tensor.shape), tensor.dtype))
