@@ -169,7 +169,7 @@ class _Tracing:
         self.dtype, self.max_length, self.is_decode = dtype, max_length, bucket is None
         self.rows, self.tokens = (num_sequences, 1) if bucket is None else (1, bucket)
         with torch.device("meta"):
-            self.model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
+            self.model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
             self.state = HybridState.allocate(
                 config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False
             )
@@ -177,7 +177,6 @@ class _Tracing:
         for name, weight in self.weights.items():
             set_parameter(self.model, name, self.placeholder(tuple(weight.shape), dtype))
         self.model.tie_weights()
-        self.model.use(XLA)
 
     @torch.no_grad()
     def traced(self) -> Traced:

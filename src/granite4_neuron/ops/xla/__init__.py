@@ -5,9 +5,9 @@ What has no form of its own here is the plain definition.
 
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention
-from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
+from granite4_neuron.ops.xla.mamba import CHUNKED
 from granite4_neuron.ops.xla.moe import fused_experts
 
-XLA = Operators(fused_experts=fused_experts, cached_attention=cached_attention)
+XLA = Operators(fused_experts=fused_experts, cached_attention=cached_attention, mamba_prefill=CHUNKED)
 
-__all__ = ["CHUNK_SIZE", "XLA", "cached_attention", "fused_experts"]
+__all__ = ["XLA", "cached_attention", "fused_experts"]
