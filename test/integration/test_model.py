@@ -224,6 +224,21 @@ class TestCpuMode:
         decode(3)
         decode(3, 0)
 
+    @torch.inference_mode()
+    @pytest.mark.parametrize("length", PROMPTS)
+    def test_without_an_attention_mask(self, moe_folder, continuous, length):
+        """As vLLM runs it: positions tell a prompt's length, and then how many tokens come before the next one."""
+        tokens = random_tokens(continuous.config.vocab_size, 1, length + STEPS, seed=length)
+        positions = torch.arange(length + STEPS)[None]
+        logits = []
+        for start, end in [(0, length), *((step, step + 1) for step in range(length, length + STEPS))]:
+            output = continuous(
+                input_ids=tokens[:, start:end], position_ids=positions[:, start:end], seq_ids=torch.tensor([1])
+            )
+            logits.append(output.logits[:, -1])
+        expected = nxdi.at(reference_logits(moe_folder, tokens), [length], STEPS)
+        assert (torch.stack(logits, dim=1) - expected).abs().max() <= TOLERANCE
+
     @pytest.mark.parametrize("length", [20, 200])
     def test_prefill_leaves_other_slots_alone(self, continuous, length):
         tokens = random_tokens(continuous.config.vocab_size, 3, 200)

@@ -156,6 +156,13 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
                 for parameter, new in zip(states, outputs[self._num_results :], strict=True):
                     parameter.data = new
 
+    def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """The mask [batch, n] for a caller that gives none, such as vLLM, from position_ids [batch, tokens]."""
+        if position_ids.shape[1] == 1 and self._is_prefill(position_ids):
+            # Prompts of one token. NxD Inference takes them for decode, whose mask has the tokens before this one.
+            return torch.ones_like(position_ids)
+        return super()._infer_attention_mask(position_ids, *args, **kwargs)
+
     @classmethod
     def get_config_cls(cls) -> type[GraniteMoeHybridInferenceConfig]:
         return GraniteMoeHybridInferenceConfig
