@@ -125,6 +125,30 @@ def state_of(model):
     return model.token_generation_model.model.kv_mgr.past_key_values
 
 
+CAPTURE = dict(
+    on_device_sampling_config={"do_sample": False},
+    tensor_capture_config=dict(
+        modules_to_capture=["layers.1", "layers.3"], capture_inputs=True, max_intermediate_tensors=1
+    ),
+)
+
+
+def reference_hidden_states(folder, tokens):
+    """transformers' after each layer but the last [layers, batch, tokens, hidden_size]; the first is the embedding."""
+    from transformers import GraniteMoeHybridForCausalLM
+
+    reference = GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return torch.stack(reference(tokens, use_cache=False, output_hidden_states=True).hidden_states[:-1])
+
+
+def check_captured(output, num_tokens, expected):
+    """Of CAPTURE: what leaves and what enters each of the layers, for the first tokens of a step; NaN for nothing."""
+    *hidden_states, nothing = output.captured_tensors
+    assert nothing.isnan().all()
+    for captured, index in zip(hidden_states, (2, 1, 4, 3), strict=True):
+        assert (captured[:, :num_tokens] - expected[index]).abs().max() <= TOLERANCE
+
+
 def reference_texts(folder, tokenizer, texts, new_tokens):
     """transformers' greedy continuations, as token ids."""
     from transformers import GraniteMoeHybridForCausalLM
@@ -224,6 +248,21 @@ class TestCpuMode:
         decode(3)
         decode(3, 0)
 
+    @torch.inference_mode()
+    @pytest.mark.parametrize("length", PROMPTS)
+    def test_without_an_attention_mask(self, moe_folder, continuous, length):
+        """As vLLM runs it: positions tell a prompt's length, and then how many tokens come before the next one."""
+        tokens = random_tokens(continuous.config.vocab_size, 1, length + STEPS, seed=length)
+        positions = torch.arange(length + STEPS)[None]
+        logits = []
+        for start, end in [(0, length), *((step, step + 1) for step in range(length, length + STEPS))]:
+            output = continuous(
+                input_ids=tokens[:, start:end], position_ids=positions[:, start:end], seq_ids=torch.tensor([1])
+            )
+            logits.append(output.logits[:, -1])
+        expected = nxdi.at(reference_logits(moe_folder, tokens), [length], STEPS)
+        assert (torch.stack(logits, dim=1) - expected).abs().max() <= TOLERANCE
+
     @pytest.mark.parametrize("length", [20, 200])
     def test_prefill_leaves_other_slots_alone(self, continuous, length):
         tokens = random_tokens(continuous.config.vocab_size, 3, 200)
@@ -280,6 +319,33 @@ class TestCpuMode:
             expected = nxdi.at(reference_logits(moe_folder, tokens), lengths, 0)[:, 0]
             assert (output.logits[:, -1] - expected).abs().max() <= TOLERANCE
             assert torch.equal(output.tokens.view(-1), expected.argmax(-1))
+
+    @torch.inference_mode()
+    def test_captured_tensors(self, moe_folder, monkeypatch):
+        """Hidden states of every step; of a prompt longer than the bucket, those of its last step."""
+        from granite4_neuron.nxdi import application
+
+        monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
+        model = nxdi.cpu_model(moe_folder, batch_size=2, **CAPTURE)
+        tokens = random_tokens(model.config.vocab_size, 2, 202)
+        expected = reference_hidden_states(moe_folder, tokens)
+        step = dict(input_ids=tokens[:, :40], position_ids=torch.arange(40).expand(2, -1))
+        check_captured(model(**step), 40, expected[:, :, :40])
+        for length in (40, 41):
+            step = dict(input_ids=tokens[:, length, None], position_ids=torch.full((2, 1), length))
+            check_captured(model(**step), 1, expected[:, :, length, None])
+        step = dict(input_ids=tokens[:, :200], position_ids=torch.arange(200).expand(2, -1))
+        check_captured(model(**step), 200 - 192, expected[:, :, 192:200])
+
+    @torch.inference_mode()
+    def test_captured_tensors_have_the_order_of_the_rows(self, moe_folder):
+        slots = dict(batch_size=2, ctx_batch_size=1, is_continuous_batching=True)
+        model = nxdi.cpu_model(moe_folder, **slots, **CAPTURE)
+        tokens, seq_ids = random_tokens(model.config.vocab_size, 2, 31), torch.tensor([1, 0])
+        for row, slot in zip(tokens[:, None, :30], seq_ids, strict=True):
+            model(input_ids=row, position_ids=torch.arange(30)[None], seq_ids=slot[None])
+        output = model(input_ids=tokens[:, 30:], position_ids=torch.full((2, 1), 30), seq_ids=seq_ids)
+        check_captured(output, 1, reference_hidden_states(moe_folder, tokens)[:, :, 30:])
 
     def test_buckets(self, moe_folder):
         """Of context encoding, of token generation and of continuations; a small one pads less and gives the same."""
@@ -432,16 +498,18 @@ RESULTS = {
     "logits": dict(batch_size=2),
     "tokens": dict(on_device_sampling_config={"do_sample": False}, batch_size=2),
     "tokens and logits": dict(on_device_sampling_config={"do_sample": False}, output_logits=True, batch_size=2),
+    "captured tensors": dict(**CAPTURE, batch_size=2),
     "continuous batching": dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True),
 }
 
 
 def check_aliases(wrapper):
-    """Each state tensor has an output of its own, after the tokens or logits, in order."""
+    """Each state tensor has an output of its own, after the tokens, logits and captured tensors, in order."""
     instance = wrapper.get_model_instance()
     instance.load_module()
     module, aliases = instance.get(0)
-    states, first = list(module.kv_mgr.past_key_values), 2 if wrapper.neuron_config.output_logits else 1
+    states, capture = list(module.kv_mgr.past_key_values), wrapper.neuron_config.tensor_capture_config
+    first = (2 if wrapper.neuron_config.output_logits else 1) + (capture.get_offset() if capture else 0)
     assert len(states) == 2 * wrapper.config.num_hidden_layers == len(aliases)
     assert [aliases.get(state) for state in states] == list(range(first, first + len(states)))
     with torch.inference_mode():

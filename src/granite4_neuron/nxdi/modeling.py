@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
+from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
 from neuronx_distributed_inference.models.model_base import NeuronBaseModel
 from neuronx_distributed_inference.modules.generation.sampling import create_sampler
 from torch import nn
@@ -105,6 +106,16 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         # Selected by a mask and not by an index: what a compiler for static shapes handles well.
         self.sliced_hidden = True
         return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True), state
+
+    def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors that tensor_capture_config names."""
+        captured = super()._get_captured_tensors(device)
+        # That made the registry forget the names, and the next step or the next bucket's graph needs them again.
+        wanted = self.neuron_config.tensor_capture_config
+        TensorRegistry.get_instance().configure(
+            True, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
+        )
+        return captured
 
 
 class NeuronDecoderLayer(nn.Module):
