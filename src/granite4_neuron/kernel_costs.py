@@ -33,4 +33,31 @@ def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float,
     return 4.0 * heads * head_dim * tokens * (prior + (tokens + 1) / 2), everything
 
 
-_COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = {"attention_cte": _attention_cte}
+def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Every slot has an expert, which is the most there can be; each one's weights are read once, of others nothing."""
+    tokens, hidden_size = operands[0][1]
+    num_experts, width, _ = operands[2][1]
+    slots = operands[3][1][0]
+    weights = size_of(operands[1]) + size_of(operands[2])
+    return 6.0 * tokens * slots * hidden_size * width, everything - weights * (1 - slots / num_experts)
+
+
+def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Scores within chunks of 128 tokens for each group, and for each head what comes of them and of the state."""
+    batch, tokens, heads, head_dim = operands[0][1]
+    groups, d_state = operands[3][1][2:]
+    per_token = 2 * 128 * d_state * groups + heads * head_dim * (2 * 128 + 4 * d_state)
+    return float(batch * tokens * per_token), everything
+
+
+def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Six operations for each entry of the state."""
+    return 6.0 * prod(operands[0][1]), everything
+
+
+_COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = {
+    "attention_cte": _attention_cte,
+    "experts_decode": _experts_decode,
+    "ssd_chunk_scan": _ssd_chunk_scan,
+    "ssm_decode": _ssm_decode,
+}

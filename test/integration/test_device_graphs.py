@@ -129,6 +129,20 @@ def test_sampling_on_the_device(do_sample, expected, tmp_path):
     assert closed_operators(hlo_text(traced)) == expected
 
 
+def test_kernels_of_this_package(tmp_path):
+    kernels = dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki")
+    app = application(one_layer_of_each_kind("h-small", tmp_path), batch_size=4, config_options=kernels)
+    for kind, bucket, expected in (
+        ("context_encoding_model", 128, ["conv1d_prefill", "ssd_chunk_scan"]),
+        ("token_generation_model", 1024, ["conv1d_update", "experts_decode", "experts_decode", "ssm_decode"]),
+    ):
+        traced = trace(app, kind, bucket)
+        check_state(traced)
+        text = hlo_text(traced)
+        assert findings(text) == []
+        assert closed_operators(text) == expected
+
+
 EXPERT_KERNELS = {
     "blockwise_mm_baseline_shard_intermediate_hybrid": dict(
         use_shard_on_intermediate_dynamic_while=True, block_size=256
@@ -173,4 +187,4 @@ def test_components_are_traced_alone(tmp_path):
         "lm_head",
     }
     dtypes = [tensor.dtype for tensor in traced.components["layers.0.mamba"]]
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state

@@ -205,6 +205,35 @@ class TestCpuMode:
         for seed, lengths in enumerate(RAGGED[:3]):
             assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
 
+    @pytest.mark.parametrize(
+        "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
+    )
+    def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
+        """In decode, where each of its rows has a sequence and where only some have."""
+        from granite4_neuron.nxdi import feed_forward
+
+        sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
+        folder = random_checkpoints(Case("kernel_for_experts", sizes))
+        model = nxdi.cpu_model(folder, {"expert_path": "nki"}, batch_size=3, **options)
+        launches = []
+        launch = feed_forward.launch
+        monkeypatch.setattr(feed_forward, "launch", lambda *a, **k: launches.append(a) or launch(*a, **k))
+        for seed, lengths in enumerate(RAGGED[:3]):
+            assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
+        assert launches
+        if options:
+            assert difference(folder, model, [50], [1]) <= TOLERANCE
+            _, x, *_, slots, _ = launches[-1]
+            assert len(x) == 3 and (slots < 8).sum() <= model.config.granite.num_experts_per_tok
+
+    def test_experts_by_nxd(self, moe_folder):
+        """NxD's own module, which in CPU mode multiplies block by block in torch."""
+        model = nxdi.cpu_model(
+            moe_folder, {"expert_path": "nxd"}, blockwise_matmul_config=dict(use_torch_block_wise=True)
+        )
+        for length in (3, 40, 128, 200):
+            assert difference(moe_folder, model, [length]) <= TOLERANCE, length
+
     @pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
     def test_continuous_batching(self, moe_folder, continuous, seq_ids):
         """A slot for each sequence, in any order."""

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from granite4_neuron import graphs, neuron_stand_ins
 from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_expert_path,
     add_model,
     add_ranks_and_sequences,
     check_folder_of,
@@ -21,8 +23,10 @@ from granite4_neuron.commands.options import (
     model_or_bundled,
 )
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron_sdk import EXPERT_PATHS
+from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -42,7 +46,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
         f"which {' and '.join(neuron_stand_ins.SOURCES)} name (default: xla)",
     )
-    graph.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    add_arithmetic(graph)
+    add_expert_path(graph)
     add_ranks_and_sequences(graph, tp_degree=1)
     graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
     graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
@@ -77,14 +82,18 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
+    sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
+    kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
     if options.backend == "xla":
-        report = graphs.report
-    else:
-        reason = neuron_stand_ins.why_not_importable()
-        if reason:
-            raise UserError(f"--backend nxdi: {reason}.")
-        from granite4_neuron.nxdi.graphs import report
-    return report(config, dtype, options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
+        if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
+            raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
+        return graphs.report(config, dtype, *sizes)
+    reason = neuron_stand_ins.why_not_importable()
+    if reason:
+        raise UserError(f"--backend nxdi: {reason}.")
+    from granite4_neuron.nxdi.graphs import report
+
+    return report(config, dtype, *sizes, kernels)
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:

@@ -1,4 +1,4 @@
-"""Operators of the Neuron SDK without public source, as custom calls in a graph that is traced without the SDK.
+"""Operators that only the Neuron SDK has or compiles, as custom calls in a graph that is traced without the SDK.
 
 A graph that has them cannot be run. It shows which of them a device needs, by name, and everything around them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -99,8 +100,19 @@ def _experts(name: str) -> Callable[..., torch.Tensor]:
     return experts
 
 
+def _launch(kernel: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A kernel of this package: its results are those of its definition in torch."""
+    function = getattr(kernel, "function", kernel)
+    definition = getattr(sys.modules[function.__module__], f"{function.__name__}_torch")
+    results = definition(*(torch.empty(argument.shape, dtype=argument.dtype, device="meta") for argument in arguments))
+    shapes, dtypes = [result.shape for result in results], [result.dtype for result in results]
+    return tuple(custom_call(function.__name__, arguments, shapes, dtypes))
+
+
 _NXD, _NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 _STAND_INS = (
+    ("granite4_neuron.ops.nki.mamba", "launch", _launch),
+    ("granite4_neuron.nxdi.feed_forward", "launch", _launch),
     (f"{_NXDI}.modules.attention.attention_base", "_flash_fwd_call_nki", _Kernel(_attention_cte)),
     (f"{_NXDI}.modules.attention.attention_base", "_has_native_gqa_tp_support", True),
     (f"{_NXDI}.modules.kvcache.kv_cache_manager", "fill_prefix", _fill_prefix),

@@ -6,13 +6,15 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, Operators, select_operators
+from granite4_neuron.ops.expert_slots import num_slots
+from granite4_neuron.ops.nki.experts_decode import check_experts_decode
 from granite4_neuron.ops.selection import uses_nki
 from granite4_neuron.ops.xla import XLA
 
-# Who multiplies with the experts' weights: this package, or NxD with what neuron_config.blockwise_matmul_config names.
-EXPERT_PATHS = ("torch", "nxd")
+# Up to here the kernel reads fewer experts than there are.
+KERNEL_TOKENS = 16
 # NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
 _INTERMEDIATE_BLOCK = 256
 
@@ -53,7 +55,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     Args:
         prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
-        expert_path: by keyword, one of EXPERT_PATHS.
+        expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
 
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
@@ -131,21 +133,32 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             raise UserError("neuron_config.kv_cache_batch_size must be what it is by default, the batch size.")
 
     def _check_kernels(self) -> None:
-        for name, choices in (("prefill_scan", PREFILL_SCANS), ("decode_kernel", DECODE_KERNELS)):
+        choices_of = {"prefill_scan": PREFILL_SCANS, "decode_kernel": DECODE_KERNELS, "expert_path": EXPERT_PATHS}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
         cores = self.neuron_config.logical_nc_config
-        if uses_nki(self.prefill_scan, self.decode_kernel) and cores != LOGICAL_CORE_SIZE:
+        is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self.expert_path == "nki"
+        if is_nki and cores != LOGICAL_CORE_SIZE:
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
                 "are launched."
             )
 
     def _check_experts(self) -> None:
-        if self.expert_path not in EXPERT_PATHS:
-            raise UserError(f"expert_path is {self.expert_path!r}; it must be one of {', '.join(EXPERT_PATHS)}.")
-        if self.expert_path == "torch":
-            return
+        if self.expert_path == "nxd":
+            self._check_kernel_of_nxd()
+        elif self.expert_path == "nki":
+            self._check_kernel_for_experts()
+
+    def _check_kernel_for_experts(self) -> None:
+        granite, neuron_config = self.granite, self.neuron_config
+        tokens = min(neuron_config.max_batch_size, KERNEL_TOKENS)
+        slots = num_slots(tokens, granite.num_experts_per_tok, granite.num_local_experts)
+        width = granite.rank_dimensions(neuron_config.tp_degree).intermediate_size
+        check_experts_decode(tokens, slots, granite.hidden_size, width, neuron_config.torch_dtype.itemsize)
+
+    def _check_kernel_of_nxd(self) -> None:
         config, tokens = self.neuron_config.blockwise_matmul_config, self.neuron_config.max_context_length
         if config.use_torch_block_wise or tokens * self.granite.num_experts_per_tok < config.block_size:
             return  # torch throughout, or all experts for every token

@@ -8,8 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.layers.moe import SharedMLP
-from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.config import KERNEL_TOKENS, GraniteMoeHybridInferenceConfig
 from granite4_neuron.ops import router_logits, topk_softmax
+from granite4_neuron.ops.expert_slots import expert_slots
+from granite4_neuron.ops.nki.experts_decode import experts_decode
+from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.xla.moe import fused_experts
 
 
@@ -34,25 +37,41 @@ class NeuronExperts(nn.Module):
         granite = config.granite
         self.top_k = granite.num_experts_per_tok
         self.num_experts = granite.num_local_experts
-        self.uses_nxd = config.expert_path == "nxd"
+        self.path = config.expert_path
         self.router = nn.ModuleDict({"layer": nn.Linear(granite.hidden_size, self.num_experts, bias=False)})
         self.expert_mlps = initialize_moe_module(config).expert_mlps
 
-    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
-        """`scale` times the experts' weighted sum: [batch, tokens, hidden_size] to the same shape, float32.
+    def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor, scale: float) -> torch.Tensor:
+        """`scale` times the experts' weighted sum: this rank's part of the sum over their widths.
 
-        It is this rank's part of the sum over the experts' widths.
+        Args:
+            hidden_states: [batch, tokens, hidden_size].
+            is_real: [batch, tokens], false for padding.
+
+        Returns:
+            As hidden_states, in float32; finite in padding.
         """
         x = hidden_states.flatten(0, 1)
         weights, chosen = topk_softmax(router_logits(x, self.router["layer"].weight), self.top_k)
         weights = weights * scale
-        if self.uses_nxd:
+        if self.path == "nxd":
             output = self.expert_mlps(x, self._affinities(weights, chosen), chosen, seq_len=hidden_states.shape[1])
+        elif self.path == "nki" and len(x) <= KERNEL_TOKENS:
+            output = self._by_kernel(x, weights, chosen.where(is_real.view(-1, 1), self.num_experts))
         else:
-            experts = self.expert_mlps.mlp_op
-            w1, w2 = (linear.weight.transpose(1, 2) for linear in (experts.gate_up_proj, experts.down_proj))
+            w1, w2 = (weight.transpose(1, 2) for weight in self._weights())
             output = fused_experts(x, w1, w2, weights, chosen)
         return output.float().view(hidden_states.shape)
+
+    def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """A choice that is no expert's number costs nothing."""
+        slots = expert_slots(chosen, weights, self.num_experts)
+        return sum(launch(experts_decode, x, *self._weights(), *slots))
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_experts, hidden_size, 2 * width], gate first, and [num_experts, width, hidden_size]."""
+        experts = self.expert_mlps.mlp_op
+        return experts.gate_up_proj.weight, experts.down_proj.weight
 
     def _affinities(self, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """[tokens, top_k] to [tokens, num_experts], in the dtype of the kernels; 0 for experts that are not chosen."""

@@ -20,10 +20,10 @@ from granite4_neuron.graphs import (
 )
 from granite4_neuron.hlo_cost import hlo_proto, parameter_numbers
 from granite4_neuron.minimum import minimum
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.trace import Trace, trace
-from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
 
 # Modules of the traced model: the name of the component that each is.
 _COMPONENTS = {
@@ -43,6 +43,7 @@ def report(
     batch_size: int,
     buckets: Sequence[int],
     max_length: int,
+    kernels: Mapping[str, str] = {},
 ) -> Iterator[GraphReport]:
     """Context encoding of one prompt for each bucket, its continuation over the whole cache, and decode of all rows.
 
@@ -52,6 +53,7 @@ def report(
         batch_size: sequences that decode takes.
         buckets: tokens of the context encoding graphs, ascending.
         max_length: of the cache.
+        kernels: prefill_scan, decode_kernel and expert_path, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -74,16 +76,16 @@ def report(
     def graph(name: str, kind: str, bucket: int, rows: int, tokens: int) -> GraphReport:
         def traced(layer_types: Sequence[str]) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            application = _application(layers, neuron_config)
+            application = _application(layers, neuron_config, kernels)
             return _traced(trace(application, getattr(application, kind), bucket, with_components=True))
 
         least = minimum(config, tp_degree, dtype, rows, tokens, bucket - tokens)
-        notes = _application(config, neuron_config).config.notes(rows * tokens)
+        notes = application.config.notes(rows * tokens)
         return replace(graph_report(name, config.layer_types, traced, least), notes=notes)
 
+    application = _application(config, neuron_config, kernels)
     for bucket in buckets:
         yield graph(f"context {bucket}", "context_encoding_model", bucket, 1, bucket)
-    application = _application(config, neuron_config)
     if application.prefill_continuation_model is not None:
         tokens = application.prefill_continuation_model.neuron_config.n_active_tokens
         yield graph(f"continuation {tokens}", "prefill_continuation_model", max_length, 1, tokens)
@@ -91,11 +93,11 @@ def report(
 
 
 def _application(
-    config: GraniteMoeHybridConfig, neuron_config: Mapping[str, object]
+    config: GraniteMoeHybridConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
     """Without a checkpoint: a graph has no weights."""
     return NeuronGraniteMoeHybridForCausalLM(
-        "", GraniteMoeHybridInferenceConfig(MoENeuronConfig(**neuron_config), **config.to_dict())
+        "", GraniteMoeHybridInferenceConfig(MoENeuronConfig(**neuron_config), **config.to_dict(), **kernels)
     )
 
 

@@ -164,7 +164,7 @@ class NeuronDecoderLayer(nn.Module):
         x = self.post_attention_layernorm(hidden_states)
         partial = self.shared_mlp(x, self.residual_multiplier)
         if self.block_sparse_moe is not None:
-            partial = partial + self.block_sparse_moe(x, self.residual_multiplier)
+            partial = partial + self.block_sparse_moe(x, step.is_real, self.residual_multiplier)
         # One message for both.
         return hidden_states + self.parallel.all_reduce(partial), state, cos_cache, sin_cache, None
 
