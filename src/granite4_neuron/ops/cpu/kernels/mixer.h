@@ -31,13 +31,13 @@ struct MixerSettings {
   float dt_low, dt_high;
 };
 
-// One call. The constants are made of the weights anew each time, which takes less than a thousandth of it: so the
-// weights of the model are the only ones there are.
+// One call. The constants are made of the weights anew each time, which takes a fraction of a microsecond: so there are
+// no weights but the model's.
 struct Mixer {
   int64_t batch, tokens, heads, head_dim, d_state, width, channels;
   Rows rows;
   MixerSettings settings;
-  std::vector<float> conv_bias, dt_bias, A, D;  // conv_bias: zeros where there is none
+  std::vector<float> dt_bias, A, D;  // [heads]
 
   int64_t inner() const {
     return heads * head_dim;
@@ -57,7 +57,11 @@ inline std::vector<float> as_floats(const at::Tensor& tensor) {
 // A = -exp(A_log).
 inline std::vector<float> decay_rates(const at::Tensor& A_log) {
   std::vector<float> rates = as_floats(A_log);
-  for (float& rate : rates) rate = -std::exp(rate);
+  int64_t count = rates.size();
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t lanes = std::min(LANES, count - i);
+    Vec::loadu(&rates[i], lanes).exp().neg().store(&rates[i], lanes);
+  }
   return rates;
 }
 
