@@ -97,7 +97,7 @@ def count(proto: bytes) -> Cost:
 
     properties = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
     instructions = hlo_lint.instructions(module.to_string())
-    return Cost(properties["flops"], properties["bytes accessed"], len(instructions))
+    return Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions))
 
 
 def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
