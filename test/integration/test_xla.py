@@ -188,6 +188,57 @@ def test_all_logits(random_checkpoints):
             assert (ours - theirs)[: len(row.tokens)].abs().max() <= 1e-5
 
 
+class TestSlots:
+    """Copy, snapshot and restore, over poisoned memory; a sequence goes on bit by bit as the original does."""
+
+    LENGTH = 37
+
+    @pytest.fixture
+    def runtime(self):
+        return XLARuntime(random_model(small_config()), GenerationConfig(), BUCKETS)
+
+    @pytest.fixture
+    def begun(self, runtime):
+        """A state with sequences in slots 1 and 2."""
+        state = runtime.allocate(3, 60)
+        poison(state)
+        runtime.step(state, [Row(slot, 0, random_tokens(160, self.LENGTH, seed=slot).tolist()) for slot in (1, 2)])
+        return state
+
+    def go_on(self, runtime, state, slot):
+        steps = [[3] * 5, [4], [5]]
+        starts = [self.LENGTH, self.LENGTH + 5, self.LENGTH + 6]
+        return [runtime.step(state, [Row(slot, *step)]) for step in zip(starts, steps, strict=True)]
+
+    def test_copy(self, runtime, begun):
+        runtime.copy(begun, 2, 3, self.LENGTH)
+        runtime.copy(begun, 1, 1, self.LENGTH)
+        before = compilations()
+        runtime.copy(begun, 2, 1, self.LENGTH)
+        assert compilations() == before, "one graph for all slots"
+        expected = self.go_on(runtime, begun, 2)
+        for slot in (3, 1):
+            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+
+    def test_snapshot_and_restore(self, runtime, begun):
+        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
+        chain = [runtime.snapshot(begun, 2, 20), runtime.snapshot(begun, 2, self.LENGTH, start=20)]
+        expected = self.go_on(runtime, begun, 2)
+        poison(begun)
+        for slot, snapshots in ((3, [snapshot]), (1, chain)):
+            runtime.restore(begun, snapshots, slot)
+            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+
+    def test_snapshots_are_those_of_the_cpu(self, runtime, begun):
+        """So a file that one runtime wrote is good for the other."""
+        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
+        cpu = CPURuntime(random_model(small_config()), GenerationConfig())
+        state = cpu.allocate(1, 60)
+        cpu.restore(state, [snapshot], 1)
+        for ours, theirs in zip(self.go_on(runtime, begun, 2), self.go_on(cpu, state, 1), strict=True):
+            assert (ours - theirs).abs().max() <= 1e-5
+
+
 def test_the_bundled_model_prints_the_same_text():
     prompts = ["An assignment statement", "The import statement is used to find a module and"]
     tokens = {}
