@@ -18,6 +18,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.state import HybridState
 
 
@@ -82,7 +83,7 @@ def _graph(
     """Prefill of `bucket` tokens, or decode where it is None."""
     placeholder = tracer()
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
+        model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
         state = HybridState.allocate(config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False)
     weights = dict(model.named_parameters())
     for weight_name, weight in weights.items():

@@ -12,10 +12,11 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.graphs import analyse, hlo_proto, report, tracer
 from granite4_neuron.hlo_lint import instructions
+from granite4_neuron.layers.binding import bind
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import DenseStep
-from granite4_neuron.ops import MambaKernels
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
@@ -110,7 +111,7 @@ class TestOneMambaLayer:
         """FLOPs and bytes accessed by the whole layer, as prefill graphs have it; with one token, the decode graph."""
         placeholder = tracer()
         with torch.device("meta"):
-            layer = Mamba2(self.CONFIG, MambaKernels(), Parallel(0, 4))
+            layer = bind(Mamba2(self.CONFIG, Parallel(0, 4)), XLA)
         for name, weight in list(layer.named_parameters()):
             set_parameter(layer, name, placeholder(tuple(weight.shape), torch.bfloat16))
         conv_shape, ssm_shape = mamba_state_shapes(self.CONFIG, tp_degree=4)

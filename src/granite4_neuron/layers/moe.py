@@ -14,6 +14,23 @@ from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
 from granite4_neuron.ops import TORCH, Operators, router_logits, topk_softmax
 
 
+def feed_forward(
+    hidden_states: torch.Tensor,
+    norm: RMSNorm,
+    mlp: SharedMLP,
+    experts: Callable[[torch.Tensor], torch.Tensor] | None,
+    residual_multiplier: float,
+) -> torch.Tensor:
+    """The second half of a decoder layer: what the MLP and the experts make of its normalised input is added to it.
+
+    This is the definition. ops/cpu/kernels/layers.h has it once more, as one call for few tokens.
+    """
+    residual_add = mlp.operators.residual_add
+    x = norm(hidden_states)
+    hidden_states = residual_add(hidden_states, mlp(x), residual_multiplier)
+    return hidden_states if experts is None else residual_add(hidden_states, experts(x), residual_multiplier)
+
+
 class SharedMLP(nn.Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
 
@@ -30,16 +47,6 @@ class SharedMLP(nn.Module):
         if self.parallel.degree == 1:
             return self.operators.mlp(hidden_states, *_weights(self))
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
-
-    def block(
-        self, norm: RMSNorm, experts: SparseMoe | None, residual_multiplier: float
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The operators' `feed_forward_block` around this layer and the experts; None where they have none."""
-        if self.operators.feed_forward_block is None or self.parallel.degree > 1:
-            return None
-        router = None if experts is None else (experts.router.layer.weight, experts.top_k)
-        weights = (_weights(self), router, None if experts is None else _weights(experts))
-        return self.operators.feed_forward_block(norm.weight, *weights, norm.eps, residual_multiplier)
 
 
 class SparseMoe(nn.Module):

@@ -7,8 +7,10 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
-from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, Operators, select_operators
+from granite4_neuron.ops.selection import uses_nki
+from granite4_neuron.ops.xla import XLA
 
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
 # value of each that the recurrent state is written for.
@@ -46,7 +48,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     """The config of `NeuronGraniteMoeHybridForCausalLM`, dense models included; its neuron_config is a MoENeuronConfig.
 
     Args:
-        prefill_scan, decode_kernel: by keyword; see `MambaKernels`.
+        prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
 
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
@@ -62,9 +64,9 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         return GraniteMoeHybridConfig.from_dict(vars(self))
 
     @property
-    def mamba_kernels(self) -> MambaKernels:
-        """What prefill_scan and decode_kernel name."""
-        return MambaKernels(self.prefill_scan, self.decode_kernel)
+    def operators(self) -> Operators:
+        """What this package's layers compute with, with the kernels that prefill_scan and decode_kernel name."""
+        return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""
@@ -119,7 +121,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
         cores = self.neuron_config.logical_nc_config
-        if self.mamba_kernels.uses_nki and cores != LOGICAL_CORE_SIZE:
+        if uses_nki(self.prefill_scan, self.decode_kernel) and cores != LOGICAL_CORE_SIZE:
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
                 "are launched."

@@ -41,7 +41,7 @@ def compile_model(
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
-        prefill_scan, decode_kernel: see `MambaKernels`.
+        prefill_scan, decode_kernel: see `ops.select_operators`.
 
     Raises:
         UserError: the folder is in use, or the model cannot be split so.

@@ -12,6 +12,7 @@ from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_module
 from torch import nn
 
 from granite4_neuron.config import MAMBA
+from granite4_neuron.layers.binding import bind
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.moe import SharedMLP
 from granite4_neuron.layers.norm import RMSNorm
@@ -114,7 +115,7 @@ class NeuronDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
         self.post_attention_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
         if layer_type == MAMBA:
-            self.mamba = Mamba2(granite, config.mamba_kernels, parallel).to(dtype)
+            self.mamba = bind(Mamba2(granite, parallel), config.operators).to(dtype)
             split_over_ranks(self.mamba, "mamba", granite, degree)
         else:
             self.self_attn = NeuronAttention(config)

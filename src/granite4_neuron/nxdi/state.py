@@ -44,7 +44,7 @@ class HybridCacheManager(KVCacheManager):
         self.layer_types = layer_types
         self.num_slots = config.neuron_config.kv_cache_batch_size
 
-        degree, kernel_layout = config.neuron_config.tp_degree, config.mamba_kernels.has_kernel_layout
+        degree, kernel_layout = config.neuron_config.tp_degree, config.operators.mamba_decode.has_kernel_layout
         conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernel_layout)
         caches = iter(self.past_key_values)
         tensors = []

@@ -1,0 +1,13 @@
+"""The operators as compiled graphs want them: shapes that depend on no value, nothing that a compiler handles badly.
+
+What has no form of its own here is the plain definition.
+"""
+
+from granite4_neuron.ops.operators import Operators
+from granite4_neuron.ops.xla.attention import cached_attention
+from granite4_neuron.ops.xla.mamba import CHUNKED
+from granite4_neuron.ops.xla.moe import fused_experts
+
+XLA = Operators(fused_experts=fused_experts, cached_attention=cached_attention, mamba_prefill=CHUNKED)
+
+__all__ = ["XLA", "cached_attention", "fused_experts"]
