@@ -12,8 +12,14 @@ from transformers import GenerationConfig
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
-from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
-from granite4_neuron.runtime.interface import Ability, Row, step_inputs
+from granite4_neuron.ops.launch_parameters import (
+    HEURISTIC,
+    LaunchParameters,
+    LaunchTable,
+    find_launch_table,
+    tuned_config_folder,
+)
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
@@ -37,6 +43,7 @@ class CPURuntime:
     tokens_per_step = 512
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
     rows_per_step = 8
+    tokens_per_verification = 64
     cannot: Mapping[Ability, str] = {}
 
     def __init__(
@@ -90,10 +97,38 @@ class CPURuntime:
         return self.model(
             *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
-            kv_length=max(row.start + len(row.tokens) for row in rows),
+            kv_length=_kv_length(rows),
             all_logits=all_logits,
-            launch_parameters=self._launch_table.at(len(rows) * self._num_heads),
+            launch_parameters=self._launch_parameters(rows),
+            sources=torch.tensor([row.read_slot for row in rows]),
         )
+
+    @torch.inference_mode()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`."""
+        kept_inputs: list[torch.Tensor] = []
+        longest = max(len(row.tokens) for row in rows)
+        logits = self.model(
+            # A step of one token advances the state as it reads it, and so cannot leave it as it is.
+            *step_inputs(rows, max(2, longest)),
+            state,
+            kv_length=_kv_length(rows),
+            all_logits=True,
+            launch_parameters=self._launch_parameters(rows),
+            kept_inputs=kept_inputs,
+        )
+        return Verification(rows, logits[:, :longest], kept_inputs)
+
+    @torch.inference_mode()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`."""
+        rows = accepted_rows(verification.rows, accepted)
+        tokens = max(2, *(len(row.tokens) for row in verification.rows))
+        _, *where = step_inputs(rows, tokens)
+        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters(rows))
+
+    def _launch_parameters(self, rows: Sequence[Row]) -> LaunchParameters:
+        return self._launch_table.at(len(rows) * self._num_heads)
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -112,6 +147,10 @@ class CPURuntime:
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
         for snapshot in snapshots:
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
+
+
+def _kv_length(rows: Sequence[Row]) -> int:
+    return max(row.start + len(row.tokens) for row in rows)
 
 
 def _launch_table(config: GraniteMoeHybridConfig, folder: Path | None) -> LaunchTable:
