@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.ops.cpu.functions import is_few, kernel
+from granite4_neuron.ops.cpu.functions import is_few, kernel, mamba_mixer
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
 
@@ -40,7 +40,8 @@ class MambaBlock:
         conv1d = [(weights.conv1d, "weight"), (weights.conv1d, "bias")]
         mixer = [(weights.mixer, name) for name in ("dt_bias", "A_log", "D")]
         norm, gated_norm = (weights.norm, "weight"), (weights.gated_norm, "weight")
-        self._weights = (norm, *in_proj, *conv1d, *mixer, gated_norm, *out_proj)
+        self._mixer_weights = (*conv1d, *mixer)
+        self._weights = (norm, *in_proj, *self._mixer_weights, gated_norm, *out_proj)
         self._n_groups = n_groups
         self._constants = (*time_step_limit, eps, residual_multiplier)
         self._run = kernel("mamba_block")
@@ -52,11 +53,29 @@ class MambaBlock:
         ssm_state: torch.Tensor,
         rows: Sequence[torch.Tensor],
         launch_parameters: LaunchParameters,
-    ) -> torch.Tensor:
-        """As hidden_states, [batch, tokens, hidden_size] in float32. States and rows are those of `mamba_mixer`."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As hidden_states, [batch, tokens, hidden_size] in float32, and what `advance` takes. States and rows are
+        those of `mamba_mixer`.
+        """
         weights = [parameters[name] for parameters, name in self._weights]
-        sizes = (self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task)
+        sizes = self._sizes(launch_parameters)
         return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants)
+
+    def advance(
+        self,
+        inputs: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        launch_parameters: LaunchParameters,
+    ) -> None:
+        """`layers.mamba2.Mamba2.advance`."""
+        weights = [parameters[name] for parameters, name in self._mixer_weights]
+        limits = self._constants[:2]
+        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, self._sizes(launch_parameters), limits)
+
+    def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
+        return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task
 
 
 class FeedForwardBlock:
