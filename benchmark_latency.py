@@ -118,7 +118,7 @@ class Ours:
             self._runtime = load_compiled(folder, compiled, generation_config)
         else:
             model = checkpoint.load_model(folder, dtype, quantize=quantize)
-            self._runtime = CPURuntime(model, generation_config, kernels, tuned_configs)
+            self._runtime = CPURuntime(model, generation_config, kernels=kernels, tuned_configs=tuned_configs)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""

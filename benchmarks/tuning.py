@@ -94,14 +94,14 @@ def _prefill(
     config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, default: LaunchParameters
 ) -> Callable[[int], None]:
     """A full step of a long prompt, or of as many as share one, through one mixer."""
-    rows = min(batch_size, CPURuntime.prompts_per_step)
+    rows = min(batch_size, CPURuntime.rows_per_step)
     mixer = _Mixer(config, dtype, 1, rows, tokens=CPURuntime.tokens_per_step // rows)
     return lambda chunk_size: mixer.run(replace(default, chunk_size=chunk_size))
 
 
 def _prefill_in_torch(config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int) -> Callable[[int], None]:
     """The same step's scan."""
-    rows = min(batch_size, CPURuntime.prompts_per_step)
+    rows = min(batch_size, CPURuntime.rows_per_step)
     tokens = CPURuntime.tokens_per_step // rows
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     x = torch.randn(rows, tokens, heads, head_dim, dtype=dtype)

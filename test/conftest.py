@@ -90,5 +90,5 @@ def texting_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texting(texting_folder):
-    """That checkpoint, loaded: (model, tokenizer)."""
+    """That checkpoint, loaded: (runtime, tokenizer)."""
     return load(texting_folder)

@@ -1,8 +1,8 @@
 """IBM Granite 4.0 hybrid models for AWS Trainium2 and for any CPU.
 
 >>> from granite4_neuron import generate, load
->>> model, tokenizer = load()
->>> text = generate(model, tokenizer, "An assignment statement", max_tokens=20)
+>>> runtime, tokenizer = load()
+>>> text = generate(runtime, tokenizer, "An assignment statement", max_tokens=20)
 """
 
 from granite4_neuron.errors import UserError

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron.runtime.cpu import CPURuntime, Row
+from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state import HybridState
 
 FLOAT32_TOLERANCE = 1e-4
 QUANTIZED_AGREEMENT = 0.9  # of the top tokens
@@ -42,7 +43,8 @@ class Difference:
 class AccuracyReport:
     """Logits of each sequence, [tokens, vocab_size]: ours, the float32 reference's, and the reference's in our dtype.
 
-    The first prompt_lengths[i] tokens of a sequence went through prefill, the others through decode one by one.
+    The first prompt_lengths[i] tokens of a sequence went through prefill, the others through decode one by one. With
+    `is_last_of_prompt`, logits start at the last token of each prompt, and at its first token otherwise.
     """
 
     prompt_lengths: list[int]
@@ -50,17 +52,24 @@ class AccuracyReport:
     reference: list[torch.Tensor]
     reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it is the reference itself
     is_quantized: bool = False
+    is_last_of_prompt: bool = False
 
     def phase(self, prefill: bool) -> Difference:
         """Over all tokens of prefill, or of decode."""
-        parts = [slice(None, length) if prefill else slice(length, None) for length in self.prompt_lengths]
-        return self._difference(self.ours, parts)
+        ends = [length - start for length, start in zip(self.prompt_lengths, self._starts, strict=True)]
+        return self._difference(self.ours, [slice(None, end) if prefill else slice(end, None) for end in ends])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(start + len(logits) for start, logits in zip(self._starts, self.reference, strict=True))
 
     def positions(self, start: int, stop: int) -> Difference | None:
-        """Over the tokens at positions start to stop - 1 of every sequence; None if there are none."""
-        if all(len(logits) <= start for logits in self.reference):
+        """Over the tokens at positions start to stop - 1 of every sequence; None if none of them was compared."""
+        parts = [slice(max(0, start - first), max(0, stop - first)) for first in self._starts]
+        if not any(len(logits[part]) for logits, part in zip(self.reference, parts, strict=True)):
             return None
-        return self._difference(self.ours, [slice(start, stop)] * len(self.ours))
+        return self._difference(self.ours, parts)
 
     def overall(self) -> Difference:
         return self._difference(self.ours, [slice(None)] * len(self.ours))
@@ -88,6 +97,11 @@ class AccuracyReport:
             return f"no logit further off than {tolerance:g}"
         return "mean difference not above that of transformers in this dtype"
 
+    @property
+    def _starts(self) -> list[int]:
+        """The position of each sequence's first logits."""
+        return [length - 1 if self.is_last_of_prompt else 0 for length in self.prompt_lengths]
+
     def _difference(self, logits: list[torch.Tensor], parts: list[slice]) -> Difference:
         return Difference.between(
             torch.cat([one[part] for one, part in zip(logits, parts, strict=True)]),
@@ -95,30 +109,39 @@ class AccuracyReport:
         )
 
 
-def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, model: CPURuntime) -> AccuracyReport:
+def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> AccuracyReport:
     """Compare logits over prompts and the reference's own greedy continuation of them.
 
     The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
     prompts in steps as generation takes them, then token by token. So padding, slots and carried state are in what is
-    compared.
+    compared. A runtime that has no logits of all of a prompt's tokens is compared from the last one on.
 
     Args:
-        folder: the checkpoint that `model` was loaded from.
+        folder: the checkpoint that `runtime` was loaded from.
         prompts: token ids.
         new_tokens: how many tokens of decode to compare, at least 1.
-        model: ours.
+        runtime: ours.
+
+    Raises:
+        UserError: the runtime has no room for the sequences.
     """
-    dtype = model.model.dtype
+    longest = max(map(len, prompts)) + new_tokens
+    state = runtime.allocate(len(prompts), longest)  # first, since it may be refused
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
     sequences = [_greedy(reference, prompt, new_tokens) for prompt in prompts]
-    expected = _whole(reference, sequences)
+    is_last_of_prompt = "all_logits" in runtime.cannot
+    starts = [len(prompt) - 1 if is_last_of_prompt else 0 for prompt in prompts]
+    expected = _whole(reference, sequences, starts)
     del reference
     in_dtype = None
-    if dtype != torch.float32:
-        in_dtype = _whole(Reference.from_pretrained(folder, dtype=dtype).eval(), sequences)
+    if runtime.dtype != torch.float32:
+        in_dtype = _whole(Reference.from_pretrained(folder, dtype=runtime.dtype).eval(), sequences, starts)
     lengths = [len(prompt) for prompt in prompts]
-    ours = _stepwise(model, sequences, lengths)
-    return AccuracyReport(lengths, ours, expected, in_dtype, model.model.is_quantized)
+    run_prompts = _last_of_prompts if is_last_of_prompt else _all_of_prompts
+    prefill = run_prompts(runtime, state, sequences, lengths)
+    decode = _decode(runtime, state, sequences, lengths)
+    ours = [torch.cat(parts) for parts in zip(prefill, decode, strict=True)]
+    return AccuracyReport(lengths, ours, expected, in_dtype, runtime.is_quantized, is_last_of_prompt)
 
 
 def default_prompts(tokenizer) -> list[list[int]]:
@@ -142,24 +165,42 @@ def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> lis
 
 
 @torch.inference_mode()
-def _whole(reference: Reference, sequences: list[list[int]]) -> list[torch.Tensor]:
-    return [reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences]
+def _whole(reference: Reference, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
+    logits = (reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences)
+    return [one[start:] for one, start in zip(logits, starts, strict=True)]
 
 
-def _stepwise(model: CPURuntime, sequences: list[list[int]], prompt_lengths: list[int]) -> list[torch.Tensor]:
-    state = model.allocate(len(sequences), max(len(tokens) for tokens in sequences))
+def _all_of_prompts(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after each token of the prompts, in steps as generation takes them."""
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for start in range(0, max(prompt_lengths), model.tokens_per_step):
-        stop = start + model.tokens_per_step
+    for start in range(0, max(prompt_lengths), runtime.tokens_per_step):
+        stop = start + runtime.tokens_per_step
         running = [i for i, n in enumerate(prompt_lengths) if n > start]
         rows = [Row(i + 1, start, sequences[i][start : min(stop, prompt_lengths[i])]) for i in running]
-        for i, row, part in zip(running, rows, model.step(state, rows, all_logits=True), strict=True):
+        for i, row, part in zip(running, rows, runtime.step(state, rows, all_logits=True), strict=True):
             logits[i].append(part[: len(row.tokens)])
+    return [torch.cat(one) for one in logits]
+
+
+def _last_of_prompts(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after the last token of each prompt, one prompt after another."""
+    rows = [Row(i + 1, 0, tokens[:n]) for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))]
+    return [runtime.step(state, [row]) for row in rows]
+
+
+def _decode(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after each token that follows the prompts, all sequences at a time."""
+    logits = []
     for step in range(len(sequences[0]) - prompt_lengths[0]):
         rows = [
             Row(i + 1, n + step, [tokens[n + step]])
             for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))
         ]
-        for one, row in zip(logits, model.step(state, rows), strict=True):
-            one.append(row[None])
-    return [torch.cat(one) for one in logits]
+        logits.append(runtime.step(state, rows))
+    return list(torch.stack(logits, dim=1))

@@ -5,6 +5,8 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -84,9 +86,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         lengths: torch.Tensor,
         slots: torch.Tensor | None,
         state: HybridState,
+        *,
         kv_length: int | None = None,
         all_logits: bool = False,
         launch_parameters: LaunchParameters = HEURISTIC,
+        sources: torch.Tensor | None = None,
+        kept_inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
 
@@ -106,13 +111,26 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
             all_logits: logits of every token rather than of each row's last real one.
             launch_parameters: how a CPU's kernels cut up the step; graphs that are traced leave it as it is.
+            sources: [batch], int64, the slots that rows read their recurrent state from, which stay as they are; None
+                for their own. Not with `slots` None.
+            kept_inputs: None, or a list, empty, of a step that verifies: it leaves recurrent state as it is and puts
+                there what `advance` takes. Keys and values it writes.
 
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
         """
         if kv_length is None:
             kv_length = state.max_length
-        step = step_of(positions, lengths, slots, kv_length, state, launch_parameters)
+        step = step_of(
+            positions,
+            lengths,
+            slots,
+            kv_length,
+            state,
+            launch_parameters,
+            sources=sources,
+            kept_inputs=kept_inputs,
+        )
         hidden_states = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
@@ -124,6 +142,28 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         head = self.lm_head
         return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
 
+    def advance(
+        self,
+        kept_inputs: Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor | None,
+        state: HybridState,
+        launch_parameters: LaunchParameters = HEURISTIC,
+    ) -> None:
+        """Advance recurrent state by the first tokens of a step that verified: the Mamba layers' recurrences only.
+
+        Args:
+            kept_inputs: of that step, from `forward`.
+            positions, slots: its own.
+            lengths: [batch], int64, 0 to those of that step: how many tokens of each row.
+            state, launch_parameters: as for `forward`.
+        """
+        step = step_of(positions, lengths, slots, 0, state, launch_parameters)
+        mamba = [pair for pair in zip(self.model.layers, state.layers, strict=True) if pair[0].is_mamba]
+        for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
+            layer.advance(inputs, step, layer_state)
+
 
 def step_of(
     positions: torch.Tensor,
@@ -132,15 +172,21 @@ def step_of(
     kv_length: int,
     state: HybridState,
     launch_parameters: LaunchParameters = HEURISTIC,
+    *,
+    sources: torch.Tensor | None = None,
+    kept_inputs: list[torch.Tensor] | None = None,
 ) -> Step:
     """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
     in_order = slots is None
     if in_order:
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
+    where = (positions, lengths, cache_slots, kv_length)
     if state.has_null_slot:
-        return NullSlotStep(positions, lengths, cache_slots, kv_length, launch_parameters=launch_parameters)
-    return DenseStep(positions, lengths, cache_slots, kv_length, sequences=None if in_order else slots - 1)
+        options = dict(launch_parameters=launch_parameters, sources=sources, kept_inputs=kept_inputs)
+        return NullSlotStep(*where, **options)
+    sequences, sources = (None if each is None else each - 1 for each in (None if in_order else slots, sources))
+    return DenseStep(*where, sequences, sources=sources, kept_inputs=kept_inputs)
 
 
 class _Decoder(nn.Module):
@@ -207,9 +253,10 @@ class _DecoderLayer(nn.Module):
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
         if self.mamba_block is not None and step.has_null_slot:
-            hidden_states = self.mamba_block(
+            hidden_states, inputs = self.mamba_block(
                 hidden_states, state.conv_state, state.ssm_state, step.rows, step.launch_parameters
             )
+            step.keep(inputs)
         else:
             hidden_states = self._mix(hidden_states, step, state, rotary)
         if self.feed_forward_block is not None and self.feed_forward_block.takes(hidden_states):
@@ -221,6 +268,13 @@ class _DecoderLayer(nn.Module):
             self.block_sparse_moe,
             self.residual_multiplier,
         )
+
+    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
+        """As `Mamba2.advance`."""
+        if self.mamba_block is not None and step.has_null_slot:
+            self.mamba_block.advance(inputs, state.conv_state, state.ssm_state, step.rows, step.launch_parameters)
+        else:
+            self.mamba.advance(inputs, step, state)
 
     def _mix(
         self,

@@ -8,7 +8,7 @@ sequence of slot s is entry s - 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,44 @@ class HybridState:
             first: the index of the first state tensor among the step's outputs, after the logits.
         """
         return {tensor: index for index, tensor in enumerate(self.tensors(), start=first)}
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
+        for layer in self.layers:
+            first = self._first_slot(layer)
+            for tensor in _of_positions(layer, 0, length).values():
+                tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
+
+    def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
+        """Copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
+        length - 1; by layer and field, "layers.0.ssm_state".
+        """
+        return {
+            f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
+            for index, layer in enumerate(self.layers)
+            for field, tensor in _of_positions(layer, start, length).items()
+        }
+
+    def set_slot_tensors(
+        self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
+    ) -> None:
+        """The reverse of `slot_tensors`. What is not among `tensors` stays."""
+        for index, layer in enumerate(self.layers):
+            for field, tensor in _of_positions(layer, start, length).items():
+                name = f"layers.{index}.{field}"
+                if name in tensors:
+                    tensor.index_copy_(0, slot - self._first_slot(layer), tensors[name][None])
+
+    def _first_slot(self, layer: MambaState | KeyValueState) -> int:
+        """The slot that is entry 0 of a layer's tensors."""
+        return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
+
+
+def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
+    """A layer's tensors by field; of keys and values, the part of positions start to length - 1."""
+    if isinstance(layer, MambaState):
+        return vars(layer)
+    return {field: tensor[:, :, start:length] for field, tensor in vars(layer).items()}
 
 
 def mamba_state_shapes(

@@ -132,8 +132,8 @@ class TestTune:
         assert [file.name for file in folder.iterdir()] == [self.FILE]
         table = read_table(folder / self.FILE)
         assert sorted(table.entries) == [8, 24]
-        model, _ = load(tuned_configs=folder)
-        assert model._launch_table == table
+        runtime, _ = load(tuned_configs=folder)
+        assert runtime._launch_table == table
         done = run(*SMALL, "--tuned-configs", folder)
         assert done.returncode == 0, done.stderr
 

@@ -37,10 +37,10 @@ def bundled():
     return load(dtype=torch.float32)
 
 
-def greedy(model, tokenizer, new_tokens=NEW_TOKENS) -> list[list[int]]:
+def greedy(runtime, tokenizer, new_tokens=NEW_TOKENS) -> list[list[int]]:
     """New tokens for PROMPTS, run as one ragged batch."""
     tokens = [[] for _ in PROMPTS]
-    for response in stream_generate(model, tokenizer, PROMPTS, max_tokens=new_tokens, temperature=0, ignore_eos=True):
+    for response in stream_generate(runtime, tokenizer, PROMPTS, max_tokens=new_tokens, temperature=0, ignore_eos=True):
         tokens[response.index].append(response.token)
     return tokens
 
@@ -61,29 +61,29 @@ def test_greedy_tokens_are_those_of_transformers(bundled, expected):
 
 
 def test_bfloat16_gives_the_same_tokens(bundled, expected):
-    model, tokenizer = load()
-    assert model.model.dtype == torch.bfloat16
-    assert greedy(model, tokenizer) == expected
+    runtime, tokenizer = load()
+    assert runtime.dtype == torch.bfloat16
+    assert greedy(runtime, tokenizer) == expected
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_int8_gives_nearly_the_same_tokens(expected, kernels):
     """A sequence that takes another turn somewhere goes on from there: most tokens of most prompts are the same."""
-    model, tokenizer = load(dtype=torch.float32, quantize="int8", cpu_kernels=kernels)
-    assert model.model.is_quantized
+    runtime, tokenizer = load(dtype=torch.float32, quantize="int8", cpu_kernels=kernels)
+    assert runtime.is_quantized
     same = [
         sum(a == b for a, b in zip(ours, theirs, strict=True)) == NEW_TOKENS
-        for ours, theirs in zip(greedy(model, tokenizer), expected, strict=True)
+        for ours, theirs in zip(greedy(runtime, tokenizer), expected, strict=True)
     ]
     assert sum(same) >= len(PROMPTS) / 2
-    text = generate(model, tokenizer, "An assignment statement", max_tokens=20)
+    text = generate(runtime, tokenizer, "An assignment statement", max_tokens=20)
     assert text.startswith(" evaluates the expression list")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_passes_the_check(dtype):
-    model, tokenizer = load(dtype=dtype, quantize="int8")
-    report = accuracy.measure(bundled_checkpoint(), accuracy.default_prompts(tokenizer), 16, model)
+    runtime, tokenizer = load(dtype=dtype, quantize="int8")
+    report = accuracy.measure(bundled_checkpoint(), accuracy.default_prompts(tokenizer), 16, runtime)
     assert report.passed() and report.overall().top1_agreement >= 0.95
     assert 1e-3 < report.overall().mean < 0.2
 
@@ -96,11 +96,11 @@ def test_text_reads_like_text(bundled):
 
 
 def test_chat_answers_and_stops(bundled):
-    model, tokenizer = bundled
+    runtime, tokenizer = bundled
     prompt = chat_prompt(tokenizer, "What is the assert statement?")
-    *_, last = stream_generate(model, tokenizer, prompt, max_tokens=400)
+    *_, last = stream_generate(runtime, tokenizer, prompt, max_tokens=400)
     assert last.finish_reason == "stop"
-    assert generate(model, tokenizer, prompt, max_tokens=400).startswith("Assert statements are a convenient way")
+    assert generate(runtime, tokenizer, prompt, max_tokens=400).startswith("Assert statements are a convenient way")
 
 
 def drop_state_before_decode(monkeypatch, kind, names):
@@ -117,33 +117,33 @@ def drop_state_before_decode(monkeypatch, kind, names):
     monkeypatch.setattr(CPURuntime, "step", step)
 
 
-def mamba_layers(model):
-    return [layer.mamba for layer in model.model.model.layers if hasattr(layer, "mamba")]
+def mamba_layers(runtime):
+    return [layer.mamba for layer in runtime.model.model.layers if hasattr(layer, "mamba")]
 
 
 def zero_weights(name):
-    def plant(monkeypatch, model):
-        for layer in mamba_layers(model):
+    def plant(monkeypatch, runtime):
+        for layer in mamba_layers(runtime):
             getattr(layer, name).data.zero_()
 
     return plant
 
 
-def plant_norm_before_gate(monkeypatch, model):
+def plant_norm_before_gate(monkeypatch, runtime):
     def norm_first(x, z, weight, eps, n_groups):
         return (rms_norm(x, weight, eps, n_groups).float() * F.silu(z.float())).to(weight.dtype)
 
-    model.model = model.model.bind(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
+    runtime.model = runtime.model.bind(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
 
 
-def plant_usual_attention_scale(monkeypatch, model):
-    for layer in model.model.model.layers:
+def plant_usual_attention_scale(monkeypatch, runtime):
+    for layer in runtime.model.model.layers:
         if hasattr(layer, "self_attn"):
             layer.self_attn.scale = layer.self_attn.head_dim**-0.5
 
 
-def plant_softmax_before_top_k(monkeypatch, model):
-    model.model = model.model.bind(TORCH)
+def plant_softmax_before_top_k(monkeypatch, runtime):
+    runtime.model = runtime.model.bind(TORCH)
     monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
 
 
@@ -161,11 +161,11 @@ BUGS = {
 
 @pytest.mark.parametrize("plant", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
-    model, tokenizer = load(dtype=torch.float32)
-    plant(monkeypatch, model)
+    runtime, tokenizer = load(dtype=torch.float32)
+    plant(monkeypatch, runtime)
     changed = [
         sum(a != b for a, b in zip(broken, right, strict=True))
-        for broken, right in zip(greedy(model, tokenizer), expected, strict=True)
+        for broken, right in zip(greedy(runtime, tokenizer), expected, strict=True)
     ]
     print(f"{sum(changed) / (len(PROMPTS) * NEW_TOKENS):.0%} of the tokens changed, by prompt {changed}")
     assert sum(changed) >= 0.1 * len(PROMPTS) * NEW_TOKENS
@@ -179,11 +179,11 @@ import pydoc_data.topics, resource, sys, torch
 from granite4_neuron import load, stream_generate
 from granite4_neuron.state import token_bytes
 length = int(sys.argv[1])
-model, tokenizer = load(dtype=torch.float32)
+runtime, tokenizer = load(dtype=torch.float32)
 text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 prompt = tokenizer.encode(text[: 4 * length])[:length]
-out = "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens=60))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(model.config, torch.float32))
+out = "".join(response.text for response in stream_generate(runtime, tokenizer, prompt, max_tokens=60))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(runtime.config, torch.float32))
 print(repr(out))
 """
 

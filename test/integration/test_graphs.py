@@ -18,7 +18,7 @@ from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import DenseStep
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
 from granite4_neuron.state import MambaState, mamba_state_shapes
 from test.support.checkpoints import CASES, DENSE, small_config

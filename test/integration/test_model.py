@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
+from transformers import GenerationConfig
 
-from granite4_neuron import generate, load
+from granite4_neuron import accuracy, generate, load
 from granite4_neuron.accuracy import Difference
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -25,6 +26,7 @@ from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.hlo_lint import findings
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.state import HybridState
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
@@ -334,6 +336,35 @@ class TestCpuMode:
             generate(runtime, tokenizer, [*prompts, "B"], **options)
         with pytest.raises(UserError, match="must be compiled with is_continuous_batching"):
             NeuronRuntime(nxdi.cpu_model(bundled_checkpoint()), ours.generation_config)
+
+    def test_runtime_is_as_accurate_as_the_others(self):
+        """By the measure of the check command; of a prompt only the last token's logits are there."""
+        from granite4_neuron.nxdi import NeuronRuntime
+
+        slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+        runtime = NeuronRuntime(nxdi.cpu_model(bundled_checkpoint(), **slots), GenerationConfig())
+        _, tokenizer = load()
+        report = accuracy.measure(bundled_checkpoint(), [tokenizer.encode(text) for text in TEXTS[:3]], 8, runtime)
+        assert report.passed() and report.overall().tokens == 3 * 9
+        assert report.phase(prefill=True).tokens == 3 and report.positions(0, 1) is None
+
+    def test_runtime_says_what_it_cannot_do(self, continuous):
+        from granite4_neuron.nxdi import NeuronRuntime
+
+        runtime, row = NeuronRuntime(continuous, GenerationConfig()), Row(1, 0, [1, 2])
+        attempts = {
+            "all_logits": lambda: runtime.step(None, [row], all_logits=True),
+            "source": lambda: runtime.step(None, [Row(1, 3, [1], source=2)]),
+            "verify": lambda: runtime.verify(None, [row]),
+            "copy": lambda: runtime.copy(None, 1, 2, 3),
+            "snapshot": lambda: runtime.snapshot(None, 1, 3),
+        }
+        assert attempts.keys() == runtime.cannot.keys()
+        for ability, attempt in attempts.items():
+            for refused in (attempt, lambda ability=ability: require(runtime, ability)):
+                with pytest.raises(UserError) as error:
+                    refused()
+                assert str(error.value) == runtime.cannot[ability]
 
     def test_tokens_and_logits_from_the_graph(self, moe_folder):
         """On-device sampling, which returns tokens, and with output_logits also what they were chosen from."""

@@ -14,9 +14,9 @@ from transformers import (
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.engine.sampling import Sampler, with_overrides
+from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt
-from granite4_neuron.generation.sampling import Sampler, with_overrides
-from granite4_neuron.generation.text import TextStream
 
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
@@ -38,10 +38,10 @@ REFUSED = {
 }
 
 
-def tokens_of(model, prompt, **options):
+def tokens_of(runtime, prompt, **options):
     """New token ids per prompt."""
     found = [[] for _ in (prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt])]
-    for response in stream_generate(model, None, prompt, **options):
+    for response in stream_generate(runtime, None, prompt, **options):
         found[response.index].append(response.token)
     return found
 
@@ -72,7 +72,7 @@ class TestLoop:
         expected = tokens_of(texting[0], ids, max_tokens=8, ignore_eos=True)
         seen = []
         monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 14)
-        monkeypatch.setattr(texting[0].__class__, "prompts_per_step", 2)
+        monkeypatch.setattr(texting[0].__class__, "rows_per_step", 2)
         chunked = tokens_of(
             texting[0], ids, max_tokens=8, ignore_eos=True, progress=lambda done, total: seen.append((done, total))
         )
@@ -108,12 +108,12 @@ class TestLoop:
         assert len(tokens_of(texting[0], prompt, max_tokens=50, ignore_eos=True)[0]) == 3
 
     def test_text_and_lists(self, texting):
-        model, tokenizer = texting
+        runtime, tokenizer = texting
         options = dict(max_tokens=10, ignore_eos=True)
-        several = generate(model, tokenizer, PROMPTS, **options)
-        assert several == [generate(model, tokenizer, prompt, **options) for prompt in PROMPTS]
-        assert generate(model, tokenizer, tokenizer.encode(PROMPTS[0]), **options) == several[0]
-        new = tokens_of(model, tokenizer.encode(PROMPTS[0]), **options)[0]
+        several = generate(runtime, tokenizer, PROMPTS, **options)
+        assert several == [generate(runtime, tokenizer, prompt, **options) for prompt in PROMPTS]
+        assert generate(runtime, tokenizer, tokenizer.encode(PROMPTS[0]), **options) == several[0]
+        new = tokens_of(runtime, tokenizer.encode(PROMPTS[0]), **options)[0]
         assert tokenizer.decode(new, skip_special_tokens=True).rstrip("\ufffd").startswith(several[0])
 
     @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ from granite4_neuron.ops.launch_parameters import (
     write_table,
 )
 from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import CPURuntime, Row
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import small_config
 
 HEAD_DIM, D_STATE = 16, 16  # of small_config
@@ -331,10 +333,10 @@ class TestRuntime:
             entries = {8 * (n + 1): LaunchParameters(64, 4, size) for n, size in enumerate(sizes)}
             write_table(file, LaunchTable(entries))
         model = random_model(small_config(layer_types=("mamba",)))
-        arguments = (model, GenerationConfig(), "torch")
-        bundled, given = CPURuntime(*arguments), CPURuntime(*arguments, places[0].parent)
+        make = partial(CPURuntime, model, GenerationConfig(), kernels="torch")
+        bundled, given = make(), make(tuned_configs=places[0].parent)
         monkeypatch.setenv(FOLDER_VARIABLE, str(places[0].parent))
-        of_variable = CPURuntime(*arguments)
+        of_variable = make()
         for runtime in (bundled, given, of_variable):
             self.step(runtime, 1)
             self.step(runtime, 2)
@@ -347,7 +349,9 @@ class TestRuntime:
         """One row, then two; and the logits are the same with all of them."""
         entries = {8: LaunchParameters(32, 16, 64), 16: LaunchParameters(128, 1, 64)}
         write_table(places[0], LaunchTable(entries))
-        runtime = CPURuntime(random_model(small_config()), GenerationConfig(), "fused", places[0].parent)
+        runtime = CPURuntime(
+            random_model(small_config()), GenerationConfig(), kernels="fused", tuned_configs=places[0].parent
+        )
         layer, given = runtime.model.model.layers[0], []
         block = layer.mamba_block
 
@@ -376,7 +380,7 @@ class TestRuntime:
         """It is what graphs are traced from."""
         monkeypatch.setenv(FOLDER_VARIABLE, str(places[0].parent))
         write_table(places[0], LaunchTable({1: LaunchParameters(128, 1, 256)}))
-        runtime = CPURuntime(random_model(small_config(layer_types=("mamba",))), GenerationConfig(), "torch")
+        runtime = CPURuntime(random_model(small_config(layer_types=("mamba",))), GenerationConfig(), kernels="torch")
         self.step(runtime, 1)
         inputs = torch.ones(1, 3, dtype=torch.int64), torch.arange(3)[None], torch.tensor([3]), torch.tensor([1])
         with pinned_launch_parameters(LaunchParameters(128, 1, 256)):
@@ -386,13 +390,13 @@ class TestRuntime:
     def test_a_broken_file_or_folder_is_refused_when_the_model_is_loaded(self, places, tmp_path):
         model = random_model(small_config(layer_types=("mamba",)))
         with pytest.raises(UserError, match="which is no folder"):
-            CPURuntime(model, GenerationConfig(), "torch", tmp_path / "none")
+            CPURuntime(model, GenerationConfig(), kernels="torch", tuned_configs=tmp_path / "none")
         places[0].write_text("")
         with pytest.raises(UserError, match=places[0].name):
-            CPURuntime(model, GenerationConfig(), "torch", places[0].parent)
+            CPURuntime(model, GenerationConfig(), kernels="torch", tuned_configs=places[0].parent)
 
     def test_a_model_without_mamba_layers_has_no_table(self, places, caplog):
         places[0].write_text("")
         model = random_model(small_config(layer_types=("attention",)))
-        self.step(CPURuntime(model, GenerationConfig(), "torch", places[0].parent), 1)
+        self.step(CPURuntime(model, GenerationConfig(), kernels="torch", tuned_configs=places[0].parent), 1)
         assert not caplog.records

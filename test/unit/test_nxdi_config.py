@@ -122,5 +122,6 @@ def test_a_compilation_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(NeuronGraniteMoeHybridForCausalLM, "compile", lambda model, path: fails(model, Path(path)))
     with pytest.raises(RuntimeError, match="the compiler stopped"):
-        compile_model(folder, tmp_path / "graphs", torch.float32, 2, 3, 128, 256)
+        sizes = dict(tp_degree=2, batch_size=3, max_context_length=128, seq_len=256)
+        compile_model(folder, tmp_path / "graphs", dtype=torch.float32, **sizes)
     assert list(tmp_path.iterdir()) == []

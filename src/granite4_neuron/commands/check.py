@@ -8,10 +8,16 @@ import torch
 from rich.table import Table
 
 from granite4_neuron import accuracy, checkpoint
-from granite4_neuron.commands.options import add_arithmetic, add_cpu_options, add_model, chosen_dtype, model_or_bundled
+from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_backend,
+    add_cpu_options,
+    add_model,
+    load_runtime,
+    model_or_bundled,
+)
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import load
 
 EXIT_CHECK_FAILED = 1
 
@@ -22,11 +28,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="compare logits with transformers",
         description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
         "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there; "
-        "quantized weights when the likeliest token is the same nine times in ten.",
+        "quantized weights when the likeliest token is the same nine times in ten. With --backend nxdi, only the "
+        "last token of a prompt is compared.",
     )
     add_model(check)
     add_arithmetic(check)
     add_cpu_options(check)
+    add_backend(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
     check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
     check.add_argument(
@@ -41,20 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if not options.tolerance > 0:
         raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
     folder = checkpoint.find(model_or_bundled(options))
-    model, tokenizer = load(
-        folder,
-        chosen_dtype(options),
-        options.prefill_scan,
-        decode_kernel=options.decode_kernel,
-        cpu_kernels=options.cpu_kernels,
-        quantize=options.quantize,
-        tuned_configs=options.tuned_configs,
-    )
+    runtime, tokenizer = load_runtime(options, folder)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
-    report = accuracy.measure(folder, prompts, options.tokens, model)
-    print_table(_accuracy_table(report, model.model.dtype))
+    report = accuracy.measure(folder, prompts, options.tokens, runtime)
+    print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
     print("passed" if passed else "FAILED", f"({report.criterion(options.tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
@@ -76,8 +76,9 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
         )
 
     start, width = 0, 1
-    while (difference := report.positions(start, start + width)) is not None:
-        add(f"position {start}" if width == 1 else f"positions {start}-{start + width - 1}", difference)
+    while start < report.longest:
+        if (difference := report.positions(start, start + width)) is not None:
+            add(f"position {start}" if width == 1 else f"positions {start}-{start + width - 1}", difference)
         start, width = start + width, start + width
     table.add_section()
     add("prefill", report.phase(prefill=True))

@@ -37,8 +37,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    counts = (options.tp_degree, options.batch_size, options.max_context_length, options.seq_len)
-    if min(counts) < 1 or options.max_context_length > options.seq_len:
+    counts = dict(
+        tp_degree=options.tp_degree,
+        batch_size=options.batch_size,
+        max_context_length=options.max_context_length,
+        seq_len=options.seq_len,
+    )
+    if min(counts.values()) < 1 or options.max_context_length > options.seq_len:
         raise UserError(
             "--tp-degree, --batch-size, --max-context-length and --seq-len must be at least 1, and --seq-len no less "
             "than --max-context-length."
@@ -50,6 +55,6 @@ def run(options: argparse.Namespace) -> int:
     folder = checkpoint.find(options.model)
     dtype = chosen_dtype(options) or checkpoint.stored_dtype(folder)
     kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
-    compile_model(folder, options.output, dtype, *counts, **kernels)
+    compile_model(folder, options.output, dtype=dtype, **counts, **kernels)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -9,15 +9,15 @@ from pathlib import Path
 from granite4_neuron.commands.options import (
     EXAMPLES,
     add_arithmetic,
+    add_backend,
     add_cpu_options,
     add_model,
-    chosen_dtype,
+    load_runtime,
     model_or_bundled,
 )
 from granite4_neuron.commands.output import PromptBar, peak_memory_bytes
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import GenerationStats, chat_prompt, load, stream_generate
-from granite4_neuron.generation.loading import BACKENDS
+from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -35,8 +35,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(generate)
     add_arithmetic(generate)
     add_cpu_options(generate)
-    generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
-    generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+    add_backend(generate)
     generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
@@ -53,23 +52,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
-    model, tokenizer = load(
-        model_or_bundled(options),
-        chosen_dtype(options),
-        options.prefill_scan,
-        options.backend,
-        options.decode_kernel,
-        options.cpu_kernels,
-        options.compiled,
-        quantize=options.quantize,
-        tuned_configs=options.tuned_configs,
-    )
+    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()
     with PromptBar() as progress:
         for response in stream_generate(
-            model,
+            runtime,
             tokenizer,
             prompts,
             max_tokens=options.max_tokens,

@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import checkpoint
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation import bundled_checkpoint, load
+from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.neuron_sdk import EXPERT_PATHS
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.ops.launch_parameters import FOLDER_VARIABLE
+from granite4_neuron.runtime.interface import Runtime
 
 EXAMPLES = """\
 examples:
@@ -62,6 +65,26 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
         default=EXPERT_PATHS[0],
         help="how NxD Inference multiplies with the experts' weights: in torch, with an NKI kernel where there are few "
         "tokens, or with NxD's kernels (default: %(default)s)",
+    )
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+    parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+
+
+def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`."""
+    return load(
+        model,
+        dtype=chosen_dtype(options),
+        prefill_scan=options.prefill_scan,
+        backend=options.backend,
+        decode_kernel=options.decode_kernel,
+        cpu_kernels=options.cpu_kernels,
+        compiled=options.compiled,
+        quantize=options.quantize,
+        tuned_configs=options.tuned_configs,
     )
 
 

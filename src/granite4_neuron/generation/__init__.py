@@ -1,9 +1,9 @@
-"""From prompts to text: loading, sampling, the loop, stop strings."""
+"""From prompts to text: loading, and a batch of prompts over an engine."""
 
+from granite4_neuron.engine import GenerationStats
 from granite4_neuron.generation.loading import bundled_checkpoint, load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
-    GenerationStats,
     chat_prompt,
     generate,
     stream_generate,

@@ -14,6 +14,7 @@ from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Runtime
 
 BACKENDS = ("cpu", "xla", "nxdi")
 
@@ -25,6 +26,7 @@ def bundled_checkpoint() -> Path:
 
 def load(
     model: str | Path | None = None,
+    *,
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
@@ -33,8 +35,8 @@ def load(
     compiled: str | Path | None = None,
     quantize: str | None = None,
     tuned_configs: str | Path | None = None,
-) -> tuple[CPURuntime, PreTrainedTokenizerFast]:
-    """A model ready to run, and its tokenizer.
+) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """A runtime with a model, ready to run, and the model's tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
@@ -68,11 +70,12 @@ def load(
     weights = checkpoint.load_model(folder, dtype, quantize=quantize)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
-        return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs, **mamba_kernels), tokenizer
+        options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, **mamba_kernels)
+        return CPURuntime(weights, generation_config, **options), tokenizer
     return _xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
 
 
-def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig):
+def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
     """A `NeuronRuntime`; see `nxdi.loading.load_compiled`.
 
     Raises:

@@ -1,42 +1,20 @@
-"""The generation loop: prefill prompts in chunks, then decode until every sequence has ended."""
+"""Prompts in, text out: one batch over an engine of its own."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 
-import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.engine import Engine, GenerationStats, Request, with_overrides
+from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.sampling import Sampler, with_overrides
-from granite4_neuron.generation.text import TextStream
-from granite4_neuron.runtime.cpu import CPURuntime, Row
-from granite4_neuron.state import HybridState
+from granite4_neuron.runtime.interface import Runtime
 
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class GenerationStats:
-    """Totals over all sequences of a call; grows while it runs. Times in seconds."""
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    generated_tokens: int = 0
-    decode_tokens: int = 0  # generated ones but the first of each sequence, which prefill gives
-    decode_seconds: float = 0.0
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,26 +35,8 @@ class GenerationResponse:
     stats: GenerationStats
 
 
-@dataclass
-class _Sequence:
-    index: int
-    tokens: list[int]
-    sampler: Sampler
-    text: TextStream
-    prompt_length: int = field(init=False)
-    stored: int = 0  # tokens that the state has seen
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-
-    def row(self, most: int | None = None) -> Row:
-        """The next tokens to run, `most` of them at most."""
-        stop = len(self.tokens) if most is None else min(len(self.tokens), self.stored + most)
-        return Row(slot=self.index + 1, start=self.stored, tokens=self.tokens[self.stored : stop])
-
-
 def stream_generate(
-    model: CPURuntime,
+    runtime: Runtime,
     tokenizer: PreTrainedTokenizerFast,
     prompt: Prompt | Sequence[Prompt],
     *,
@@ -95,7 +55,8 @@ def stream_generate(
     """Continue one prompt or several, giving out each token as it comes.
 
     Args:
-        model, tokenizer: from `load`.
+        runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
+            text.
         prompt: a text, a list of token ids, or a list of those. Prompts may differ in length; each is continued as if
             it were alone.
         max_tokens: new tokens per prompt at most; fewer where the model's max_position_embeddings is reached.
@@ -108,31 +69,38 @@ def stream_generate(
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
 
     Raises:
-        UserError: an empty prompt, one longer than the model's limit, or an option outside its range.
+        UserError: an empty prompt, one longer than the model's limit, or an option outside its range; in the end also
+            if the model's logits were not finite for one of the prompts, which ends that one early.
     """
-    config = with_overrides(model.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
-    stop = [stop] if isinstance(stop, str) else list(stop)
-    if max_tokens < 1:
-        raise UserError(f"max_tokens is {max_tokens}, and must be at least 1.")
-    if "" in stop:
-        raise UserError("a stop string is empty; it would end every text at once.")
-    limit = model.config.max_position_embeddings
-    sequences = [
-        _Sequence(index, tokens, Sampler(config, None if seed is None else seed + index), TextStream(tokenizer, stop))
-        for index, tokens in enumerate(_encode(tokenizer, prompt, model.config.vocab_size, limit))
-    ]
+    sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
     stop_ids = set(stop_token_ids)
     if not ignore_eos:
-        stop_ids |= _eos_token_ids(config.eos_token_id) | _eos_token_ids(tokenizer.eos_token_id)
-    return _run(model, sequences, max_tokens, limit, stop_ids, progress)
+        stop_ids |= _eos_token_ids(sampling.eos_token_id) | _eos_token_ids(tokenizer.eos_token_id)
+    limit = runtime.config.max_position_embeddings
+    prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
+    requests = [
+        Request(
+            tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            seed=None if seed is None else seed + index,
+            stop_token_ids=frozenset(stop_ids),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        )
+        for index, tokens in enumerate(prompts)
+    ]
+    longest = max(map(len, prompts)) + max(1, max_tokens)
+    engine = Engine(runtime, len(prompts), max_length=longest, tokenizer=tokenizer, prompts_first=True)
+    ids = [engine.add(request) for request in requests]
+    return _run(engine, ids, sum(map(len, prompts)), progress)
 
 
 def generate(
-    model: CPURuntime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], **options
 ) -> str | list[str]:
     """The continuation of a prompt, or the list of those of several; arguments are those of `stream_generate`."""
     texts = [""] * len(_as_list(prompt))
-    for response in stream_generate(model, tokenizer, prompt, **options):
+    for response in stream_generate(runtime, tokenizer, prompt, **options):
         texts[response.index] += response.text
     return texts if _is_several(prompt) else texts[0]
 
@@ -155,88 +123,22 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | Non
 
 
 def _run(
-    model: CPURuntime,
-    sequences: list[_Sequence],
-    max_tokens: int,
-    limit: int,
-    stop_ids: set[int],
-    progress: Callable[[int, int], None] | None,
+    engine: Engine, ids: Sequence[int], prompt_tokens: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[GenerationResponse]:
-    longest = max(sequence.prompt_length for sequence in sequences)
-    state = model.allocate(len(sequences), min(longest + max_tokens, limit))
-    stats = GenerationStats()
-
-    running: list[_Sequence] = []
-    for sequence, logits in _prefill(model, state, sequences, stats, progress):
-        response = _append(sequence, logits, max_tokens, limit, stop_ids, stats)
-        if response.finish_reason is None:
-            running.append(sequence)
-        yield response
-
-    while running:
-        started = time.perf_counter()
-        logits = model.step(state, [sequence.row() for sequence in running])
-        responses = []
-        for sequence, row in zip(running, logits, strict=True):
-            sequence.stored += 1
-            responses.append(_append(sequence, row, max_tokens, limit, stop_ids, stats))
-        stats.decode_seconds += time.perf_counter() - started
-        stats.decode_tokens += len(responses)
-        running = [
-            sequence for sequence, response in zip(running, responses, strict=True) if response.finish_reason is None
-        ]
-        yield from responses
-
-
-def _prefill(
-    model: CPURuntime,
-    state: HybridState,
-    sequences: list[_Sequence],
-    stats: GenerationStats,
-    progress: Callable[[int, int], None] | None,
-) -> Iterator[tuple[_Sequence, torch.Tensor]]:
-    """Run the prompts; each sequence comes out with its first logits as soon as its prompt is done."""
-    total = sum(sequence.prompt_length for sequence in sequences)
-    waiting = sequences
-    while waiting:
-        started = time.perf_counter()
-        now = waiting[: model.prompts_per_step]
-        rows = [sequence.row(max(1, model.tokens_per_step // len(now))) for sequence in now]
-        logits = model.step(state, rows)
-        for sequence, row in zip(now, rows, strict=True):
-            sequence.stored += len(row.tokens)
-            stats.prompt_tokens += len(row.tokens)
-        stats.prompt_seconds += time.perf_counter() - started
-        if progress is not None:
-            progress(stats.prompt_tokens, total)
-        done = [(s, row) for s, row in zip(now, logits, strict=True) if s.stored == s.prompt_length]
-        waiting = [sequence for sequence in waiting if sequence.stored < sequence.prompt_length]
-        yield from done
-
-
-def _append(
-    sequence: _Sequence,
-    logits: torch.Tensor,
-    max_tokens: int,
-    limit: int,
-    stop_ids: set[int],
-    stats: GenerationStats,
-) -> GenerationResponse:
-    token = sequence.sampler(logits, sequence.tokens)
-    sequence.tokens.append(token)
-    stats.generated_tokens += 1
-    text, reason = "", None
-    if token in stop_ids:
-        reason = "stop"
-    else:
-        text = sequence.text.add(token)
-        if sequence.text.stopped:
-            reason = "stop"
-        elif len(sequence.tokens) - sequence.prompt_length == max_tokens or len(sequence.tokens) == limit:
-            reason = "length"
-    if reason is not None:
-        text += sequence.text.finish()
-    return GenerationResponse(sequence.index, token, text, reason, stats)
+    index_of = {id: index for index, id in enumerate(ids)}
+    error = None
+    while engine.has_work:
+        done = engine.stats.prompt_tokens
+        outputs = engine.step()
+        if progress is not None and engine.stats.prompt_tokens > done:
+            progress(engine.stats.prompt_tokens, prompt_tokens)
+        for output in outputs:
+            error = error or output.error
+            if output.token is not None:
+                index = index_of[output.id]
+                yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
+    if error is not None:
+        raise UserError(error)
 
 
 def _encode(
@@ -249,12 +151,9 @@ def _encode(
         if isinstance(one, str) and not _is_utf8(one):
             raise UserError(f"{which} is not text in UTF-8.")
         tokens = tokenizer.encode(one) if isinstance(one, str) else [int(token) for token in one]
-        if not tokens:
-            raise UserError(f"{which} is empty; give at least one token of text.")
+        check_tokens(tokens, vocab_size, which)
         if len(tokens) >= limit:
             raise UserError(f"{which} has {len(tokens)} tokens; this model takes at most {limit - 1}.")
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise UserError(f"{which} has a token id outside the vocabulary, which is 0 to {vocab_size - 1}.")
         encoded.append(tokens)
     if not encoded:
         raise UserError("there is no prompt; give at least one.")

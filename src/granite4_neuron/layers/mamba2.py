@@ -47,7 +47,15 @@ class Mamba2(nn.Module):
         """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
+        step.keep(xBC_dt)
         return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+
+    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
+        """Advance `state` in place by the inputs that a step kept, as far as this one's lengths say.
+
+        Those behind are padding, whose dt is 0. What it costs does not depend on the context's length.
+        """
+        self._mix(inputs, step, state)
 
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""

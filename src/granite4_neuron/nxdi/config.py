@@ -11,7 +11,7 @@ from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, Operators, select
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
 from granite4_neuron.ops.selection import uses_nki
-from granite4_neuron.ops.xla import XLA
+from granite4_neuron.ops.xla import XLA, expert_path
 
 # Up to here the kernel reads fewer experts than there are.
 KERNEL_TOKENS = 16
@@ -80,7 +80,12 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """What was chosen for a graph of that many tokens, and why: a sentence each."""
         if not self.granite.num_local_experts:
             return ()
-        return (f"experts by {self.expert_path}.",)
+        if self.expert_path == "nxd":
+            return ("experts: NxD's, by neuron_config.blockwise_matmul_config.",)
+        if self.expert_path == "nki" and tokens <= KERNEL_TOKENS:
+            return (f"experts: by the NKI kernel, which reads each distinct one of {tokens} tokens once.",)
+        path = expert_path(tokens, self.granite.num_experts_per_tok, self.granite.num_local_experts)
+        return (f"experts: {path}, in torch, as {path.reason}.",)
 
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from granite4_neuron.layers.moe import SharedMLP
 from granite4_neuron.nxdi.config import KERNEL_TOKENS, GraniteMoeHybridInferenceConfig
-from granite4_neuron.ops import router_logits, topk_softmax
+from granite4_neuron.ops import router_logits
 from granite4_neuron.ops.expert_slots import expert_slots
 from granite4_neuron.ops.nki.experts_decode import experts_decode
 from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.xla.moe import fused_experts
+from granite4_neuron.ops.xla import fused_experts, topk_softmax
 
 
 class NeuronSharedMLP(SharedMLP):
@@ -59,8 +59,7 @@ class NeuronExperts(nn.Module):
         elif self.path == "nki" and len(x) <= KERNEL_TOKENS:
             output = self._by_kernel(x, weights, chosen.where(is_real.view(-1, 1), self.num_experts))
         else:
-            w1, w2 = (weight.transpose(1, 2) for weight in self._weights())
-            output = fused_experts(x, w1, w2, weights, chosen)
+            output = fused_experts(x, *self._weights(), weights, chosen, input_first=True)
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

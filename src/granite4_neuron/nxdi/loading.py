@@ -23,6 +23,7 @@ CONFIG_FILE = "neuron_config.json"
 def compile_model(
     folder: Path,
     output: Path,
+    *,
     dtype: torch.dtype,
     tp_degree: int,
     batch_size: int,

@@ -1,8 +1,9 @@
-"""Runs steps of the model through NxD Inference, with the interface of `runtime.cpu.CPURuntime`."""
+"""Runs steps of the model through NxD Inference, as `runtime.interface.Runtime` says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from transformers import GenerationConfig
@@ -10,7 +11,8 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
-from granite4_neuron.runtime.cpu import Row
+from granite4_neuron.runtime.interface import Ability, Row, Verification, require
+from granite4_neuron.snapshot import Snapshot
 
 
 class NeuronRuntime:
@@ -24,7 +26,16 @@ class NeuronRuntime:
         UserError: the model was configured otherwise.
     """
 
-    prompts_per_step = 1
+    rows_per_step = 1
+    tokens_per_verification = 0
+    refusals = ()
+    cannot: Mapping[Ability, str] = {
+        "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
+        "source": "NxD Inference's graphs read and write a sequence's state in one place.",
+        "verify": "NxD Inference's graphs add tokens to a sequence at once; it cannot verify and take back.",
+        "copy": "NxD Inference keeps the state on the device and has no graph that copies a sequence's.",
+        "snapshot": "NxD Inference keeps the state on the device and gives no access to it.",
+    }
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
         neuron_config = model.neuron_config
@@ -36,6 +47,19 @@ class NeuronRuntime:
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config.granite
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.neuron_config.torch_dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return False  # its int8 is not among what compile_model asks for
+
+    @property
+    def fingerprint(self) -> NoReturn:
+        """Only snapshots need one, and there are none."""
+        self._refuse("snapshot")
 
     @property
     def tokens_per_step(self) -> int:
@@ -57,17 +81,39 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `CPURuntime.step`, for whole prompts and for single tokens.
+        """As `Runtime.step`, for whole prompts and for single tokens; the model cuts a prompt itself.
 
         Raises:
-            NotImplementedError: with `all_logits`, or for several tokens that come after others of their sequence:
-                the graphs give the logits of each row's last token, and cut prompts where they please.
+            UserError: with `all_logits` or a source.
+            ValueError: several tokens come after others of their sequence.
         """
-        if all_logits or any(row.start and len(row.tokens) > 1 for row in rows):
-            raise NotImplementedError("NxD Inference runs whole prompts or single tokens, for their last logits.")
+        if all_logits:
+            require(self, "all_logits")
+        if any(row.source is not None for row in rows):
+            require(self, "source")
+        if any(row.start and len(row.tokens) > 1 for row in rows):
+            raise ValueError("NxD Inference runs whole prompts or single tokens.")
         if all(row.start for row in rows):
             return self._logits(rows)
         return torch.cat([self._logits([row]) for row in rows])
+
+    def verify(self, state: None, rows: Sequence[Row]) -> NoReturn:
+        self._refuse("verify")
+
+    def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> NoReturn:
+        self._refuse("verify")
+
+    def copy(self, state: None, source: int, destination: int, length: int) -> NoReturn:
+        self._refuse("copy")
+
+    def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
+        self._refuse("snapshot")
+
+    def restore(self, state: None, snapshots: Sequence[Snapshot], slot: int) -> NoReturn:
+        self._refuse("snapshot")
+
+    def _refuse(self, ability: Ability) -> NoReturn:
+        raise UserError(self.cannot[ability])
 
     def _logits(self, rows: Sequence[Row]) -> torch.Tensor:
         starts = torch.tensor([row.start for row in rows])

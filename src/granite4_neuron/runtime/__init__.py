@@ -1,1 +1,1 @@
-"""Runtimes: each runs steps of the model somewhere. They share the interface of `runtime.cpu.CPURuntime`."""
+"""Runtimes: each runs steps of the model somewhere, as `runtime.interface.Runtime` says."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,29 +12,20 @@ from transformers import GenerationConfig
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
-from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
+from granite4_neuron.ops.launch_parameters import (
+    HEURISTIC,
+    LaunchParameters,
+    LaunchTable,
+    find_launch_table,
+    tuned_config_folder,
+)
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
+from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
 
-@dataclass(frozen=True)
-class Row:
-    """Tokens that a step adds to one sequence: the slot it lives in, its length so far, at least one new token."""
-
-    slot: int
-    start: int
-    tokens: Sequence[int]
-
-
-def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows as the model takes them, padded on the right: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
-    input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
-    positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
-
-
 class CPURuntime:
-    """A model with its generation defaults, ready to run steps.
+    """The `Runtime` of this machine's processor: plain torch, or fused kernels.
 
     Args:
         model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
@@ -51,15 +42,17 @@ class CPURuntime:
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
     tokens_per_step = 512
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
-    prompts_per_step = 8
+    rows_per_step = 8
+    tokens_per_verification = 64
+    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,
         model: GraniteMoeHybridForCausalLM,
         generation_config: GenerationConfig,
+        *,
         kernels: str = "fused",
         tuned_configs: str | Path | None = None,
-        *,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
     ):
@@ -75,12 +68,24 @@ class CPURuntime:
         return self.model.config
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.model.is_quantized
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.model.named_parameters(), self.config, self.model.kernel_layout)
+
+    @property
     def refusals(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
         return self.model.operators.refusals
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""
+        """As `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
         return HybridState.allocate(
             self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
@@ -88,19 +93,64 @@ class CPURuntime:
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Add each row's tokens to its sequence.
-
-        Returns:
-            float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
-            [rows, longest row, vocab_size], unspecified where a row is shorter.
-        """
+        """As `Runtime.step`."""
         return self.model(
             *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
-            kv_length=max(row.start + len(row.tokens) for row in rows),
+            kv_length=_kv_length(rows),
             all_logits=all_logits,
-            launch_parameters=self._launch_table.at(len(rows) * self._num_heads),
+            launch_parameters=self._launch_parameters(rows),
+            sources=torch.tensor([row.read_slot for row in rows]),
         )
+
+    @torch.inference_mode()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`."""
+        kept_inputs: list[torch.Tensor] = []
+        longest = max(len(row.tokens) for row in rows)
+        logits = self.model(
+            # A step of one token advances the state as it reads it, and so cannot leave it as it is.
+            *step_inputs(rows, max(2, longest)),
+            state,
+            kv_length=_kv_length(rows),
+            all_logits=True,
+            launch_parameters=self._launch_parameters(rows),
+            kept_inputs=kept_inputs,
+        )
+        return Verification(rows, logits[:, :longest], kept_inputs)
+
+    @torch.inference_mode()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`."""
+        rows = accepted_rows(verification.rows, accepted)
+        tokens = max(2, *(len(row.tokens) for row in verification.rows))
+        _, *where = step_inputs(rows, tokens)
+        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters(rows))
+
+    def _launch_parameters(self, rows: Sequence[Row]) -> LaunchParameters:
+        return self._launch_table.at(len(rows) * self._num_heads)
+
+    @torch.inference_mode()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """As `Runtime.copy`."""
+        state.copy(torch.tensor([source]), torch.tensor([destination]), length)
+
+    @torch.inference_mode()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """As `Runtime.snapshot`."""
+        tensors = state.slot_tensors(torch.tensor([slot]), start, length)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.inference_mode()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """As `Runtime.restore`."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        for snapshot in snapshots:
+            state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
+
+
+def _kv_length(rows: Sequence[Row]) -> int:
+    return max(row.start + len(row.tokens) for row in rows)
 
 
 def _launch_table(config: GraniteMoeHybridConfig, folder: Path | None) -> LaunchTable:

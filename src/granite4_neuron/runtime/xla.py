@@ -9,7 +9,7 @@ the state. Decode takes all sequences in the order of their slots, and advances 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import GenerationConfig
@@ -19,7 +19,14 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.cpu import Row, step_inputs
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
+from granite4_neuron.snapshot import (
+    Snapshot,
+    check_chain,
+    cut_keys_and_values,
+    fingerprint,
+    padded_keys_and_values,
+)
 from granite4_neuron.state import HybridState
 
 try:
@@ -28,11 +35,12 @@ except ImportError:
     torch_xla = None
 
 PREFILL_BUCKETS = (128, 512, 2048)
+VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
 
 
 class XLARuntime:
-    """A model on an XLA device, with the interface of `runtime.cpu.CPURuntime`.
+    """The `Runtime` of an XLA device.
 
     Args:
         model: with weights, which are copied to the device; it stays as it is.
@@ -46,7 +54,9 @@ class XLARuntime:
     """
 
     # A prefill graph takes one sequence: a second one would double the graphs for little.
-    prompts_per_step = 1
+    rows_per_step = 1
+    tokens_per_verification = VERIFY_BUCKETS[-1]
+    cannot: Mapping[Ability, str] = {}
 
     def __init__(
         self,
@@ -62,6 +72,7 @@ class XLARuntime:
         self.device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         self.model = model.bind(operators, self.device)
+        self.fingerprint = fingerprint(model.named_parameters(), model.config, self.model.kernel_layout)
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()
@@ -69,6 +80,14 @@ class XLARuntime:
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.model.is_quantized
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -80,7 +99,7 @@ class XLARuntime:
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """State on the device for slots 1 to `num_sequences`; the cache is as long as the next bucket of its length.
+        """As `Runtime.allocate`, on the device; the cache is as long as the next bucket of its length.
 
         So states for texts of different lengths share their graphs.
         """
@@ -93,47 +112,105 @@ class XLARuntime:
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `CPURuntime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
+        """As `Runtime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros.
+        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros,
+        and reads each state where it writes it.
         """
-        decoded = self._decode(state, [row for row in rows if row.start > 0 and len(row.tokens) == 1])
+        decoded = self._decode(state, [row for row in rows if _is_decode(row)])
         logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
+
+    @torch.no_grad()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`, in one graph for all sequences; what it keeps stays on the device."""
+        longest = max(len(row.tokens) for row in rows)
+        kept_inputs: list[torch.Tensor] = []
+        by_slot = self._run_in_order(state, rows, _bucket(longest, VERIFY_BUCKETS), True, kept_inputs)
+        logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
+        return Verification(rows, logits, kept_inputs)
+
+    @torch.no_grad()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`; the state is donated, and nothing passes through the host."""
+        bucket = _bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
+        rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
+        _, positions, lengths, _ = (tensor.to(self.device) for tensor in step_inputs(rows, bucket))
+        self.model.advance(verification.kept_inputs, positions, lengths, None, state)
+        _run_graph(list(state.input_output_aliases(first=0)))
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
         """One token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
         if not rows:
             return {}
-        by_slot = {row.slot: row for row in rows}
-        in_order = [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, state.num_sequences + 1)]
-        logits = self._run(state, in_order, 1, all_logits=False, in_slot_order=True)
-        return {slot: logits[slot - 1 : slot] for slot in by_slot}
+        logits = self._run_in_order(state, rows, 1, all_logits=False)
+        return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """A row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
-        logits = []
+        logits, source = [], row.source
         for start in range(0, len(row.tokens), self.tokens_per_step):
-            piece = row.tokens[start : start + self.tokens_per_step]
-            bucket = _bucket(len(piece), self.prefill_buckets)
-            output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)
-            logits.append(output[0, : len(piece)] if all_logits else output)
+            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step], source)
+            output = self._run_looked_up(state, piece, all_logits)
+            logits.append(output[0, : len(piece.tokens)] if all_logits else output)
+            source = None
         return torch.cat(logits) if all_logits else logits[-1]
 
-    def _run(
-        self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool, in_slot_order: bool = False
+    def _run_in_order(
+        self,
+        state: HybridState,
+        rows: Sequence[Row],
+        tokens: int,
+        all_logits: bool,
+        kept_inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """One graph. Its shapes depend on the number of rows, on `tokens` and on the cache's bucket only."""
-        longest = max(row.start + len(row.tokens) for row in rows)
-        kv_length = _bucket(longest, cache_buckets(state.max_length))
-        *inputs, slots = (tensor.to(self.device) for tensor in step_inputs(rows, tokens))
-        slots = None if in_slot_order else slots
+        """The graph that takes all sequences in the order of their slots. Logits are by slot, too."""
+        *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), tokens)
+        options = dict(kv_length=_kv_length(rows, state), all_logits=all_logits, kept_inputs=kept_inputs)
+        return self._run(state, [*inputs, None], options)
 
-        logits = self.model(*inputs, slots, state, kv_length=kv_length, all_logits=all_logits)
-        outputs = [logits, *state.input_output_aliases(first=1)]
-        # These, in this order, are the graph's outputs; each state tensor was written in place and is donated.
-        torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
+    def _run_looked_up(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
+        """The graph of a length bucket, which looks its one sequence up in the state."""
+        inputs = step_inputs([row], _bucket(len(row.tokens), self.prefill_buckets))
+        source = torch.tensor([row.read_slot]).to(self.device)
+        options = dict(kv_length=_kv_length([row], state), all_logits=all_logits, sources=source)
+        return self._run(state, inputs, options)
+
+    def _run(
+        self, state: HybridState, inputs: Sequence[torch.Tensor | None], options: Mapping[str, object]
+    ) -> torch.Tensor:
+        """One graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only."""
+        inputs = [None if tensor is None else tensor.to(self.device) for tensor in inputs]
+        logits = self.model(*inputs, state, **options)
+        _run_graph([logits, *state.input_output_aliases(first=1), *(options.get("kept_inputs") or ())])
         return logits.cpu()
+
+    @torch.no_grad()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """As `Runtime.copy`, in a graph of its own; nothing passes through the host."""
+        state.copy(self._slot(source), self._slot(destination), _bucket(length, cache_buckets(state.max_length)))
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    @torch.no_grad()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """As `Runtime.snapshot`, in the host's memory."""
+        tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
+        _run_graph(list(tensors.values()))
+        tensors = cut_keys_and_values({name: tensor.cpu() for name, tensor in tensors.items()}, start, length)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.no_grad()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """As `Runtime.restore`. Keys and values are padded to the state's length, so that one graph does for all."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        tensors = padded_keys_and_values(snapshots, state.max_length)
+        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        state.set_slot_tensors(on_device, self._slot(slot), 0, state.max_length)
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        """As an input of a graph: with a number in it there would be a graph for each slot."""
+        return torch.tensor([slot]).to(self.device)
 
 
 def cache_buckets(max_length: int) -> list[int]:
@@ -142,6 +219,25 @@ def cache_buckets(max_length: int) -> list[int]:
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
     return buckets
+
+
+def _is_decode(row: Row) -> bool:
+    return row.start > 0 and len(row.tokens) == 1 and row.read_slot == row.slot
+
+
+def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
+    """A row for every slot, without tokens where there is none."""
+    by_slot = {row.slot: row for row in rows}
+    return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
+
+
+def _kv_length(rows: Sequence[Row], state: HybridState) -> int:
+    return _bucket(max(row.start + len(row.tokens) for row in rows), cache_buckets(state.max_length))
+
+
+def _run_graph(outputs: list[torch.Tensor]) -> None:
+    """Run the graph with these outputs, in this order. Those that are state tensors, written in place, are donated."""
+    torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)
 
 
 def _bucket(length: int, buckets: Sequence[int]) -> int:

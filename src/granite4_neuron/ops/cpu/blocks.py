@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.ops.cpu.functions import is_few, kernel
+from granite4_neuron.ops.cpu.functions import is_few, kernel, mamba_mixer
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
 
@@ -48,11 +48,27 @@ class MambaBlock:
         ssm_state: torch.Tensor,
         rows: Sequence[torch.Tensor],
         launch_parameters: LaunchParameters,
-    ) -> torch.Tensor:
-        """As hidden_states, [batch, tokens, hidden_size] in float32. States and rows are those of `mamba_mixer`."""
-        weights = self._weights.now()
-        sizes = (self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As hidden_states, [batch, tokens, hidden_size] in float32, and what `advance` takes. States and rows are
+        those of `mamba_mixer`.
+        """
+        weights, sizes = self._weights.now(), self._sizes(launch_parameters)
         return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants)
+
+    def advance(
+        self,
+        inputs: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+        launch_parameters: LaunchParameters,
+    ) -> None:
+        """`layers.mamba2.Mamba2.advance`."""
+        weights, sizes, limits = self._weights.mixer_now(), self._sizes(launch_parameters), self._constants[:2]
+        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits)
+
+    def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
+        return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task
 
 
 class FeedForwardBlock:

@@ -118,7 +118,7 @@ def mamba_mixer(
         conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
         ssm_state: [slots, num_heads, head_dim, d_state], float32, advanced in place.
         rows: lengths, read_slots and write_slots, each [batch]: a row's real tokens, where its state is read, and where
-            it is written.
+            it is written; -1 for nowhere, in steps of several tokens.
         sizes: n_groups, of B and C; chunk_size and heads_per_task, see `LaunchParameters`.
         time_step_limit: of the clamp.
 

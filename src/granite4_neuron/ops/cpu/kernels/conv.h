@@ -116,9 +116,9 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
     }
   });
   for (int64_t row = 0; row < m.batch; row++) {
-    int64_t length = m.rows.lengths[row];
-    if (length == 0) continue;
-    T* to = views.windows + m.rows.write_slots[row] * window;
+    int64_t length = m.rows.lengths[row], slot = m.rows.write_slots[row];
+    if (length == 0 || slot < 0) continue;
+    T* to = views.windows + slot * window;
     for (int64_t h = 0; h < history; h++) {
       int64_t token = length - history + h;  // in this step, or before it where negative
       const T* here = views.token(row, token);

@@ -56,7 +56,7 @@ at::Tensor mamba_mixer_operator(
   return mamba_mixer(projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
 }
 
-at::Tensor mamba_block_operator(
+std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
     const at::Tensor& hidden_states, const WeightList::List& list, at::Tensor conv_state, at::Tensor ssm_state,
     at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
   TORCH_CHECK(constants.size() == 4);
@@ -97,7 +97,7 @@ TORCH_LIBRARY(granite4_neuron, library) {
   // constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
       "mamba_block(Tensor hidden_states, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
-      "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
+      "Tensor[] rows, int[] sizes, float[] constants) -> (Tensor, Tensor)");
   library.def(
       "feed_forward_block(Tensor hidden_states, Tensor?[] weights, int top_k, float eps, float residual_multiplier) "
       "-> Tensor");

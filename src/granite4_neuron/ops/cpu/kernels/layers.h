@@ -34,7 +34,8 @@ struct BlockConstants {
 };
 
 // As ops.cpu.blocks.MambaBlock. hidden_states: [batch, tokens, hidden_size], float32; rows as `mamba_mixer` has them.
-inline at::Tensor mamba_block(
+// Returns what becomes of hidden_states, and the inputs of `mamba_mixer`.
+inline std::tuple<at::Tensor, at::Tensor> mamba_block(
     const at::Tensor& hidden_states, const MambaBlockWeights& weights, const MixerState& state, at::TensorList rows,
     const MixerSettings& settings, const BlockConstants& constants) {
   auto [eps, residual_multiplier] = constants;
@@ -44,7 +45,7 @@ inline at::Tensor mamba_block(
   at::Tensor z = projected.narrow(-1, 0, inner), xBC_dt = projected.narrow(-1, inner, projected.size(-1) - inner);
   at::Tensor y = mamba_mixer(xBC_dt, weights.mixer, state, rows, settings);
   at::Tensor gated = rms_norm(y, z, weights.gated_norm, eps, settings.groups);
-  return residual_add(hidden_states, linear(gated, weights.out_proj), residual_multiplier);
+  return {residual_add(hidden_states, linear(gated, weights.out_proj), residual_multiplier), xBC_dt};
 }
 
 // As ops.mlp.

@@ -21,11 +21,11 @@ inline void check_mixer(
   TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task);
 }
 
-// lengths, read_slots, write_slots: [batch], int64.
+// lengths, read_slots, write_slots: [batch], int64. Write slots may be -1 in steps of several tokens.
 inline Rows check_all_rows(at::TensorList rows, int64_t tokens, int64_t num_slots) {
   TORCH_CHECK(rows.size() == 3, "rows are lengths, read_slots and write_slots");
   check_rows(rows[0], rows[1], tokens, num_slots);
-  check_rows(rows[0], rows[2], tokens, num_slots);
+  check_rows(rows[0], rows[2], tokens, num_slots, tokens > 1 ? -1 : 0);
   return {rows[0].const_data_ptr<int64_t>(), rows[1].const_data_ptr<int64_t>(), rows[2].const_data_ptr<int64_t>()};
 }
 

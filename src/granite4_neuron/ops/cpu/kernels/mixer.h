@@ -19,7 +19,8 @@ struct MixerState {
   at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32
 };
 
-// Of each row of the batch: its number of real tokens, and the slots where its state is read and written.
+// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot of
+// -1, which steps of one token have none of, says that the state is not written.
 struct Rows {
   const int64_t *lengths, *read_slots, *write_slots;
 };

@@ -47,7 +47,8 @@ inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t ro
           m.D[head]};
 }
 
-// A head's state before and after a call, each [head_dim, d_state]; they may be the same.
+// A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state is
+// not to be written.
 struct HeadState {
   const float* from;
   float* to;
@@ -55,8 +56,9 @@ struct HeadState {
 
 inline HeadState head_state(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
   int64_t size = m.head_dim * m.d_state;
+  int64_t slot = m.rows.write_slots[row];
   return {views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
-          views.ssm_state + (m.rows.write_slots[row] * m.heads + head) * size};
+          slot < 0 ? nullptr : views.ssm_state + (slot * m.heads + head) * size};
 }
 
 // state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
@@ -134,6 +136,7 @@ struct HeadScan {
       for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = of_head.from[p * d_state + n];
     for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK)
       chunk(tokens.part(start, CHUNK), scores);
+    if (of_head.to == nullptr) return;
     for (int64_t p = 0; p < head_dim; p++)
       for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = state[n * columns + p];
   }

@@ -79,16 +79,22 @@ class Sampler:
         Args:
             logits: [vocab_size], float32.
             tokens: the sequence so far, prompt included.
+
+        Raises:
+            UserError: the logits, under the options, are not finite.
         """
-        if self._processors:
-            logits = self._processors(torch.tensor([tokens]), logits[None])[0]
+        scores = self._scores(logits, tokens)
         # By numpy, in one thread: a call of torch's would wake its threads, to spin beside those of the next step.
-        likeliest = int(logits.numpy().argmax())
-        if not math.isfinite(logits[likeliest]):
+        likeliest = int(scores.numpy().argmax())
+        if not math.isfinite(scores[likeliest]):
             raise UserError("no token can be chosen: the model's logits, under the sampling options, are not finite.")
         if not self._do_sample:
             return likeliest
-        return int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+    def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """The logits under the options; their softmax is what a token is drawn from."""
+        return self._processors(torch.tensor([tokens]), logits[None])[0] if self._processors else logits
 
 
 def _processors(config: GenerationConfig) -> LogitsProcessorList:

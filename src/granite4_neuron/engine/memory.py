@@ -1,0 +1,81 @@
+"""Slots of a state, and the memory that they take."""
+
+from __future__ import annotations
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.state import sequence_bytes, token_bytes
+
+
+class Slots:
+    """Which slots of a state are free. It has memory for all of them, but takes it only as sequences write.
+
+    A slot keeps the memory that its longest sequence took, so the free slot that has most goes out first. When no
+    sequence runs and what empty slots keep is in the way, the state is made anew.
+
+    Args:
+        runtime: allocates the state.
+        num_sequences, max_length: of the state.
+        memory_bytes: what the slots may take together; None for all they can.
+
+    Raises:
+        UserError: there is not one slot, or the runtime has no room for the state.
+    """
+
+    def __init__(self, runtime: Runtime, num_sequences: int, max_length: int, memory_bytes: int | None):
+        if num_sequences < 1:
+            raise UserError(f"num_sequences is {num_sequences}, and must be at least 1.")
+        self._runtime = runtime
+        self._num_sequences = num_sequences
+        self._max_length = max_length
+        self._memory_bytes = memory_bytes
+        self._sequence_bytes = sequence_bytes(runtime.config, runtime.dtype)
+        self._token_bytes = token_bytes(runtime.config, runtime.dtype)
+        self._allocate()
+
+    def check(self, length: int) -> None:
+        """See whether a sequence of that length could ever run.
+
+        Raises:
+            UserError: it could not.
+        """
+        needed = self._bytes(length)
+        if self._memory_bytes is not None and needed > self._memory_bytes:
+            raise UserError(
+                f"a sequence of {length:,} tokens, prompt and new ones, needs {needed:,} bytes of state and cache; "
+                f"there are {self._memory_bytes:,}."
+            )
+
+    def take(self, length: int) -> int | None:
+        """A slot for a sequence of up to `length` tokens; None if there is no room for it now."""
+        if not self._free:
+            return None
+        slot = max(self._free, key=self._lengths.get)
+        if not self._has_room(slot, length):
+            if len(self._free) < self._num_sequences:
+                return None
+            self._allocate()
+            slot = self._free[0]
+        self._free.remove(slot)
+        self._lengths[slot] = max(self._lengths[slot], length)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """The sequence in it has ended."""
+        self._free.append(slot)
+
+    def _allocate(self) -> None:
+        self.state = None  # the old one's memory first
+        self.state = self._runtime.allocate(self._num_sequences, self._max_length)
+        self._free = list(range(1, self._num_sequences + 1))
+        self._lengths = dict.fromkeys(self._free, 0)  # of the longest sequence that each slot has had
+
+    def _has_room(self, slot: int, length: int) -> bool:
+        if self._memory_bytes is None:
+            return True
+        lengths = {**self._lengths, slot: max(self._lengths[slot], length)}
+        return sum(map(self._bytes, lengths.values())) <= self._memory_bytes
+
+    def _bytes(self, length: int) -> int:
+        """That a slot has taken for a sequence of that length; nothing before its first one."""
+        return self._sequence_bytes + length * self._token_bytes if length else 0

@@ -1,0 +1,158 @@
+"""What goes into the engine, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.text import TextStream
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sequence to continue.
+
+    tokens: the prompt.
+    max_tokens: new tokens at most.
+    sampling: see `Sampler`; None for the checkpoint's generation_config.json.
+    seed: of the sequence's random numbers; None for different ones each time.
+    stop_token_ids: tokens that end the sequence.
+    stop: strings that end it; they are not part of its text. They need an engine with a tokenizer.
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int = 256
+    sampling: GenerationConfig | None = None
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: Sequence[str] = ()
+
+    def check(self, vocab_size: int) -> None:
+        """See whether it can be run; the engine adds what depends on its size.
+
+        Raises:
+            UserError: an empty prompt, a token outside the vocabulary, or an option outside its range.
+        """
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens is {self.max_tokens}, and must be at least 1.")
+        if "" in self.stop:
+            raise UserError("a stop string is empty; it would end every text at once.")
+        check_tokens(self.tokens, vocab_size, "the prompt")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One new token of one sequence, or the error that ended it.
+
+    id: of the sequence, from `Engine.add`.
+    token: its id; None with an error.
+    text: what can be added to the sequence's text now; may be empty while a character or a stop string is incomplete.
+    finish_reason: None, or with the sequence's last output "stop" (stop token or stop string), "length" or "error".
+    error: what went wrong, in one sentence.
+    """
+
+    id: int
+    token: int | None
+    text: str
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class GenerationStats:
+    """Totals over all sequences of an engine; grows while it runs. Times in seconds."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    decode_tokens: int = 0  # generated ones but the first of each sequence, which prefill gives
+    decode_seconds: float = 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class RunningSequence:
+    """A request and how far it has come.
+
+    limit: its tokens, prompt and new ones, at most.
+    slot: 0 until it has one.
+    tokens: prompt and new ones.
+    stored: how many of them the state has seen.
+    """
+
+    id: int
+    request: Request
+    limit: int
+    sampler: Sampler
+    text: TextStream
+    slot: int = 0
+    tokens: list[int] = field(init=False)
+    stored: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.tokens)
+
+    @classmethod
+    def of(
+        cls,
+        id: int,
+        request: Request,
+        defaults: GenerationConfig,
+        tokenizer: PreTrainedTokenizerFast | None,
+        limit: int,
+    ) -> RunningSequence:
+        sampler = Sampler(defaults if request.sampling is None else request.sampling, request.seed)
+        return cls(id, request, limit, sampler, TextStream(tokenizer, request.stop))
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether tokens of the prompt have still to be run."""
+        return self.stored < len(self.request.tokens)
+
+    def next_row(self, chunk: int) -> Row:
+        """The tokens to run next: up to the next multiple of `chunk` in the prompt, then one by one.
+
+        Where a prompt is cut depends on its own positions only, so that what is computed does so too.
+        """
+        stop = min(len(self.tokens), (self.stored // chunk + 1) * chunk)
+        return Row(self.slot, self.stored, self.tokens[self.stored : stop])
+
+    def append(self, token: int) -> Output:
+        """Add a token that was chosen."""
+        self.tokens.append(token)
+        text, reason = "", None
+        if token in self.request.stop_token_ids:
+            reason = "stop"
+        else:
+            text = self.text.add(token)
+            if self.text.stopped:
+                reason = "stop"
+            elif len(self.tokens) == self.limit:
+                reason = "length"
+        if reason is not None:
+            text += self.text.finish()
+        return Output(self.id, token, text, reason)
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
+    """See whether they can be a prompt, which messages call `which`.
+
+    Raises:
+        UserError: there are none, or one is outside the vocabulary.
+    """
+    if not tokens:
+        raise UserError(f"{which} is empty; give at least one token of text.")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise UserError(f"{which} has a token id outside the vocabulary, which is 0 to {vocab_size - 1}.")
