@@ -93,4 +93,3 @@ class FeedForwardBlock:
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As hidden_states, [batch, tokens, hidden_size] in float32."""
         return self._run(hidden_states, self._weights.now(), *self._settings)
-
