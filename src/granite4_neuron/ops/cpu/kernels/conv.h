@@ -9,8 +9,8 @@ namespace granite4_neuron {
 
 // What the first half reads and writes.
 //
-// T is the dtype of inputs, weights and windows. A row of the batch is `row_stride` values of `inputs`; within it tokens
-// are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
+// T is the dtype of inputs, weights and windows. A row of the batch is `row_stride` values of `inputs`; within it
+// tokens are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
 template <typename T>
 struct ConvViews {
   const T* inputs;
@@ -129,8 +129,8 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   }
 }
 
-// Channels `begin` to `end` of one row's token: the convolution before its activation, and the row's next window. It may
-// take the place of the one before.
+// Channels `begin` to `end` of one row's token: the convolution before its activation, and the row's next window. It
+// may take the place of the one before.
 template <typename T, int64_t HISTORY>
 inline void advance_window(const Mixer& m, const ConvViews<T>& views, int64_t row, int64_t begin, int64_t end) {
   const T* x = views.token(row, 0);

@@ -19,8 +19,8 @@ struct MixerState {
   at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32
 };
 
-// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot of
-// -1, which steps of one token have none of, says that the state is not written.
+// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot
+// of -1, which steps of one token have none of, says that the state is not written.
 struct Rows {
   const int64_t *lengths, *read_slots, *write_slots;
 };
@@ -50,8 +50,9 @@ struct Mixer {
 
 inline std::vector<float> as_floats(const at::Tensor& tensor) {
   std::vector<float> values(tensor.numel());
-  GRANITE4_DISPATCH(
-      tensor.scalar_type(), "as_floats", [&] { to_float(tensor.const_data_ptr<scalar_t>(), values.data(), values.size()); });
+  GRANITE4_DISPATCH(tensor.scalar_type(), "as_floats", [&] {
+    to_float(tensor.const_data_ptr<scalar_t>(), values.data(), tensor.numel());
+  });
   return values;
 }
 
