@@ -43,9 +43,7 @@ _LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights (int8) up 
 def load_model(
     folder: str | Path,
     dtype: torch.dtype | None = None,
-    prefill_scan: str = "chunked",
     parallel: Parallel = Parallel(),  # noqa: B008
-    decode_kernel: str = "torch",
     quantize: str | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
@@ -58,9 +56,7 @@ def load_model(
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
-        prefill_scan: see `GraniteMoeHybridForCausalLM`.
         parallel: the rank whose part is read.
-        decode_kernel: see `GraniteMoeHybridForCausalLM`.
         quantize: "int8" or None; not for a part of a model.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
@@ -80,7 +76,7 @@ def load_model(
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel, decode_kernel)
+        model = GraniteMoeHybridForCausalLM(config, parallel)
     quantized = _quantizable(model) if quantize is not None else set()
     parameters = dict(model.named_parameters(remove_duplicate=not quantized))
     weights = [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]

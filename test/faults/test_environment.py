@@ -24,7 +24,9 @@ from test.support.checkpoints import small_config
 
 COMMAND = [sys.executable, "-m", "granite4_neuron"]
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-needs_fused_kernels = pytest.mark.skipif(not build.load_kernels(), reason="the fused kernels need a C++ compiler")
+needs_fused_kernels = pytest.mark.skipif(
+    build.load_kernels() is not None, reason="the fused kernels need a C++ compiler"
+)
 
 
 def run(*arguments):
@@ -193,8 +195,8 @@ class TestKernelCache:
 
     def test_a_library_of_something_else(self, monkeypatch, caplog):
         monkeypatch.setattr(build, "_ONE_OPERATOR", "an_operator_that_it_does_not_have")
-        assert not build.load_kernels.__wrapped__()
-        assert "does not have the CPU kernels" in caplog.text
+        assert build.load_kernels.__wrapped__()
+        assert "the library that was loaded does not have them" in caplog.text
 
     @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
     def test_the_folder_is_private(self, tmp_path, umask):
@@ -213,7 +215,7 @@ class TestKernelCache:
     def test_a_compiler_that_is_no_command(self, cache, monkeypatch, caplog):
         cache.unlink()
         monkeypatch.setenv("CXX", 'g++ "')
-        assert not build.load_kernels.__wrapped__()
+        assert build.load_kernels.__wrapped__()
         assert "CXX is 'g++ \"', which is not a command" in caplog.text
 
     def test_neither_home_nor_name(self, monkeypatch):

@@ -136,7 +136,7 @@ def plant_norm_before_gate(monkeypatch, runtime):
     def norm_first(x, z, weight, eps, n_groups):
         return (rms_norm(x, weight, eps, n_groups).float() * F.silu(z.float())).to(weight.dtype)
 
-    runtime.model.use(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
+    runtime.model = runtime.model.bind(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
 
 
 def plant_usual_attention_scale(monkeypatch, runtime):
@@ -146,7 +146,7 @@ def plant_usual_attention_scale(monkeypatch, runtime):
 
 
 def plant_softmax_before_top_k(monkeypatch, runtime):
-    runtime.model.use(TORCH)
+    runtime.model = runtime.model.bind(TORCH)
     monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
 
 

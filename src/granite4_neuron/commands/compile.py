@@ -8,7 +8,13 @@ from pathlib import Path
 
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint_folder import find
-from granite4_neuron.commands.options import add_arithmetic, add_ranks_and_sequences, at_least, dtype_of
+from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_expert_path,
+    add_ranks_and_sequences,
+    at_least,
+    dtype_of,
+)
 from granite4_neuron.errors import UserError
 from granite4_neuron.output_folder import check_output
 from granite4_neuron.stored_tensors import StoredTensors
@@ -23,6 +29,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
     add_arithmetic(compiler)
+    add_expert_path(compiler)
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
@@ -64,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
         seq_len=options.seq_len,
         prefill_scan=options.prefill_scan,
         decode_kernel=options.decode_kernel,
+        expert_path=options.expert_path,
     )
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -65,7 +65,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="above 1 discourages repetition",
     )
     sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
-    generate.add_argument("--verbose", action="store_true", help="report tokens per second and peak memory at the end")
+    generate.add_argument(
+        "--verbose", action="store_true", help="report speed, peak memory, and faster kernels that were not used"
+    )
     generate.set_defaults(run=run)
 
 
@@ -105,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
             write(f"=== {text}\n{continuation}\n")
     if options.verbose:
         _print_stats(stats)
+        for refusal in runtime.refusals:
+            print(refusal, file=sys.stderr)
     return 0
 
 

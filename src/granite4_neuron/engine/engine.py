@@ -83,8 +83,8 @@ class Engine:
             raise UserError("stop strings need an engine with a tokenizer; give stop tokens.")
         if len(request.tokens) >= self.max_length:
             raise UserError(
-                f"the prompt has {len(request.tokens)} tokens; with at least one new token it must be at most "
-                f"{self.max_length}."
+                f"the prompt has {len(request.tokens)} tokens; sequences here have at most {self.max_length}, of which "
+                "at least one is new."
             )
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ class Step(ABC):
     slots: [batch], each row's slot in the caches of keys and values.
     kv_length: how many cache entries attention visits; above every real position.
     launch_parameters: how the kernels of a CPU cut up the step; other devices have their own constants.
+    kept_inputs: None, or of a step that verifies: recurrent state stays as it is, and what the recurrence of each Mamba
+        layer would take in is collected here, for `Mamba2.advance`.
     """
 
     positions: torch.Tensor
@@ -28,6 +31,9 @@ class Step(ABC):
     slots: torch.Tensor
     kv_length: int
     launch_parameters: LaunchParameters = field(default=HEURISTIC, kw_only=True)
+    kept_inputs: list[torch.Tensor] | None = field(default=None, kw_only=True)
+
+    has_null_slot: ClassVar[bool] = False
 
     @cached_property
     def is_real(self) -> torch.Tensor:
@@ -44,26 +50,50 @@ class Step(ABC):
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Each row's own part of a recurrent state, [batch, ...], to be overwritten at will if `write` follows."""
 
-    @abstractmethod
     def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows [batch, ...] back to where they live, in place."""
+        """Put rows [batch, ...] back to where they live, in place, unless the step only verifies."""
+        if self.kept_inputs is None:
+            self._write(state, rows)
+
+    def keep(self, inputs: torch.Tensor) -> None:
+        """Remember a Mamba layer's inputs if the step only verifies."""
+        if self.kept_inputs is not None:
+            self.kept_inputs.append(inputs)
+
+    @abstractmethod
+    def _write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put rows back."""
 
 
+@dataclass(frozen=True)
 class NullSlotStep(Step):
     """Over recurrent state [slots, ...] whose null slot holds zeros: rows at position 0 read it.
 
     Rows of length 0 have the null slot for their own, at any position: they write back the zeros that they read.
+
+    sources: [batch], the slots that rows at other positions read; None for their own.
     """
+
+    sources: torch.Tensor | None = field(default=None, kw_only=True)
+
+    has_null_slot = True
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each row's length, and where its recurrent state is read and written, or -1, as fused kernels take them."""
+        write_slots = self.slots if self.kept_inputs is None else torch.full_like(self.slots, -1)
+        return self.lengths, self.read_slots, write_slots
 
     @cached_property
     def read_slots(self) -> torch.Tensor:
         """[batch], where each row's recurrent state is read."""
-        return self.slots.where(self.positions[:, 0] > 0, NULL_SLOT)
+        begun = (self.positions[:, 0] > 0) & (self.lengths > 0)
+        return (self.slots if self.sources is None else self.sources).where(begun, NULL_SLOT)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, self.read_slots)
 
-    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+    def _write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
         state.index_copy_(0, self.slots, rows)
 
 
@@ -80,9 +110,11 @@ class DenseStep(Step):
     look their sequences up.
 
     sequences: [batch], no two the same; None if row i is sequence i.
+    sources: [batch], the sequences whose state rows read; None for their own.
     """
 
     sequences: torch.Tensor | None
+    sources: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def is_decode(self) -> bool:
@@ -99,13 +131,13 @@ class DenseStep(Step):
         return state if self.sequences is None else state.index_select(0, self.sequences)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        rows = self.rows_of(state)
+        rows = self.rows_of(state) if self.sources is None else state.index_select(0, self.sources)
         if self.is_decode:
             # In a graph no copy. torch_xla donates what is written as a whole, and loses track of views of it.
             return rows.clone()
         return rows.where(~self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
 
-    def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
+    def _write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
         if self.sequences is None:
             state.copy_(rows)
         else:

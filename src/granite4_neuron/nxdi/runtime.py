@@ -27,6 +27,8 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
+    tokens_per_verification = 0
+    refusals = ()
     cannot: Mapping[Ability, str] = {
         "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
         "source": "NxD Inference's graphs read and write a sequence's state in one place.",

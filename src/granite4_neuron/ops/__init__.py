@@ -1,6 +1,7 @@
 """The mathematics, as functions of tensors, in plain torch.
 
-`cpu` says most of it again as fused kernels for this machine's processor, `nki` some of it as kernels for NeuronCores.
+`cpu` says most of it again as fused kernels for this machine's processor, `xla` some of it for compiled graphs, `nki`
+some of it as kernels for NeuronCores. `select_operators` chooses among them for a runtime.
 
 Products with the experts' weights are in the weights' dtype, all else in float32.
 """
@@ -16,6 +17,7 @@ from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import dequantize, linear, quantize_per_channel
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
+from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
 
@@ -43,6 +45,7 @@ __all__ = [
     "rms_norm_gated",
     "rotary_tables",
     "router_logits",
+    "select_operators",
     "selective_scan_fn",
     "selective_state_step",
     "selective_state_update",

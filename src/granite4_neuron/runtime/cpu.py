@@ -12,10 +12,16 @@ from transformers import GenerationConfig
 from granite4_neuron import memory
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import cpu
-from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
+from granite4_neuron.ops import cpu, select_operators
+from granite4_neuron.ops.launch_parameters import (
+    HEURISTIC,
+    LaunchParameters,
+    LaunchTable,
+    find_launch_table,
+    tuned_config_folder,
+)
 from granite4_neuron.runtime.fork import survive_forks
-from granite4_neuron.runtime.interface import Ability, Row, step_inputs
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
@@ -24,20 +30,22 @@ class CPURuntime:
     """The `Runtime` of this machine's processor: plain torch, or fused kernels.
 
     Args:
-        model: with weights.
+        model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
         generation_config: the checkpoint's defaults for generation.
         kernels: "fused" for compiled kernels, "torch" for plain torch; see `ops.cpu.operators`.
         tuned_configs: a folder of tuned launch parameters; None for what GRANITE4_TUNED_CONFIG_FOLDER says, if
             anything. See `ops.launch_parameters`.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: there is no such folder, or the table in it for this model is broken.
+        UserError: there is no such folder, the table in it for this model is broken, or the Mamba kernels cannot run.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
     tokens_per_step = 512
     # They share a step's tokens; with fewer than 64 of each the scan would become a loop over tokens.
     rows_per_step = 8
+    tokens_per_verification = 64
     cannot: Mapping[Ability, str] = {}
 
     def __init__(
@@ -47,13 +55,16 @@ class CPURuntime:
         *,
         kernels: str = "fused",
         tuned_configs: str | Path | None = None,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
     ):
         survive_forks()
-        self.model = model
+        degree = model.parallel.degree
+        operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
+        self.model = model.bind(operators)
         self.generation_config = generation_config
-        self._num_heads = self.config.rank_dimensions(model.parallel.degree).mamba_heads
+        self._num_heads = self.config.rank_dimensions(degree).mamba_heads
         self._launch_table = _launch_table(self.config, tuned_config_folder(tuned_configs))
-        model.use(cpu.operators(kernels))
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -71,6 +82,11 @@ class CPURuntime:
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_parameters(), self.config, self.model.kernel_layout)
 
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A sentence for each faster way of computing that this runtime does not take."""
+        return self.model.operators.refusals
+
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """As `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
@@ -85,10 +101,38 @@ class CPURuntime:
         return self.model(
             *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
-            kv_length=max(row.start + len(row.tokens) for row in rows),
+            kv_length=_kv_length(rows),
             all_logits=all_logits,
-            launch_parameters=self._launch_table.at(len(rows) * self._num_heads),
+            launch_parameters=self._launch_parameters(rows),
+            sources=torch.tensor([row.read_slot for row in rows]),
         )
+
+    @torch.inference_mode()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`."""
+        kept_inputs: list[torch.Tensor] = []
+        longest = max(len(row.tokens) for row in rows)
+        logits = self.model(
+            # A step of one token advances the state as it reads it, and so cannot leave it as it is.
+            *step_inputs(rows, max(2, longest)),
+            state,
+            kv_length=_kv_length(rows),
+            all_logits=True,
+            launch_parameters=self._launch_parameters(rows),
+            kept_inputs=kept_inputs,
+        )
+        return Verification(rows, logits[:, :longest], kept_inputs)
+
+    @torch.inference_mode()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`."""
+        rows = accepted_rows(verification.rows, accepted)
+        tokens = max(2, *(len(row.tokens) for row in verification.rows))
+        _, *where = step_inputs(rows, tokens)
+        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters(rows))
+
+    def _launch_parameters(self, rows: Sequence[Row]) -> LaunchParameters:
+        return self._launch_table.at(len(rows) * self._num_heads)
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -107,6 +151,10 @@ class CPURuntime:
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
         for snapshot in snapshots:
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
+
+
+def _kv_length(rows: Sequence[Row]) -> int:
+    return max(row.start + len(row.tokens) for row in rows)
 
 
 def _launch_table(config: GraniteMoeHybridConfig, folder: Path | None) -> LaunchTable:

@@ -47,12 +47,12 @@ class Verification:
     """What `Runtime.verify` found out, for `Runtime.commit`.
 
     logits: [rows, longest row, vocab_size], float32, after every token; unspecified where a row is shorter.
-    inputs: of each Mamba layer, what its recurrence would have taken in; the runtime's own matter.
+    kept_inputs: what each Mamba layer's recurrence would have taken in; the runtime's own matter.
     """
 
     rows: Sequence[Row]
     logits: torch.Tensor
-    inputs: Sequence[torch.Tensor]
+    kept_inputs: Sequence[torch.Tensor]
 
 
 class Runtime(Protocol):
@@ -60,6 +60,7 @@ class Runtime(Protocol):
 
     tokens_per_step: how many tokens of prompts a step takes at most, padding included; no more of one prompt pay.
     rows_per_step: how many prompts share a step at most. Single tokens of any number of sequences share one.
+    tokens_per_verification: how many tokens of a row `verify` takes at most.
     cannot: what it cannot do, and why, in one sentence each: "all_logits" (of `step`), "source" (of a row), "verify"
         (and `commit`), "copy", "snapshot" (and `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
@@ -67,6 +68,7 @@ class Runtime(Protocol):
 
     tokens_per_step: int
     rows_per_step: int
+    tokens_per_verification: int
     cannot: Mapping[Ability, str]
     generation_config: GenerationConfig
 
@@ -80,6 +82,10 @@ class Runtime(Protocol):
     @property
     def is_quantized(self) -> bool:
         """Whether the large weights are int8."""
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A sentence for each faster way of computing that it does not take."""
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +113,7 @@ class Runtime(Protocol):
         """What `step` with `all_logits` would give, while every sequence stays as long as it is.
 
         Recurrent state is not written. Keys and values are, behind the sequence's end, where the next step overwrites
-        them. Rows have no source.
+        them. Rows have no source, and `tokens_per_verification` tokens at most.
         """
 
     def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
@@ -149,3 +155,15 @@ def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.T
     positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
     lengths = torch.tensor([len(row.tokens) for row in rows])
     return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
+
+
+def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:
+    """A verification's rows with their first `accepted[i]` tokens only.
+
+    Raises:
+        ValueError: there are fewer tokens than that in a row.
+    """
+    for row, count in zip(rows, accepted, strict=True):
+        if not 0 <= count <= len(row.tokens):
+            raise ValueError(f"{count} tokens are accepted of a row of {len(row.tokens)}.")
+    return [Row(row.slot, row.start, row.tokens[:count]) for row, count in zip(rows, accepted, strict=True)]

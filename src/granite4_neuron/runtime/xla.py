@@ -17,8 +17,9 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import TORCH
-from granite4_neuron.runtime.interface import Ability, Row, step_inputs
+from granite4_neuron.ops import select_operators
+from granite4_neuron.ops.xla import XLA
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
 from granite4_neuron.snapshot import (
     Snapshot,
     check_chain,
@@ -34,6 +35,7 @@ except ImportError:
     torch_xla = None
 
 PREFILL_BUCKETS = (128, 512, 2048)
+VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
 
 
@@ -41,17 +43,19 @@ class XLARuntime:
     """The `Runtime` of an XLA device.
 
     Args:
-        model: with weights; moved to the device.
+        model: with weights, which are copied to the device; it stays as it is.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
             one, a longer one is cut.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: torch_xla is not installed.
+        UserError: torch_xla is not installed, or the Mamba kernels cannot run.
     """
 
     # A prefill graph takes one sequence: a second one would double the graphs for little.
     rows_per_step = 1
+    tokens_per_verification = VERIFY_BUCKETS[-1]
     cannot: Mapping[Ability, str] = {}
 
     def __init__(
@@ -59,14 +63,16 @@ class XLARuntime:
         model: GraniteMoeHybridForCausalLM,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+        *,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
     ):
         if torch_xla is None:
             raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
         self.device = torch_xla.device()
-        self.fingerprint = fingerprint(model.named_parameters(), model.config, model.kernel_layout)
-        self.model = model.to(self.device)
-        self.model.tie_weights()
-        self.model.use(TORCH)  # what the graphs are traced from
+        operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        self.model = model.bind(operators, self.device)
+        self.fingerprint = fingerprint(model.named_parameters(), model.config, self.model.kernel_layout)
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()
@@ -82,6 +88,11 @@ class XLARuntime:
     @property
     def is_quantized(self) -> bool:
         return self.model.is_quantized
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """As `CPURuntime.refusals`."""
+        return self.model.operators.refusals
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,43 +114,75 @@ class XLARuntime:
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """As `Runtime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros.
+        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros,
+        and reads each state where it writes it.
         """
-        decoded = self._decode(state, [row for row in rows if row.start > 0 and len(row.tokens) == 1])
+        decoded = self._decode(state, [row for row in rows if _is_decode(row)])
         logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
+
+    @torch.no_grad()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`, in one graph for all sequences; what it keeps stays on the device."""
+        longest = max(len(row.tokens) for row in rows)
+        kept_inputs: list[torch.Tensor] = []
+        by_slot = self._run_in_order(state, rows, _bucket(longest, VERIFY_BUCKETS), True, kept_inputs)
+        logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
+        return Verification(rows, logits, kept_inputs)
+
+    @torch.no_grad()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`; the state is donated, and nothing passes through the host."""
+        bucket = _bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
+        rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
+        _, positions, lengths, _ = (tensor.to(self.device) for tensor in step_inputs(rows, bucket))
+        self.model.advance(verification.kept_inputs, positions, lengths, None, state)
+        _run_graph(list(state.input_output_aliases(first=0)))
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
         """One token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
         if not rows:
             return {}
-        by_slot = {row.slot: row for row in rows}
-        in_order = [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, state.num_sequences + 1)]
-        logits = self._run(state, in_order, 1, all_logits=False, in_slot_order=True)
-        return {slot: logits[slot - 1 : slot] for slot in by_slot}
+        logits = self._run_in_order(state, rows, 1, all_logits=False)
+        return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """A row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
-        logits = []
+        logits, source = [], row.source
         for start in range(0, len(row.tokens), self.tokens_per_step):
-            piece = row.tokens[start : start + self.tokens_per_step]
-            bucket = _bucket(len(piece), self.prefill_buckets)
-            output = self._run(state, [Row(row.slot, row.start + start, piece)], bucket, all_logits)
-            logits.append(output[0, : len(piece)] if all_logits else output)
+            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step], source)
+            output = self._run_looked_up(state, piece, all_logits)
+            logits.append(output[0, : len(piece.tokens)] if all_logits else output)
+            source = None
         return torch.cat(logits) if all_logits else logits[-1]
 
-    def _run(
-        self, state: HybridState, rows: Sequence[Row], tokens: int, all_logits: bool, in_slot_order: bool = False
+    def _run_in_order(
+        self,
+        state: HybridState,
+        rows: Sequence[Row],
+        tokens: int,
+        all_logits: bool,
+        kept_inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """One graph. Its shapes depend on the number of rows, on `tokens` and on the cache's bucket only."""
-        longest = max(row.start + len(row.tokens) for row in rows)
-        kv_length = _bucket(longest, cache_buckets(state.max_length))
-        *inputs, slots = (tensor.to(self.device) for tensor in step_inputs(rows, tokens))
-        slots = None if in_slot_order else slots
+        """The graph that takes all sequences in the order of their slots. Logits are by slot, too."""
+        *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), tokens)
+        options = dict(kv_length=_kv_length(rows, state), all_logits=all_logits, kept_inputs=kept_inputs)
+        return self._run(state, [*inputs, None], options)
 
-        logits = self.model(*inputs, slots, state, kv_length=kv_length, all_logits=all_logits)
-        outputs = [logits, *state.input_output_aliases(first=1)]
-        _run_graph(outputs)
+    def _run_looked_up(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
+        """The graph of a length bucket, which looks its one sequence up in the state."""
+        inputs = step_inputs([row], _bucket(len(row.tokens), self.prefill_buckets))
+        source = torch.tensor([row.read_slot]).to(self.device)
+        options = dict(kv_length=_kv_length([row], state), all_logits=all_logits, sources=source)
+        return self._run(state, inputs, options)
+
+    def _run(
+        self, state: HybridState, inputs: Sequence[torch.Tensor | None], options: Mapping[str, object]
+    ) -> torch.Tensor:
+        """One graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only."""
+        inputs = [None if tensor is None else tensor.to(self.device) for tensor in inputs]
+        logits = self.model(*inputs, state, **options)
+        _run_graph([logits, *state.input_output_aliases(first=1), *(options.get("kept_inputs") or ())])
         return logits.cpu()
 
     @torch.no_grad()
@@ -176,6 +219,20 @@ def cache_buckets(max_length: int) -> list[int]:
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
     return buckets
+
+
+def _is_decode(row: Row) -> bool:
+    return row.start > 0 and len(row.tokens) == 1 and row.read_slot == row.slot
+
+
+def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
+    """A row for every slot, without tokens where there is none."""
+    by_slot = {row.slot: row for row in rows}
+    return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
+
+
+def _kv_length(rows: Sequence[Row], state: HybridState) -> int:
+    return _bucket(max(row.start + len(row.tokens) for row in rows), cache_buckets(state.max_length))
 
 
 def _run_graph(outputs: list[torch.Tensor]) -> None:

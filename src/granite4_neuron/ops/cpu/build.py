@@ -26,24 +26,27 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @functools.cache
-def load_kernels() -> bool:
+def load_kernels() -> str | None:
     """Register `torch.ops.granite4_neuron`, compiling it at first use into the user's cache folder.
 
     Returns:
-        False if that is not possible here; why is logged as a warning.
+        None, or why that is not possible here, which is logged as a warning as well.
     """
     try:
         torch.ops.load_library(str(_library()))
-        if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
-            raise _Unavailable("the library that was loaded does not have the CPU kernels")
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
-        _say(f"the CPU kernels do not compile here ({reason.strip()}); plain torch runs instead.")
-        return False
+        return _refuse(f"they do not compile here ({reason.strip()})")
     except (_Unavailable, OSError) as error:
-        _say(f"the CPU kernels cannot be built or loaded ({error}); plain torch runs instead.")
-        return False
-    return True
+        return _refuse(f"they cannot be built or loaded ({error})")
+    if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
+        return _refuse("the library that was loaded does not have them")
+    return None
+
+
+def _refuse(reason: str) -> str:
+    _say(f"the CPU runs plain torch instead of fused kernels: {reason}.")
+    return reason
 
 
 class _Unavailable(Exception):
@@ -121,7 +124,7 @@ def _processor_flags() -> list[str]:
 def _key(sources: Path) -> str:
     """Of everything that the library depends on."""
     digest = hashlib.sha256()
-    for file in sorted(sources.iterdir()):
+    for file in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
         digest.update(file.read_bytes())
     for fact in (torch.__version__, sysconfig.get_platform(), _processor(), *_FLAGS, *_processor_flags()):
         digest.update(fact.encode())

@@ -119,17 +119,24 @@ inline void to_float(const T* from, float* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<float>(from[i]);
 }
 
+// A tensor's memory; null for none.
+template <typename T>
+inline const T* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
+}
+
 inline void check_last_axis(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.dim() > 0 && tensor.stride(-1) == 1, name, " must be contiguous along its last axis");
 }
 
 // What indexes memory below: each row's number of real tokens, and a slot of the state that it lives in.
-inline void check_rows(const at::Tensor& lengths, const at::Tensor& slots, int64_t tokens, int64_t num_slots) {
+inline void check_rows(
+    const at::Tensor& lengths, const at::Tensor& slots, int64_t tokens, int64_t num_slots, int64_t first_slot = 0) {
   TORCH_CHECK(lengths.is_contiguous() && slots.is_contiguous() && lengths.numel() == slots.numel());
   for (int64_t row = 0; row < lengths.numel(); row++) {
     int64_t length = lengths.const_data_ptr<int64_t>()[row], slot = slots.const_data_ptr<int64_t>()[row];
     TORCH_CHECK(0 <= length && length <= tokens, "row ", row, " has length ", length, " of ", tokens, " tokens");
-    TORCH_CHECK(0 <= slot && slot < num_slots, "row ", row, " is in slot ", slot, " of ", num_slots);
+    TORCH_CHECK(first_slot <= slot && slot < num_slots, "row ", row, " is in slot ", slot, " of ", num_slots);
   }
 }
 

@@ -1,0 +1,101 @@
+"""Sequences that grow by verified tokens, on any runtime, beside what the uncut sequences give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
+from test.support.stepping import random_tokens
+
+LONGEST = 120
+
+
+@dataclass(frozen=True)
+class Round:
+    """A step that verifies: of row i, counts[i] tokens, of which the first accepted[i] are the sequence's own."""
+
+    counts: Sequence[int]
+    accepted: Sequence[int]
+
+
+def streams(vocab_size: int, num_sequences: int) -> list[list[int]]:
+    """The sequences that the tests feed, by slot from 1 on."""
+    return random_tokens(vocab_size, num_sequences, LONGEST, seed=3).tolist()
+
+
+def poison(state: HybridState) -> None:
+    """NaN in everything but the null slot's zeros."""
+    for layer in state.layers:
+        for tensor in vars(layer).values():
+            tensor[NULL_SLOT + (state.has_null_slot and isinstance(layer, MambaState)) :] = math.nan
+
+
+def poison_behind(state: HybridState, lengths: Sequence[int]) -> None:
+    """NaN in the caches behind the ends of the sequences, of which the one in slot i + 1 has lengths[i] tokens."""
+    for layer in state.layers:
+        if isinstance(layer, KeyValueState):
+            for slot, length in enumerate(lengths, start=1):
+                layer.key[slot, :, length:] = layer.value[slot, :, length:] = math.nan
+
+
+def verified_error(
+    runtime: Runtime,
+    uncut: Sequence[torch.Tensor],
+    prefixes: Sequence[int],
+    rounds: Sequence[Round],
+    *,
+    prepare: Callable[[HybridState], None] = poison,
+    after_commit: Callable[[HybridState, Sequence[int]], None] = poison_behind,
+) -> float:
+    """How far logits are from those of the uncut sequences: prefixes in one step, rounds of verification, then decode.
+
+    Args:
+        uncut: each sequence's logits, [LONGEST, vocab_size].
+        prefixes: tokens of each sequence before the first round; may be 0.
+        rounds: tokens that are not accepted are not the sequence's own.
+        prepare: poisons the new state.
+        after_commit: poisons it again, given the sequences' lengths.
+    """
+    vocab_size, numbers = runtime.config.vocab_size, range(len(prefixes))
+    tokens, done = streams(vocab_size, len(prefixes)), [0] * len(prefixes)
+    state = runtime.allocate(len(prefixes), LONGEST)
+    prepare(state)
+    errors = [0.0]
+
+    def compare(i: int, logits: torch.Tensor) -> None:
+        """Of consecutive tokens, [n, vocab_size], from where sequence i is."""
+        difference = (
+            (logits - uncut[i][done[i] : done[i] + len(logits)]).abs().max() if len(logits) else torch.zeros(())
+        )
+        errors.append(math.inf if difference.isnan() else difference.item())
+
+    def step(counts: Sequence[int]) -> None:
+        rows = [Row(i + 1, done[i], tokens[i][done[i] : done[i] + counts[i]]) for i in numbers if counts[i]]
+        for row, logits in zip(rows, runtime.step(state, rows), strict=True):
+            done[row.slot - 1] += len(row.tokens) - 1
+            compare(row.slot - 1, logits[None])
+            done[row.slot - 1] += 1
+
+    if any(prefixes):
+        step(prefixes)
+    for round in rounds:
+        rows = []
+        for i in numbers:
+            own = tokens[i][done[i] : done[i] + round.accepted[i]]
+            others = [(token + 1) % vocab_size for token in tokens[i][done[i] + len(own) : done[i] + round.counts[i]]]
+            rows.append(Row(i + 1, done[i], own + others))
+        verification = runtime.verify(state, rows)
+        for i, logits in enumerate(verification.logits):
+            compare(i, logits[: round.accepted[i]])
+        runtime.commit(state, verification, round.accepted)
+        for i in numbers:
+            done[i] += round.accepted[i]
+        after_commit(state, done)
+    for _ in range(2):
+        step([1] * len(prefixes))
+    return max(errors)

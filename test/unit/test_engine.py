@@ -1,0 +1,352 @@
+"""Continuous batching: what a sequence gives does not depend on the others, and nobody waits for long."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import Engine, Request, with_overrides
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state import MambaState
+from test.support.checkpoints import DENSE, small_config
+from test.support.stepping import random_tokens
+
+CHUNK = 16
+LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
+SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8)
+
+
+class Recorder(CPURuntime):
+    """Keeps the rows of every step."""
+
+    tokens_per_step = CHUNK
+
+    def __init__(self, model):
+        super().__init__(model, GenerationConfig(top_k=None), kernels="torch")
+        self.steps = []
+
+    def step(self, state, rows, all_logits=False):
+        self.steps.append(rows)
+        return super().step(state, rows, all_logits)
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = dict(hidden_size=32, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=16)
+    layers = dict(layer_types=("mamba", "attention"), max_position_embeddings=200)
+    return random_model(small_config(**DENSE, **sizes, **layers))
+
+
+@pytest.fixture
+def runtime(model):
+    return Recorder(model)
+
+
+def request_of(number, max_tokens=8, sampled=False):
+    """One of several, each with a prompt and a seed of its own."""
+    tokens = random_tokens(160, LENGTHS[number % len(LENGTHS)], seed=number).tolist()
+    return Request(tokens, max_tokens, SAMPLED if sampled else None, seed=number)
+
+
+def run(engine, each_step=lambda: None):
+    """Outputs by id, until all sequences have ended."""
+    outputs = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.id, []).append(output)
+        each_step()
+    return outputs
+
+
+def tokens_of(outputs):
+    return [output.token for output in outputs]
+
+
+def poison_free_slots(engine):
+    """NaN in the state of no sequence, and in the cache behind each sequence's end."""
+    slots = engine._slots
+    stored = {sequence.slot: sequence.stored for sequence in engine._running.values()}
+    for layer in slots.state.layers:
+        for tensor in vars(layer).values():
+            for slot in slots._free:
+                tensor[slot] = math.nan
+            if not isinstance(layer, MambaState):
+                for slot, length in stored.items():
+                    tensor[slot, :, length:] = math.nan
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The tokens of a request that has an engine to itself."""
+
+    @functools.cache
+    def tokens(number, max_tokens, sampled):
+        engine = Engine(Recorder(model), 1)
+        id = engine.add(request_of(number, max_tokens, sampled))
+        return tokens_of(run(engine)[id])
+
+    return tokens
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 30),  # the step before which it comes
+        st.integers(0, 11),  # which request
+        st.sampled_from([1, 2, 7, 12]),  # its new tokens
+        st.booleans(),  # sampled
+        st.none() | st.integers(0, 25),  # the step before which it is cancelled
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(arrivals=arrivals, num_sequences=st.integers(1, 4), prompts_first=st.booleans())
+def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequences, prompts_first):
+    engine = Engine(Recorder(model), num_sequences, prompts_first=prompts_first)
+    expected, outputs, cancelled = {}, {}, set()
+    for step in itertools.count():
+        for start, number, max_tokens, sampled, stop in arrivals:
+            if start == step:
+                id = engine.add(request_of(number, max_tokens, sampled))
+                expected[id] = alone(number, max_tokens, sampled), None if stop is None else step + stop
+        for id, (_, stop) in expected.items():
+            if stop == step and engine.cancel(id):
+                cancelled.add(id)
+        if not engine.has_work and step > 30:
+            break
+        poison_free_slots(engine)
+        for output in engine.step():
+            assert output.id not in cancelled
+            outputs.setdefault(output.id, []).append(output)
+    for id, (tokens, _) in expected.items():
+        if id in cancelled:
+            assert tokens_of(outputs.get(id, [])) == tokens[: len(outputs.get(id, []))]
+        else:
+            assert tokens_of(outputs[id]) == tokens and outputs[id][-1].finish_reason == "length"
+    assert sorted(engine._slots._free) == list(range(1, num_sequences + 1))
+
+
+def test_a_slot_that_keeps_its_state_would_be_seen(model, alone):
+    """What the test above relies on: the poison does reach a sequence that is not told to start anew."""
+    engine = Engine(Recorder(model), 1)
+    id = engine.add(request_of(3))
+    poison_free_slots(engine)
+    engine._start_waiting()
+    engine._running[id].stored = 1
+    assert run(engine)[id][-1].finish_reason == "error"
+
+
+class TestSchedule:
+    def test_prompts_are_cut_at_multiples_of_the_chunk(self, runtime):
+        engine = Engine(runtime, 3)
+        for number in range(8):
+            engine.add(request_of(number))
+        lengths = {}
+        run(engine)
+        for rows in runtime.steps:
+            for row in rows:
+                start, stop = row.start, row.start + len(row.tokens)
+                assert start % CHUNK + len(row.tokens) <= CHUNK
+                if start == 0:
+                    lengths[row.slot] = 0
+                assert lengths[row.slot] == start, "a sequence goes on where it stopped"
+                lengths[row.slot] = stop
+
+    def test_a_long_prompt_holds_up_no_sequence_for_longer_than_a_chunk(self, runtime):
+        engine = Engine(runtime, 9)
+        for number in range(8):
+            engine.add(Request([number + 1], max_tokens=60))
+        while len(runtime.steps) < 12:
+            engine.step()
+        engine.add(Request(random_tokens(160, 10 * CHUNK).tolist(), max_tokens=2))
+        del runtime.steps[:]
+        run(engine)
+        kinds = ["prompt" if len(rows) == 1 and len(rows[0].tokens) > 1 else "decode" for rows in runtime.steps]
+        assert kinds[:20] == ["prompt", "decode"] * 10
+        decoded = [rows for rows, kind in zip(runtime.steps, kinds, strict=True) if kind == "decode"]
+        assert all(len(rows) >= 8 for rows in decoded[:9])
+
+    def test_prompts_and_single_tokens_do_not_share_a_padded_step(self, runtime):
+        engine = Engine(runtime, 8)
+        for number in range(24):
+            engine.add(request_of(number, max_tokens=5))
+            engine.step()
+        run(engine)
+        for rows in runtime.steps:
+            longest = max(len(row.tokens) for row in rows)
+            assert len(rows) == 1 or longest == 1 or len(rows) * longest <= CHUNK
+
+    def test_short_prompts_share_a_step(self, runtime):
+        engine = Engine(runtime, 8)
+        for _ in range(8):
+            engine.add(Request([3, 4, 5], max_tokens=1))
+        run(engine)
+        assert [len(rows) for rows in runtime.steps] == [5, 3]
+
+    def test_prompts_first(self, runtime):
+        engine = Engine(runtime, 3, prompts_first=True)
+        for number in (6, 7, 4):
+            engine.add(request_of(number))
+        run(engine)
+        longest = [max(len(row.tokens) for row in rows) for rows in runtime.steps]
+        assert 1 not in longest[:-7] and longest[-7:] == [1] * 7
+
+    def test_one_waits_for_a_slot_and_comes_in_order(self, runtime):
+        engine = Engine(runtime, 2)
+        ids = [engine.add(request_of(number, max_tokens=3)) for number in range(6)]
+        outputs = [output for _ in range(200) for output in engine.step()]
+        firsts = list(dict.fromkeys(output.id for output in outputs))
+        assert firsts == ids and not engine.has_work
+        assert engine.stats.generated_tokens == 18 and engine.stats.decode_tokens == 12
+        assert engine.stats.prompt_tokens == sum(LENGTHS[:6])
+
+    def test_nothing_to_do(self, runtime):
+        engine = Engine(runtime, 2)
+        assert engine.step() == [] and not engine.has_work and runtime.steps == []
+
+
+class TestMemory:
+    def size(self, runtime, *lengths):
+        return sum(
+            sequence_bytes(runtime.config, runtime.dtype.itemsize)
+            + n * token_bytes(runtime.config, runtime.dtype.itemsize)
+            for n in lengths
+        )
+
+    def test_what_does_not_fit_waits_in_order(self, runtime, alone):
+        """The second is too large beside the first, and the third, which would fit, does not overtake it."""
+        engine = Engine(runtime, 3, memory_bytes=self.size(runtime, 48, 48))
+        ids = [engine.add(request_of(number, max_tokens=8)) for number in (6, 7, 4)]  # 48, 78 and 24 tokens
+        outputs, running = {}, set()
+        while engine.has_work:
+            for output in engine.step():
+                outputs.setdefault(output.id, []).append(output)
+            running.add(frozenset(engine._running))
+        assert running == {frozenset(), frozenset(ids[:1]), frozenset(ids[1:2]), frozenset(ids[2:])}
+        assert [tokens_of(outputs[id]) for id in ids] == [alone(number, 8, False) for number in (6, 7, 4)]
+
+    def test_slots_are_taken_so_that_little_memory_is_written(self, runtime):
+        engine = Engine(runtime, 4, memory_bytes=self.size(runtime, 78, 48))
+        for number in (7, 6, 7, 6, 7):
+            engine.add(request_of(number, max_tokens=8))
+            run(engine)
+        assert sorted(engine._slots._lengths.values()) == [0, 0, 0, 78]
+
+    def test_memory_of_empty_slots_is_given_up_when_it_is_in_the_way(self, runtime):
+        engine = Engine(runtime, 2, memory_bytes=self.size(runtime, 78))
+        for number in (0, 1):
+            engine.add(request_of(number, max_tokens=8))
+        run(engine)
+        first = engine._slots.state
+        id = engine.add(request_of(7, max_tokens=8))
+        assert len(run(engine)[id]) == 8 and engine._slots.state is not first
+
+    def test_what_never_fits_is_refused_at_once(self, runtime):
+        budget = self.size(runtime, 50)
+        engine = Engine(runtime, 3, memory_bytes=budget)
+        engine.add(Request([1] * 40, max_tokens=10))
+        needed = self.size(runtime, 51)
+        with pytest.raises(UserError, match=rf"51 tokens, prompt and new ones, needs {needed:,} .* are {budget:,}"):
+            engine.add(Request([1] * 40, max_tokens=11))
+        with pytest.raises(UserError, match="the prompt has 200 tokens; sequences here have at most 200"):
+            engine.add(Request([1] * 200))
+        with pytest.raises(UserError, match="num_sequences is 0"):
+            Engine(runtime, 0)
+
+
+class TestEnds:
+    def test_logits_that_are_not_finite_end_their_sequence_only(self, runtime, alone):
+        engine = Engine(runtime, 3)
+        ids = [engine.add(request_of(number, max_tokens=12)) for number in (0, 1, 2)]
+        outputs = {id: [] for id in ids}
+        while engine.has_work:
+            for output in engine.step():
+                outputs[output.id].append(output)
+            if len(outputs[ids[1]]) == 4 and ids[1] in engine._running:
+                for layer in engine._slots.state.layers:
+                    if isinstance(layer, MambaState):
+                        layer.ssm_state[engine._running[ids[1]].slot] = math.nan
+        *before, last = outputs[ids[1]]
+        assert tokens_of(before) == alone(1, 12, False)[:4]
+        assert last.finish_reason == "error" and last.token is None and "not finite" in last.error
+        for number in (0, 2):
+            assert tokens_of(outputs[ids[number]]) == alone(number, 12, False)
+        again = engine.add(request_of(1, max_tokens=12))
+        assert tokens_of(run(engine)[again]) == alone(1, 12, False), "its slot is as good as before"
+
+    def test_cancel(self, runtime):
+        engine = Engine(runtime, 1)
+        running, waiting, last = (engine.add(request_of(number)) for number in (6, 1, 2))
+        engine.step()
+        assert engine.cancel(running) and engine.cancel(waiting)
+        assert not engine.cancel(running) and not engine.cancel(99)
+        assert set(run(engine)) == {last}
+
+    def test_stop_tokens_and_limits_are_each_requests_own(self, runtime, alone):
+        engine = Engine(runtime, 2)
+        free = alone(5, 12, False)
+        stopped = engine.add(Request(request_of(5).tokens, 12, stop_token_ids=frozenset(free[4:5])))
+        limited = engine.add(request_of(5, max_tokens=3))
+        outputs = run(engine)
+        end = free.index(free[4]) + 1
+        assert tokens_of(outputs[stopped]) == free[:end] and outputs[stopped][-1].finish_reason == "stop"
+        assert tokens_of(outputs[limited]) == free[:3] and outputs[limited][-1].finish_reason == "length"
+
+    def test_the_engines_length_ends_a_sequence(self, runtime):
+        engine = Engine(runtime, 1, max_length=20)
+        id = engine.add(Request([5] * 17, max_tokens=50))
+        assert len(run(engine)[id]) == 3
+
+    @pytest.mark.parametrize(
+        "request_, message",
+        [
+            (Request([]), "the prompt is empty"),
+            (Request([160]), "outside the vocabulary"),
+            (Request([1], max_tokens=0), "max_tokens is 0"),
+            (Request([1], stop=[""]), "a stop string is empty"),
+            (Request([1], stop=["x"]), "need an engine with a tokenizer"),
+            (Request([1], seed=-1), "seed is -1"),
+            (Request([1], sampling=GenerationConfig(do_sample=True, top_p=2.0)), "top_p"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_bad_requests_are_refused(self, runtime, request_, message):
+        engine = Engine(runtime, 1)
+        with pytest.raises(UserError, match=message):
+            engine.add(request_)
+        assert not engine.has_work
+
+
+def test_text_and_stop_strings(texting):
+    runtime, tokenizer = texting
+    engine = Engine(runtime, 2, tokenizer=tokenizer)
+    tokens = tokenizer.encode("The quick brown fox")
+    free = engine.add(Request(tokens, 20))
+    text = "".join(output.text for output in run(engine)[free])
+    stop = text[3:5]
+    stopped, other = engine.add(Request(tokens, 20, stop=[stop])), engine.add(Request(tokens, 20))
+    outputs = run(engine)
+    assert "".join(output.text for output in outputs[stopped]) == text[: text.index(stop)]
+    assert outputs[stopped][-1].finish_reason == "stop"
+    assert "".join(output.text for output in outputs[other]) == text
+
+
+def test_the_recurrent_state_of_a_free_slot_may_be_nan(runtime):
+    """In the tensors themselves: the null slot stays zeros."""
+    engine = Engine(runtime, 2)
+    for number in range(4):
+        engine.add(request_of(number))
+    run(engine, lambda: poison_free_slots(engine))
+    for layer in engine._slots.state.layers:
+        if isinstance(layer, MambaState):
+            assert torch.count_nonzero(layer.ssm_state[0]) == 0

@@ -1,0 +1,121 @@
+"""Verify and commit on the CPU: whatever is accepted, a sequence goes on as if its tokens had come uncut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state import MambaState
+from test.support.checkpoints import DENSE, small_config
+from test.support.verification import LONGEST, Round, poison, streams, verified_error
+
+SEQUENCES = 4
+MODELS = {
+    "moe": dict(layer_types=("mamba", "attention", "mamba")),
+    "dense": dict(**DENSE, layer_types=("mamba", "attention")),
+    "two groups, window of 2": dict(**DENSE, layer_types=("mamba", "mamba"), mamba_n_groups=2, mamba_d_conv=2),
+    "attention only": dict(**DENSE, layer_types=("attention", "attention")),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+def model(request):
+    return random_model(small_config(**request.param))
+
+
+@pytest.fixture(scope="module", params=["torch", "fused"])
+def runtime(request, model):
+    return CPURuntime(model, GenerationConfig(), kernels=request.param)
+
+
+@pytest.fixture(scope="module")
+def uncut(model):
+    runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
+    rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(model.config.vocab_size, SEQUENCES))]
+    return runtime.step(runtime.allocate(SEQUENCES, LONGEST), rows, all_logits=True)
+
+
+@pytest.mark.parametrize("accepted", range(6))
+def test_any_number_of_accepted_tokens(runtime, uncut, accepted):
+    """Of ragged rows, whose sequences have begun or not, some shorter than the convolution window."""
+    counts = (5, 3, 5, 1)
+    rounds = [Round(counts, [min(accepted, count) for count in counts])] * 2
+    assert verified_error(runtime, uncut, (0, 1, 2, 40), rounds) <= 1e-5
+
+
+rounds = st.lists(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=SEQUENCES, max_size=SEQUENCES).map(
+        lambda pairs: Round([count for count, _ in pairs], [min(pair) for pair in pairs])
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(prefixes=st.lists(st.integers(0, 70), min_size=SEQUENCES, max_size=SEQUENCES), rounds=rounds)
+def test_rounds_of_verification(runtime, uncut, prefixes, rounds):
+    assert verified_error(runtime, uncut, prefixes, rounds) <= 1e-5
+
+
+def bits(state):
+    return [tensor.clone().view(torch.uint8) for layer in state.layers if isinstance(layer, MambaState)
+            for tensor in vars(layer).values()]  # fmt: skip
+
+
+def test_a_verification_changes_no_recurrent_state(runtime):
+    tokens = streams(runtime.config.vocab_size, SEQUENCES)
+    state = runtime.allocate(SEQUENCES, LONGEST)
+    poison(state)
+    runtime.step(state, [Row(slot, 0, tokens[slot - 1][:20]) for slot in (1, 3)])
+    before = bits(state)
+    rows = [Row(1, 20, tokens[0][20:24]), Row(2, 0, tokens[1][:2]), Row(3, 20, tokens[2][20:21])]
+    verification = runtime.verify(state, rows)
+    assert all(map(torch.equal, before, bits(state)))
+    runtime.commit(state, verification, [0, 0, 0])
+    assert all(map(torch.equal, before, bits(state)))
+    with pytest.raises(ValueError, match="3 tokens are accepted of a row of 2"):
+        runtime.commit(state, verification, [4, 3, 1])
+    assert all(map(torch.equal, before, bits(state)))
+
+
+def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):
+    """Its slot may go to another sequence, and its own may come again."""
+    tokens = streams(runtime.config.vocab_size, SEQUENCES)
+    state = runtime.allocate(2, LONGEST)
+    poison(state)
+    runtime.step(state, [Row(1, 0, tokens[0][:20])])
+    runtime.verify(state, [Row(1, 20, [7] * 5)])
+    for start, stop, slot, number in ((20, 40, 1, 0), (0, 30, 1, 2)):
+        logits = runtime.step(state, [Row(slot, start, tokens[number][start:stop])])
+        assert (logits[0] - uncut[number][stop - 1]).abs().max() <= 1e-5
+
+
+class TestSource:
+    """A step that reads a row's recurrent state in one slot and writes it to another."""
+
+    @pytest.mark.parametrize("count", [1, 2, 30])
+    def test_the_source_stays_and_the_row_goes_on(self, runtime, uncut, count):
+        tokens = streams(runtime.config.vocab_size, SEQUENCES)
+        state = runtime.allocate(SEQUENCES, LONGEST)
+        poison(state)
+        runtime.step(state, [Row(slot, 0, tokens[slot - 1][:20]) for slot in (1, 2)])
+        runtime.copy(state, 1, 3, 20)
+        for layer in state.layers:  # of slot 3 the keys and values are what counts
+            if isinstance(layer, MambaState):
+                for tensor in vars(layer).values():
+                    tensor[3] = torch.nan
+        before = [tensor[1] for tensor in bits(state)]
+        rows = [Row(3, 20, tokens[0][20 : 20 + count], source=1), Row(2, 20, tokens[1][20 : 20 + count])]
+        logits = runtime.step(state, rows)
+        for number in (0, 1):
+            assert (logits[number] - uncut[number][19 + count]).abs().max() <= 1e-5
+        assert all(map(torch.equal, before, (tensor[1] for tensor in bits(state))))
+        for slot in (1, 3):
+            again = runtime.step(
+                state, [Row(slot, 20 if slot == 1 else 20 + count, tokens[0][20 + count * (slot == 3) : 60])]
+            )
+            assert (again[0] - uncut[0][59]).abs().max() <= 1e-5
