@@ -2,16 +2,12 @@
 
     python benchmark_latency.py
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
-    python benchmark_latency.py --random-weights h-350m --batch-size 1 4 --tune tuned
 
 For each batch size and prompt length: time to first token (prefill and the choice of one token), time per output token,
 tokens per second of both phases, peak memory; and which share of the machine's bound both phases reach: the weights'
 arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
 runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
 the same machine.
-
---tune measures the Mamba kernels' launch parameters for a model's sizes and these batch sizes instead, and writes what
-was the fastest into a folder for --tuned-configs.
 """
 
 from __future__ import annotations
@@ -43,7 +39,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
-from benchmarks.tuning import tune
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
@@ -51,16 +46,7 @@ from granite4_neuron.commands.options import add_cpu_options, check_folder_of, w
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation.loading import load_compiled
-from granite4_neuron.ops import LaunchParameters
-from granite4_neuron.ops.launch_parameters import (
-    CHOICES,
-    LaunchTable,
-    device_name,
-    processor_name,
-    read_table,
-    table_name,
-    write_table,
-)
+from granite4_neuron.ops.launch_parameters import processor_name
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 
@@ -156,9 +142,6 @@ def main() -> int:
     options = _parser().parse_args()
     try:
         _check(options)
-        if options.tune:
-            _tune(options)
-            return 0
         with _checkpoint(options) as folder:
             _check_lengths(folder, options)
             results = _measure_all(folder, options)
@@ -396,41 +379,6 @@ def _ratios(ours: Result, theirs: Result) -> list[str]:
     return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
 
 
-def _tune(options: argparse.Namespace) -> None:
-    """Measure launch parameters, print them beside the package's own, and write them into the folder's table."""
-    config, dtype = _config_and_dtype(options)
-    file = options.tune / table_name(config.mamba_d_head, config.mamba_d_state, torch.float32, device_name())
-    before = read_table(file)
-    torch.set_num_threads(options.threads)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        choices = tune(config, dtype, options.batch_size)
-        total = len(CHOICES) * len(options.batch_size)
-        choices = list(progress.track(choices, total=total, description="measuring"))
-    table = Table(title=escape(f"{_source(options)}\n{', '.join(_machine(options.threads).values())}"))
-    for column in ("batch", "", "default", "ms", "chosen", "ms", "ratio"):
-        table.add_column(column, justify="right" if column else "left")
-    for choice in choices:
-        table.add_row(
-            str(choice.batch_size),
-            choice.name,
-            str(choice.default),
-            f"{1e3 * choice.default_seconds:.3f}",
-            str(choice.chosen),
-            f"{1e3 * choice.chosen_seconds:.3f}",
-            f"{choice.default_seconds / choice.chosen_seconds:.2f}x",
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    tuned = {
-        batch_size * config.mamba_n_heads: LaunchParameters(
-            **{choice.name: choice.chosen for choice in choices if choice.batch_size == batch_size}
-        )
-        for batch_size in options.batch_size
-    }
-    # Entries for other batches, or for models with other numbers of such heads, stay.
-    write_table(file, LaunchTable({**(before.entries if before else {}), **tuned}))
-    print(f"wrote {file}", file=sys.stderr)
-
-
 def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -469,15 +417,6 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
         yield path
 
 
-def _config_and_dtype(options: argparse.Namespace) -> tuple[GraniteMoeHybridConfig, torch.dtype]:
-    """Of what is to be measured, without its weights."""
-    if options.random_weights is not None:
-        config = GraniteMoeHybridConfig.from_family(options.random_weights)
-        return config, getattr(torch, options.dtype or config.torch_dtype)
-    folder = find(options.model or bundled_checkpoint())
-    return GraniteMoeHybridConfig.from_file(folder / "config.json"), _dtype(folder, options)
-
-
 def _source(options: argparse.Namespace) -> str:
     return options.random_weights or options.model or "the small model that comes with the package"
 
@@ -507,7 +446,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--warmup must be at least 0.")
     if options.compare and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
-    for file in (options.json, options.plot, options.tune):
+    for file in (options.json, options.plot):
         check_folder_of(file)
     if (options.backend == "nxdi") != (options.compiled is not None):
         raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
@@ -519,8 +458,6 @@ def _check(options: argparse.Namespace) -> None:
         if options.tuned_configs:
             raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
         neuron_sdk.require()
-    if options.tune:
-        _check_tune(options)
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
     if options.plot:
@@ -531,17 +468,6 @@ def _check(options: argparse.Namespace) -> None:
         formats = Figure().canvas.get_supported_filetypes()
         if options.plot.suffix[1:] not in formats:
             raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
-
-
-def _check_tune(options: argparse.Namespace) -> None:
-    if options.tune.exists() and not options.tune.is_dir():
-        raise UserError(f"--tune is {options.tune}, which is no folder; give one to write to.")
-    others = {"--backend nxdi": options.backend == "nxdi", "--cpu-kernels torch": options.cpu_kernels == "torch"}
-    others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
-    others["--tuned-configs"] = options.tuned_configs is not None
-    for option, is_given in others.items():
-        if is_given:
-            raise UserError(f"--tune measures launch parameters and nothing else; leave out {option}.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -561,9 +487,6 @@ def _parser() -> argparse.ArgumentParser:
     add_cpu_options(parser)
     parser.set_defaults(threads=os.cpu_count() or 1)
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
-    parser.add_argument(
-        "--tune", type=Path, metavar="DIR", help="measure launch parameters instead, and write them into this folder"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
     return parser

@@ -85,7 +85,6 @@ def texting_folder(tmp_path_factory):
                 tie_word_embeddings=False,
                 max_position_embeddings=600,
                 eos_token_id=1,
-                # Sizes for which the package has launch parameters, so that nothing is said on standard error.
                 mamba_n_heads=4,
                 mamba_d_head=32,
                 mamba_d_state=32,

@@ -113,7 +113,7 @@ def test_a_file_of_weights(refuses, folder):
         (("generate", "--threads", "0", "x"), "argument --threads: 0 is not a whole number of at least 1"),
         (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),
         (("generate", "--file", "."), "cannot be read (Is a directory)"),
-        (("generate", "--tuned-configs", "x" * 5000, "x"), "no folder"),
+        (("generate", "--tuned-configs", "x" * 5000, "x"), "which is not a folder"),
         (("convert", "--output", "x" * 5000), "could not be written (File name too long)"),
         (("convert", "--output", "/no/such/place/x"), "there is no folder /no/such/place"),
         (("graphs", "--json", "/no/such/place/x"), "there is no such folder"),

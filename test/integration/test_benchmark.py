@@ -13,10 +13,7 @@ import transformers
 
 import benchmark_latency
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
-from granite4_neuron import load
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.ops import LaunchParameters, cpu
-from granite4_neuron.ops.launch_parameters import LaunchTable, device_name, read_table, table_name, write_table
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import HybridState
 from test.support.checkpoints import small_config
@@ -64,13 +61,7 @@ def test_quantized_weights(tmp_path):
         (("--random-weights", "h-9b"), "no family member"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
         (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "--quantize belongs to the cpu backend"),
-        (("--tune", "/no/such/folder/x"), "cannot be written"),
-        (("--tune", str(SCRIPT)), "is no folder"),
-        (("--tune", "x", "--random-weights", "granite-4.0-350m"), "no Mamba layers"),
-        (("--tune", "x", "--cpu-kernels", "torch"), "leave out --cpu-kernels torch"),
-        (("--tune", "x", "--json", "y"), "leave out --json"),
-        (("--tune", "x", "--tuned-configs", "y"), "leave out --tuned-configs"),
-        (("--tuned-configs", "/no/such/folder"), "no folder"),
+        (("--tuned-configs", "/no/such/folder"), "not a folder"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -159,39 +150,3 @@ class TestBound:
                 without, torch.float32, batch_size, 5
             )
             assert more == pytest.approx(4 * (router + experts * share))
-
-
-@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
-class TestTune:
-    """With the bundled model, which has 8 heads."""
-
-    FILE = table_name(32, 32, torch.float32, device_name())
-
-    def test_a_later_run_uses_what_an_earlier_one_wrote(self, tmp_path):
-        folder = tmp_path / "new"
-        done = run("--tune", folder, "--batch-size", "1", "3", "--threads", "1")
-        assert done.returncode == 0, done.stderr
-        for part in ("heads_per_task", "chunk_size", "torch_chunk_size", "default", "chosen", "ratio"):
-            assert part in done.stdout
-        assert f"wrote {folder / self.FILE}" in done.stderr
-        assert [file.name for file in folder.iterdir()] == [self.FILE]
-        table = read_table(folder / self.FILE)
-        assert sorted(table.entries) == [8, 24]
-        runtime, _ = load(tuned_configs=folder)
-        assert runtime._launch_table == table
-        done = run(*SMALL, "--tuned-configs", folder)
-        assert done.returncode == 0, done.stderr
-
-    def test_entries_of_other_batches_stay(self, tmp_path):
-        other = LaunchParameters(32, 1, 256)
-        write_table(tmp_path / self.FILE, LaunchTable({8: other, 800: other}))
-        done = run("--tune", tmp_path, "--batch-size", "2", "--threads", "1")
-        assert done.returncode == 0, done.stderr
-        entries = read_table(tmp_path / self.FILE).entries
-        assert sorted(entries) == [8, 16, 800] and entries[8] == entries[800] == other
-
-    def test_a_broken_file_is_refused_and_stays(self, tmp_path):
-        (tmp_path / self.FILE).write_text("{")
-        done = run("--tune", tmp_path)
-        assert done.returncode == 2 and done.stdout == "" and f"{self.FILE} is not a table" in done.stderr
-        assert (tmp_path / self.FILE).read_text() == "{"

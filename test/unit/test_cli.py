@@ -275,7 +275,7 @@ class TestBadInput:
     @pytest.mark.parametrize("command", [("generate", "x"), ("check",)])
     def test_tuned_configs(self, run, texting_folder, tmp_path, command):
         common = (*command, "--model", texting_folder, "--tuned-configs")
-        self.refused(run(*common, tmp_path / "none"), "none', which is no folder")
+        self.refused(run(*common, tmp_path / "none"), "none', which is not a folder")
         (tmp_path / TABLE).write_text('{"8": {}}')
         self.refused(run(*common, tmp_path), f"{TABLE} is not a table of launch parameters (entry 8 must")
 
@@ -364,7 +364,7 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-COMMANDS = ("generate", "info", "check", "graphs", "plan", "compile", "convert")
+COMMANDS = ("generate", "info", "check", "graphs", "plan", "tune", "compile", "convert")
 
 
 def test_help_names_every_command(run):
