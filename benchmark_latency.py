@@ -45,7 +45,9 @@ from rich.table import Table
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
 from benchmarks.tuning import tune
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, add_cpu_options, check_folder_of, peak_memory_bytes
+from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from granite4_neuron.commands.options import add_cpu_options, check_folder_of
+from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled

@@ -11,7 +11,7 @@ import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import TORCH, LaunchParameters, cpu, mamba_chunk_scan_combined
+from granite4_neuron.ops import LaunchParameters, cpu, mamba_chunk_scan_combined
 from granite4_neuron.ops.launch_parameters import CHOICES, find_launch_table
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import HybridState
@@ -54,7 +54,7 @@ def tune(
     """
     if MAMBA not in config.layer_types:
         raise UserError("this model has no Mamba layers; there is nothing to tune.")
-    if cpu.operators() is TORCH:
+    if not cpu.has_fused_kernels():
         raise UserError("the fused kernels, which tuning measures, need a C++ compiler.")
     table = find_launch_table(config.mamba_d_head, config.mamba_d_state, torch.float32)
     for batch_size in batch_sizes:
@@ -121,26 +121,27 @@ class _Mixer:
         self._states = HybridState.allocate(config, rows, max_length=1, dtype=dtype).layers
         channels, heads = config.rank_dimensions().mamba_conv_dim, config.mamba_n_heads
         self._projected = torch.randn(rows, tokens, channels + heads).to(dtype)
-        self._constants = cpu.mamba_constants(
+        weights = (
             torch.randn(channels, 1, config.mamba_d_conv),
             torch.randn(channels),
             torch.randn(heads) - 2,
             torch.rand(heads),
             torch.randn(heads),
         )
+        self._weights = [weight.to(dtype) for weight in weights]
         slots = torch.arange(rows) + 1
-        self._where = torch.full((rows,), tokens), slots, slots
-        self._settings = config.mamba_n_groups, *config.time_step_limit
+        self._rows = torch.full((rows,), tokens), slots, slots
+        self._n_groups, self._time_step_limit = config.mamba_n_groups, config.time_step_limit
 
     def run(self, parameters: LaunchParameters) -> None:
-        launch = parameters.chunk_size, parameters.heads_per_task
+        sizes = self._n_groups, parameters.chunk_size, parameters.heads_per_task
         for state in self._states:
             cpu.mamba_mixer(
                 self._projected,
-                *self._constants,
+                self._weights,
                 state.conv_state,
                 state.ssm_state,
-                *self._where,
-                *self._settings,
-                *launch,
+                self._rows,
+                sizes,
+                self._time_step_limit,
             )

@@ -74,9 +74,7 @@ def find(model: str | Path) -> Path:
 def load_model(
     folder: str | Path,
     dtype: torch.dtype | None = None,
-    prefill_scan: str = "chunked",
     parallel: Parallel = Parallel(),  # noqa: B008
-    decode_kernel: str = "torch",
     quantize: str | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
@@ -87,9 +85,7 @@ def load_model(
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
-        prefill_scan: see `GraniteMoeHybridForCausalLM`.
         parallel: the rank whose part is read.
-        decode_kernel: see `GraniteMoeHybridForCausalLM`.
         quantize: "int8" or None; not for a part of a model.
 
     Raises:
@@ -102,7 +98,7 @@ def load_model(
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, prefill_scan, parallel, decode_kernel)
+        model = GraniteMoeHybridForCausalLM(config, parallel)
     stored = _StoredTensors(folder)
     stored.check(config)
     dtype = dtype or stored.dtype()

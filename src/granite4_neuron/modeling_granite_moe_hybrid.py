@@ -5,54 +5,47 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.layers.attention import Attention, RotaryTables
+from granite4_neuron.layers.binding import bind, weights
 from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.mamba2 import Mamba2
-from granite4_neuron.layers.moe import SharedMLP, SparseMoe
+from granite4_neuron.layers.moe import SharedMLP, SparseMoe, feed_forward
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import DenseStep, NullSlotStep, Step
-from granite4_neuron.ops import TORCH, LaunchParameters, MambaKernels, Operators, rotary_tables
+from granite4_neuron.ops import TORCH, LaunchParameters, Operators, rotary_tables
 from granite4_neuron.ops.launch_parameters import HEURISTIC
+from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights, Operator
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
 class GraniteMoeHybridForCausalLM(nn.Module):
-    """A Granite 4 hybrid with its language model head.
+    """A Granite 4 hybrid with its language model head. It computes in plain torch; `bind` gives it other operators.
 
     Args:
         config: the model's dimensions and constants.
-        prefill_scan: how the Mamba layers scan more than one token: "chunked" (linear in the number of tokens),
-            "quadratic" (one decay matrix over all of them), or with an NKI kernel, "ssd" or "scan".
         parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
-        decode_kernel: how the Mamba layers advance by one token: "torch" or "nki". The state for "nki" is allocated
-            with `kernel_layout`.
     """
 
     operators: Operators = TORCH
 
-    def __init__(
-        self,
-        config: GraniteMoeHybridConfig,
-        prefill_scan: str = "chunked",
-        parallel: Parallel = Parallel(),  # noqa: B008
-        decode_kernel: str = "torch",
-    ):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
         self.config = config
         self.parallel = parallel
-        kernels = MambaKernels(prefill_scan, decode_kernel)
-        self.kernel_layout = kernels.has_kernel_layout
-        self.model = _Decoder(config, kernels, parallel)
+        self.model = _Decoder(config, parallel)
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
+
+    @property
+    def kernel_layout(self) -> bool:
+        """Whether the SSM states are to be allocated as the NKI kernels have them."""
+        return self.operators.mamba_decode.has_kernel_layout
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,13 +62,20 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         if self.config.tie_word_embeddings and not self.is_quantized:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def use(self, operators: Operators) -> None:
-        """Compute with this implementation of the operators, from now on and in all layers; after weights are set."""
-        for module in self.modules():
-            if hasattr(module, "operators"):
-                module.operators = operators
-        for layer in self.model.layers:
-            layer.bind()
+    def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
+        """This model as it computes with `operators`; it stays as it is itself.
+
+        Both have the same weights, whichever of them is given new ones. With a device other than theirs the weights are
+        copied there, and are the bound model's own.
+        """
+        bound = bind(self, operators)
+        for layer in bound.model.layers:
+            layer.make_blocks()
+        if device is not None:
+            for module in bound.modules():
+                module._parameters = dict(module._parameters)
+            bound.to(device).tie_weights()
+        return bound
 
     def forward(
         self,
@@ -112,25 +112,28 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """
         if kv_length is None:
             kv_length = state.max_length
-        step = _step(positions, lengths, slots, kv_length, state, launch_parameters)
+        step = step_of(positions, lengths, slots, kv_length, state, launch_parameters)
         hidden_states = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
+        return self.parallel.all_gather(self.head(hidden_states))
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the logits: [..., hidden_size] to [..., vocab_size of the rank], float32."""
         head = self.lm_head
-        logits = self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
-        return self.parallel.all_gather(logits)
+        return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
 
 
-def _step(
+def step_of(
     positions: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor | None,
     kv_length: int,
     state: HybridState,
-    launch_parameters: LaunchParameters,
+    launch_parameters: LaunchParameters = HEURISTIC,
 ) -> Step:
-    """Of the kind that goes with the state."""
+    """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
     in_order = slots is None
     if in_order:
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
@@ -143,12 +146,12 @@ def _step(
 class _Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: GraniteMoeHybridConfig, kernels: MambaKernels, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_DecoderLayer(config, kind, kernels, parallel) for kind in config.layer_types)
+        self.layers = nn.ModuleList(_DecoderLayer(config, kind, parallel) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
@@ -156,40 +159,45 @@ class _Decoder(nn.Module):
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
         hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-        rotary = None
-        if self.config.uses_rope:
-            rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
+        rotary = self.rotary(step)
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             hidden_states = layer(hidden_states, step, layer_state, rotary)
         return self.norm(hidden_states)
 
+    def rotary(self, step: Step) -> RotaryTables | None:
+        """For the step's positions; None for a model without rotary positions."""
+        if not self.config.uses_rope:
+            return None
+        return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
+
 
 class _DecoderLayer(nn.Module):
-    """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
+    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
+
+    A half is computed as its parts one after the other, or as one block where the operators have one that takes it.
+    """
 
     operators: Operators = TORCH
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, kernels: MambaKernels, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, parallel: Parallel):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if layer_type == MAMBA:
-            self.mamba = Mamba2(config, kernels, parallel)
+        self.is_mamba = layer_type == MAMBA
+        if self.is_mamba:
+            self.mamba = Mamba2(config, parallel)
         else:
             self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = SparseMoe(config, parallel) if config.num_local_experts else None
         self.shared_mlp = SharedMLP(config, parallel)
-        self.mamba_block: Callable[..., torch.Tensor] | None = None
-        self.feed_forward_block: Callable[..., torch.Tensor] | None = None
+        self.mamba_block: Operator | None = None
+        self.feed_forward_block: Operator | None = None
 
-    def bind(self) -> None:
-        """Have the halves of the layer computed as blocks, with the weights of this moment, where the operators can."""
-        if hasattr(self, "mamba"):
-            self.mamba_block = self.mamba.block(self.input_layernorm, self.residual_multiplier)
-        self.feed_forward_block = self.shared_mlp.block(
-            self.post_attention_layernorm, self.block_sparse_moe, self.residual_multiplier
-        )
+    def make_blocks(self) -> None:
+        """Take those that the operators have."""
+        self.mamba_block = self._mamba_block() if self.is_mamba and self.operators.mamba_block else None
+        self.feed_forward_block = self._feed_forward_block() if self.operators.feed_forward_block else None
 
     def forward(
         self,
@@ -198,22 +206,21 @@ class _DecoderLayer(nn.Module):
         state: MambaState | KeyValueState,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
-        if self.mamba_block is not None:
+        if self.mamba_block is not None and step.has_null_slot:
             hidden_states = self.mamba_block(
-                hidden_states,
-                state.conv_state,
-                state.ssm_state,
-                step.lengths,
-                step.read_slots,
-                step.slots,
-                step.launch_parameters.chunk_size,
-                step.launch_parameters.heads_per_task,
+                hidden_states, state.conv_state, state.ssm_state, step.rows, step.launch_parameters
             )
         else:
             hidden_states = self._mix(hidden_states, step, state, rotary)
-        if self.feed_forward_block is not None:
+        if self.feed_forward_block is not None and self.feed_forward_block.takes(hidden_states):
             return self.feed_forward_block(hidden_states)
-        return self._feed_forward(hidden_states)
+        return feed_forward(
+            hidden_states,
+            self.post_attention_layernorm,
+            self.shared_mlp,
+            self.block_sparse_moe,
+            self.residual_multiplier,
+        )
 
     def _mix(
         self,
@@ -223,12 +230,26 @@ class _DecoderLayer(nn.Module):
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
         x = self.input_layernorm(hidden_states)
-        mixed = self.mamba(x, step, state) if isinstance(state, MambaState) else self.self_attn(x, step, state, rotary)
+        mixed = self.mamba(x, step, state) if self.is_mamba else self.self_attn(x, step, state, rotary)
         return self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
 
-    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = self.post_attention_layernorm(hidden_states)
-        hidden_states = self.operators.residual_add(hidden_states, self.shared_mlp(x), self.residual_multiplier)
-        if self.block_sparse_moe is None:
-            return hidden_states
-        return self.operators.residual_add(hidden_states, self.block_sparse_moe(x), self.residual_multiplier)
+    def _mamba_block(self) -> Operator:
+        mamba = self.mamba
+        parts = (self.input_layernorm, mamba.in_proj, mamba.conv1d, mamba, mamba.norm, mamba.out_proj)
+        return self.operators.mamba_block(
+            MambaWeights(*map(weights, parts)),
+            mamba.n_groups,
+            mamba.time_step_limit,
+            mamba.norm.eps,
+            self.residual_multiplier,
+        )
+
+    def _feed_forward_block(self) -> Operator:
+        norm, mlp, experts = self.post_attention_layernorm, self.shared_mlp, self.block_sparse_moe
+        parts = [norm, mlp.input_linear, mlp.output_linear]
+        top_k = 0
+        if experts is not None:
+            parts += [experts.router.layer, experts.input_linear, experts.output_linear]
+            top_k = experts.top_k
+        of_parts = FeedForwardWeights(*map(weights, parts))
+        return self.operators.feed_forward_block(of_parts, top_k, norm.eps, self.residual_multiplier)

@@ -133,7 +133,7 @@ def plant_norm_before_gate(monkeypatch, model):
     def norm_first(x, z, weight, eps, n_groups):
         return (rms_norm(x, weight, eps, n_groups).float() * F.silu(z.float())).to(weight.dtype)
 
-    model.model.use(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
+    model.model = model.model.bind(dataclasses.replace(TORCH, rms_norm_gated=norm_first))
 
 
 def plant_usual_attention_scale(monkeypatch, model):
@@ -143,7 +143,7 @@ def plant_usual_attention_scale(monkeypatch, model):
 
 
 def plant_softmax_before_top_k(monkeypatch, model):
-    model.model.use(TORCH)
+    model.model = model.model.bind(TORCH)
     monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
 
 

@@ -32,9 +32,7 @@ def dequantized_model(folder, dtype=torch.float32):
 
 @pytest.fixture(scope="module")
 def quantized_model(case_folder, kernels):
-    model = load_model(case_folder, torch.float32, quantize="int8")
-    model.use(kernels)
-    return model
+    return load_model(case_folder, torch.float32, quantize="int8").bind(kernels)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +80,9 @@ def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
     for cuts in ([100], [60] + [1] * 40):
         errors = []
         for model, reference in zip(models, exact, strict=True):
-            model.use(kernels)
-            errors.append((run_cuts(model, tokens, cuts) - run_cuts(reference, tokens, [100])).abs().mean())
+            errors.append(
+                (run_cuts(model.bind(kernels), tokens, cuts) - run_cuts(reference, tokens, [100])).abs().mean()
+            )
         assert errors[0] <= 1.2 * errors[1]
 
 

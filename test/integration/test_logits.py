@@ -10,6 +10,7 @@ from transformers import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from granite4_neuron.checkpoint import load_model
+from granite4_neuron.ops import TORCH, select_operators
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import NULL_SLOT, MambaState
 from test.support.checkpoints import CASES, Case, small_config
@@ -64,7 +65,8 @@ def test_token_by_token_gives_the_uncut_logits(case_model):
 
 
 def test_quadratic_scan_gives_the_chunked_logits(case_folder, case_model, tokens):
-    quadratic = load_model(case_folder, torch.float32, prefill_scan="quadratic")
+    plain = load_model(case_folder, torch.float32)
+    quadratic = plain.bind(select_operators(TORCH, plain.config, prefill_scan="quadratic"))
     assert (run_cuts(quadratic, tokens, [300]) - run_cuts(case_model, tokens, [300])).abs().max() <= 1e-5
 
 
@@ -152,8 +154,7 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
 
 def test_embeddings_of_padding_may_be_nan(kernels):
     """They do not reach a real token through any layer."""
-    model = random_model(small_config())
-    model.use(kernels)
+    model = random_model(small_config()).bind(kernels)
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     lengths = torch.tensor([20, 7])
     padding = torch.arange(20) >= lengths[:, None]
@@ -188,8 +189,7 @@ def _error(logits, exact):
 def test_bfloat16_error_is_not_above_that_of_transformers(case, random_checkpoints, kernels):
     skip_if_not_in_reference(case.name)
     folder = random_checkpoints(Case(f"{case.name}_bf16", case.changes, case.max_A), dtype=torch.bfloat16)
-    model = load_model(folder)
-    model.use(kernels)
+    model = load_model(folder).bind(kernels)
     assert model.dtype == torch.bfloat16
     tokens = random_tokens(model.config.vocab_size, 4, 300)
     exact = reference_logits(folder, tokens)

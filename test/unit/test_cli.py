@@ -385,7 +385,9 @@ def test_a_reader_that_goes_away_is_no_error(texting_folder):
 def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
     """The bar goes to standard error, and only when there is more than one step to wait for."""
     monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime.tokens_per_step", 64)
-    monkeypatch.setattr("granite4_neuron.cli.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
+    monkeypatch.setattr(
+        "granite4_neuron.commands.output.Console", lambda **_: Console(file=sys.stderr, force_terminal=True)
+    )
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
     long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
     assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]

@@ -7,7 +7,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint import load_model, save_model
-from granite4_neuron.ops import MambaKernels, causal_conv1d
+from granite4_neuron.ops import TORCH, causal_conv1d, select_operators
 from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import small_config
 from test.support.nki_cases import conv_inputs, scan_inputs
@@ -31,7 +31,8 @@ def folder(request, tmp_path_factory):
 
 
 def load(folder, prefill_scan, decode_kernel, dtype=torch.float32):
-    return load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel)
+    model = load_model(folder, dtype)
+    return model.bind(select_operators(TORCH, model.config, 1, prefill_scan, decode_kernel))
 
 
 @pytest.mark.parametrize(("prefill_scan", "decode_kernel"), CHOICES)
@@ -80,7 +81,8 @@ def test_state_is_allocated_in_the_kernels_layout(folder):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_row_without_tokens_keeps_its_state(tokens):
     """Whatever the caller does with the row: not every runtime has a null slot to send it to."""
-    kernels = MambaKernels("ssd", "nki")
+    operators = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki")
+    kernels = operators.mamba_decode if tokens == 1 else operators.mamba_prefill
     x, conv_state, weight, bias, _ = conv_inputs(2, tokens, 64).values()
     lengths = torch.tensor([tokens, 0])
     y, new_conv_state = kernels.convolve(x, conv_state, weight, bias, lengths)
@@ -90,27 +92,28 @@ def test_a_row_without_tokens_keeps_its_state(tokens):
 
     inputs = scan_inputs(2, tokens, heads=2, head_dim=32)
     inputs["dt"][1] = 0.0
-    _, ssm_state = kernels.scan(*inputs.values())
+    _, ssm_state = kernels.scan(*inputs.values(), chunk_size=64)
     assert torch.equal(ssm_state[1], inputs["initial_states"][1])
 
 
 def test_dimensions_that_no_kernel_takes():
     with pytest.raises(UserError, match="here are 8 heads, head_dim 16 and d_state 16"):
-        MambaKernels("ssd").check(num_heads=8, head_dim=16, d_state=16)
+        select_operators(TORCH, small_config(), prefill_scan="ssd")
     with pytest.raises(UserError, match="a multiple of 2 heads"):
-        MambaKernels(decode_kernel="nki").check(num_heads=3, head_dim=64, d_state=128)
-    MambaKernels().check(num_heads=3, head_dim=16, d_state=16)
+        select_operators(TORCH, CONFIGS["one group"], tp_degree=4, decode_kernel="nki")
+    select_operators(TORCH, small_config(layer_types=("attention",)), decode_kernel="nki")
+    select_operators(TORCH, small_config())
 
 
 def test_names_that_are_none():
     with pytest.raises(ValueError, match="prefill_scan is 'fast'; it must be one of chunked, quadratic, scan, ssd"):
-        MambaKernels("fast")
+        select_operators(TORCH, small_config(), prefill_scan="fast")
     with pytest.raises(ValueError, match="decode_kernel is 'fast'; it must be one of torch, nki"):
-        MambaKernels(decode_kernel="fast")
+        select_operators(TORCH, small_config(), decode_kernel="fast")
 
 
 def test_without_nki(monkeypatch):
     monkeypatch.setitem(sys.modules, "nki", None)
-    MambaKernels()
+    select_operators(TORCH, CONFIGS["one group"])
     with pytest.raises(UserError, match="need the package nki"):
-        MambaKernels("scan")
+        select_operators(TORCH, CONFIGS["one group"], prefill_scan="scan")

@@ -39,7 +39,7 @@ def load(
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
-        prefill_scan, decode_kernel: see `GraniteMoeHybridForCausalLM`.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
         backend: "cpu" for this machine's processor, "xla" for compiled graphs on torch_xla's device, "nxdi" for NxD
             Inference on a Neuron device.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
@@ -65,10 +65,11 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, prefill_scan, decode_kernel=decode_kernel, quantize=quantize)
+    weights = checkpoint.load_model(folder, dtype, quantize=quantize)
+    mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
-        return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs), tokenizer
-    return _xla_runtime()(weights, generation_config), tokenizer
+        return CPURuntime(weights, generation_config, cpu_kernels, tuned_configs, **mamba_kernels), tokenizer
+    return _xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
-from granite4_neuron.layers.norm import RMSNorm, RMSNormGated
+from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
 from granite4_neuron.ops import TORCH, MambaKernels, Operators
@@ -21,14 +19,11 @@ class Mamba2(nn.Module):
     """Projection, causal convolution, selective scan, gated norm, projection; heads are split over the ranks.
 
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
-
-    Args:
-        kernels: the implementation of convolution and scan.
     """
 
     operators: Operators = TORCH
 
-    def __init__(self, config: GraniteMoeHybridConfig, kernels: MambaKernels, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
         dimensions = config.rank_dimensions(parallel.degree)
         self.num_heads = dimensions.mamba_heads
@@ -38,8 +33,6 @@ class Mamba2(nn.Module):
         self.d_inner = dimensions.mamba_intermediate_size
         self.conv_dim = dimensions.mamba_conv_dim
         self.time_step_limit = config.time_step_limit
-        self.kernels = kernels
-        self.kernels.check(self.num_heads, self.head_dim, self.d_state)
 
         bias = config.mamba_proj_bias
         self.in_proj = Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
@@ -56,22 +49,6 @@ class Mamba2(nn.Module):
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
         return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
 
-    def block(self, norm: RMSNorm, residual_multiplier: float) -> Callable[..., torch.Tensor] | None:
-        """The operators' `mamba_block` around this layer; None where they have none, or it would not be this layer."""
-        if self.operators.mamba_block is None or not self.kernels.are_default or self.out_proj.parallel.degree > 1:
-            return None
-        return self.operators.mamba_block(
-            norm.weight,
-            (self.in_proj.weight, self.in_proj.bias, self.in_proj.weight_scale),
-            (self.conv1d.weight, self.conv1d.bias, self.dt_bias, self.A_log, self.D),
-            self.norm.weight,
-            (self.out_proj.weight, self.out_proj.bias, self.out_proj.weight_scale),
-            self.n_groups,
-            self.time_step_limit,
-            self.norm.eps,
-            residual_multiplier,
-        )
-
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
         xBC = xBC_dt[..., : self.conv_dim]
@@ -80,22 +57,24 @@ class Mamba2(nn.Module):
         # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
         dt = dt.masked_fill(~step.is_real[..., None], 0.0)
 
+        kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
         weight = self.conv1d.weight.squeeze(1)
-        xBC, conv_state = self.kernels.convolve(
-            xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths
-        )
+        xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
         step.write(state.conv_state, conv_state)
 
-        return self._scan(xBC, dt, step, state)
+        return self._scan(kernels, xBC, dt, step, state)
 
-    def _scan(self, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+    def _scan(
+        self, kernels: MambaKernels, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState
+    ) -> torch.Tensor:
         batch, tokens, _ = xBC.shape
         group_width = self.n_groups * self.d_state
         x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
         B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         A = -torch.exp(self.A_log.float())
-        y, ssm_state = self.kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state), step.launch_parameters)
+        chunk_size = step.launch_parameters.torch_chunk_size
+        y, ssm_state = kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state), chunk_size)
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 
@@ -106,7 +85,7 @@ class _ConvWeights(nn.Module):
     def __init__(self, channels: int, width: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if bias else None)
 
 
 class _NormedProjection(Linear):

@@ -11,7 +11,24 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import TORCH, Operators, router_logits, topk_softmax
+from granite4_neuron.ops import TORCH, Operators, router_logits
+
+
+def feed_forward(
+    hidden_states: torch.Tensor,
+    norm: RMSNorm,
+    mlp: SharedMLP,
+    experts: Callable[[torch.Tensor], torch.Tensor] | None,
+    residual_multiplier: float,
+) -> torch.Tensor:
+    """The second half of a decoder layer: what the MLP and the experts make of its normalised input is added to it.
+
+    This is the definition. ops/cpu/kernels/layers.h has it once more, as one call for few tokens.
+    """
+    residual_add = mlp.operators.residual_add
+    x = norm(hidden_states)
+    hidden_states = residual_add(hidden_states, mlp(x), residual_multiplier)
+    return hidden_states if experts is None else residual_add(hidden_states, experts(x), residual_multiplier)
 
 
 class SharedMLP(nn.Module):
@@ -31,16 +48,6 @@ class SharedMLP(nn.Module):
             return self.operators.mlp(hidden_states, *_weights(self))
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
-    def block(
-        self, norm: RMSNorm, experts: SparseMoe | None, residual_multiplier: float
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The operators' `feed_forward_block` around this layer and the experts; None where they have none."""
-        if self.operators.feed_forward_block is None or self.parallel.degree > 1:
-            return None
-        router = None if experts is None else (experts.router.layer.weight, experts.top_k)
-        weights = (_weights(self), router, None if experts is None else _weights(experts))
-        return self.operators.feed_forward_block(norm.weight, *weights, norm.eps, residual_multiplier)
-
 
 class SparseMoe(nn.Module):
     """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
@@ -59,7 +66,7 @@ class SparseMoe(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        chosen = topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
+        chosen = self.operators.topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
         input_weight, output_weight, *scales = _weights(self)
         output = self.operators.fused_experts(tokens, input_weight, output_weight, *chosen, *scales)
         return self.parallel.all_reduce(output.view(hidden_states.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ class Step(ABC):
     slots: torch.Tensor
     kv_length: int
     launch_parameters: LaunchParameters = field(default=HEURISTIC, kw_only=True)
+
+    has_null_slot: ClassVar[bool] = False
 
     @cached_property
     def is_real(self) -> torch.Tensor:
@@ -54,6 +57,13 @@ class NullSlotStep(Step):
 
     Rows of length 0 have the null slot for their own, at any position: they write back the zeros that they read.
     """
+
+    has_null_slot = True
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each row's length, and where its recurrent state is read and written, as fused kernels take them."""
+        return self.lengths, self.read_slots, self.slots
 
     @cached_property
     def read_slots(self) -> torch.Tensor:

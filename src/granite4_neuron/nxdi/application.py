@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.models.model_wrapper import TOKEN_GENERATION_MODEL_TAG, ModelWrapper
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
 from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM
@@ -21,6 +22,16 @@ from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
 
 Outputs = torch.Tensor | list[torch.Tensor]
+
+
+class NeuronModelWrapper(ModelWrapper):
+    """One kind of graph, in all its buckets."""
+
+    def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
+        """The smallest bucket that holds a prompt; NxD Inference takes the next one where a prompt fills it."""
+        if self.tag != TOKEN_GENERATION_MODEL_TAG and input_len in buckets:
+            return input_len
+        return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
 
 
 class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
@@ -61,6 +72,9 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
                 enable_tensor_capture(
                     module, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
                 )
+
+    def get_model_wrapper_cls(self) -> type[NeuronModelWrapper]:
+        return NeuronModelWrapper
 
     def enable_prefill_continuation(self) -> None:
         """Add the graphs for further tokens of a prompt, one for each bucket of the cache that can hold any."""

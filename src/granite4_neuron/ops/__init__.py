@@ -10,12 +10,13 @@ from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, c
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters, pinned_launch_parameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
-from granite4_neuron.ops.mamba_kernels import DECODE_KERNELS, PREFILL_SCANS, MambaKernels
+from granite4_neuron.ops.mamba_kernels import MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import QUANTIZATIONS, dequantize, linear, quantize_per_channel
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
+from granite4_neuron.ops.selection import DECODE_KERNELS, PREFILL_SCANS, select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
 
@@ -46,6 +47,7 @@ __all__ = [
     "rms_norm_gated",
     "rotary_tables",
     "router_logits",
+    "select_operators",
     "selective_scan_fn",
     "selective_state_step",
     "selective_state_update",

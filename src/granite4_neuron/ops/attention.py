@@ -36,52 +36,60 @@ def cached_attention(
 
     Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022, algorithm 1).
     """
-    batch, tokens, num_heads, head_dim = query.shape
-    kv_heads = key_cache.shape[1]
-    # Query heads that share a key head stand below one another: [batch, kv_heads, heads per kv head * tokens, head_dim]
-    q = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
-    written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
-    last_visible = torch.minimum(positions, written - 1)[:, None, :, None]
-    written = written[:, None, :, None]
-
-    nothing, lowest = q.new_zeros(()), q.new_full((), torch.finfo(torch.float32).min)
-    top = lowest.expand(batch, num_heads, tokens, 1)
-    total = torch.zeros_like(top)
-    weighted = q.new_zeros(batch, num_heads, tokens, head_dim)
-    block_size = block_size or _block_size(tokens)
+    attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
+    block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
-        stop = min(start + block_size, kv_length)
-        at = torch.arange(start, stop, device=query.device)
-        key = key_cache[:, :, start:stop].index_select(0, slots).float()
-        value = value_cache[:, :, start:stop].index_select(0, slots).float()
-        value = value.where(at[:, None] < written, nothing)
-
-        scores = torch.einsum("bkqd,bksd->bkqs", q, key).view(batch, num_heads, tokens, -1)
-        scores = scores.where(at <= last_visible, lowest)
-        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - new_top)
-        rescale = torch.exp(top - new_top)
-        total = torch.addcmul(weights.sum(-1, keepdim=True), total, rescale)
-        sums = torch.einsum("bkqs,bksd->bkqd", weights.view(batch, kv_heads, -1, stop - start), value)
-        weighted = torch.addcmul(sums.view(weighted.shape), weighted, rescale)
-        top = new_top
-        if query.device.type != "cpu":
-            slots = _once_known(total, slots)
-    return (weighted / total).transpose(1, 2).to(query.dtype)
+        block = slice(start, min(start + block_size, kv_length))
+        attention.add(*(cache[:, :, block].index_select(0, slots) for cache in (key_cache, value_cache)), start)
+    return attention.output()
 
 
-def _block_size(tokens: int) -> int:
+class RunningSoftmax:
+    """The sums of an attention so far, while blocks of the cache are added to them; see `cached_attention`.
+
+    total: [batch, num_heads, tokens, 1], the sum of the weights, relative to the largest score so far.
+    """
+
+    def __init__(
+        self, query: torch.Tensor, kv_heads: int, positions: torch.Tensor, lengths: torch.Tensor, scale: float
+    ):
+        batch, tokens, num_heads, head_dim = query.shape
+        self.dtype = query.dtype
+        # Query heads that share a key head stand below one another.
+        self.query = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
+        written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
+        self.last_visible = torch.minimum(positions, written - 1)[:, None, :, None]
+        self.written = written[:, None, :, None]
+
+        self.nothing = self.query.new_zeros(())
+        self.lowest = self.query.new_full((), torch.finfo(torch.float32).min)
+        self.top = self.lowest.expand(batch, num_heads, tokens, 1)
+        self.total = torch.zeros_like(self.top)
+        self.weighted = self.query.new_zeros(batch, num_heads, tokens, head_dim)
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Attend to a block of the cache, [batch, kv_heads, entries, head_dim], whose first entry is `start`."""
+        at = torch.arange(start, start + keys.shape[2], device=keys.device)
+        values = values.float().where(at[:, None] < self.written, self.nothing)
+
+        scores = torch.einsum("bkqd,bksd->bkqs", self.query, keys.float()).view(*self.top.shape[:3], -1)
+        scores = scores.where(at <= self.last_visible, self.lowest)
+        top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - top)
+        rescale = torch.exp(self.top - top)
+        self.top = top
+        self.total = torch.addcmul(weights.sum(-1, keepdim=True), self.total, rescale)
+        sums = torch.einsum("bkqs,bksd->bkqd", weights.view(*self.query.shape[:3], -1), values)
+        self.weighted = torch.addcmul(sums.view(self.weighted.shape), self.weighted, rescale)
+
+    def output(self) -> torch.Tensor:
+        """[batch, tokens, num_heads, head_dim] in the query's dtype."""
+        return (self.weighted / self.total).transpose(1, 2).to(self.dtype)
+
+
+def block_length(tokens: int) -> int:
     """Cache entries per block: fewer blocks where few tokens look at them."""
     return max(1024, min(8192, 2**19 // tokens))
-
-
-def _once_known(total: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`slots`, as a function of `total`, which is never negative.
-
-    It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
-    all of them at once.
-    """
-    return slots.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
 
 
 def write_cache(

@@ -71,8 +71,8 @@ def fused_experts(
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * w2[e] (silu(gate) * up), with (gate, up) = w1[e] x.
 
-    Arguments have the names and the order of those of vLLM's function of the same name. Only the form for quantized
-    weights lets the host know the choice.
+    Arguments have the names and the order of those of vLLM's function of the same name. For a CPU: in a compiled graph
+    the router's choice may decide no shape, see `ops.xla`.
 
     Args:
         hidden_states: [tokens, hidden_size].
@@ -84,13 +84,9 @@ def fused_experts(
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
-    if w1_scale is not None:
-        return experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, mlp)
-    if hidden_states.device.type == "cpu" and _rows_are_aligned(w1) and _rows_are_aligned(w2):
+    if w1_scale is None and _rows_are_aligned(w1) and _rows_are_aligned(w2):
         return _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
-    if topk_ids.numel() < w1.shape[0]:
-        return _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids)
-    return _all_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+    return experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, mlp)
 
 
 def experts_one_by_one(
@@ -99,11 +95,11 @@ def experts_one_by_one(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    w1_scale: torch.Tensor,
-    w2_scale: torch.Tensor,
+    w1_scale: torch.Tensor | None,
+    w2_scale: torch.Tensor | None,
     mlp: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """`fused_experts` of quantized weights, an expert at a time: nobody holds two of them dequantized.
+    """`fused_experts`, an expert at a time: nobody holds two of them dequantized.
 
     Args:
         mlp: this function, or another way to compute it.
@@ -111,7 +107,8 @@ def experts_one_by_one(
     output = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in topk_ids.unique().tolist():
         tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
-        y = mlp(hidden_states[tokens], w1[expert], w2[expert], w1_scale[expert], w2_scale[expert])
+        scales = () if w1_scale is None else (w1_scale[expert], w2_scale[expert])
+        y = mlp(hidden_states[tokens], w1[expert], w2[expert], *scales)
         output.index_add_(0, tokens, y.float() * topk_weights[tokens, places, None])
     return output.to(hidden_states.dtype)
 
@@ -136,25 +133,3 @@ def _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
     weighted = torch.empty(y.shape, dtype=torch.float32, device=y.device)
     weighted[order] = y.float() * topk_weights.reshape(-1)[order, None]
     return weighted.view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
-
-
-def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
-    """Static shapes, for few tokens: fetch the weights of each choice."""
-    tokens, top_k = topk_ids.shape
-    flat_ids = topk_ids.reshape(-1)
-    x = hidden_states[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1, 1)
-    gate, up = (w1.index_select(0, flat_ids) @ x).chunk(2, dim=1)
-    y = w2.index_select(0, flat_ids) @ (F.silu(gate) * up)
-    weighted = y.float().view(tokens, top_k, -1) * topk_weights[..., None]
-    return weighted.sum(1).to(hidden_states.dtype)
-
-
-def _all_experts(hidden_states, w1, w2, topk_weights, topk_ids):
-    """Static shapes, for many tokens: every expert for every token, with the weight 0 where it was not chosen.
-
-    The second product sums over the experts too: a result per expert would be the largest tensor of the model.
-    """
-    experts = torch.arange(w1.shape[0], device=topk_ids.device)
-    weights = (topk_weights[..., None] * (topk_ids[..., None] == experts)).sum(1)  # [tokens, num_experts]
-    activated = silu_and_mul(torch.einsum("th,efh->etf", hidden_states, w1)).float() * weights.T[..., None]
-    return torch.einsum("etf,ehf->th", activated.to(w2.dtype), w2)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import cpu
+from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchTable, find_launch_table, tuned_config_folder
 from granite4_neuron.state import HybridState
 
@@ -37,14 +37,15 @@ class CPURuntime:
     """A model with its generation defaults, ready to run steps.
 
     Args:
-        model: with weights.
+        model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
         generation_config: the checkpoint's defaults for generation.
         kernels: "fused" for compiled kernels, "torch" for plain torch; see `ops.cpu.operators`.
         tuned_configs: a folder of tuned launch parameters; None for what GRANITE4_TUNED_CONFIG_FOLDER says, if
             anything. See `ops.launch_parameters`.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: there is no such folder, or the table in it for this model is broken.
+        UserError: there is no such folder, the table in it for this model is broken, or the Mamba kernels cannot run.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -58,16 +59,25 @@ class CPURuntime:
         generation_config: GenerationConfig,
         kernels: str = "fused",
         tuned_configs: str | Path | None = None,
+        *,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
     ):
-        self.model = model
+        degree = model.parallel.degree
+        operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
+        self.model = model.bind(operators)
         self.generation_config = generation_config
-        self._num_heads = self.config.rank_dimensions(model.parallel.degree).mamba_heads
+        self._num_heads = self.config.rank_dimensions(degree).mamba_heads
         self._launch_table = _launch_table(self.config, tuned_config_folder(tuned_configs))
-        model.use(cpu.operators(kernels))
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A sentence for each faster way of computing that this runtime does not take."""
+        return self.model.operators.refusals
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """State for slots 1 to `num_sequences`; the cache takes memory only as it is written."""

@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import TORCH
+from granite4_neuron.ops import select_operators
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.cpu import Row, step_inputs
 from granite4_neuron.state import HybridState
 
@@ -34,13 +35,14 @@ class XLARuntime:
     """A model on an XLA device, with the interface of `runtime.cpu.CPURuntime`.
 
     Args:
-        model: with weights; moved to the device.
+        model: with weights, which are copied to the device; it stays as it is.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
             one, a longer one is cut.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: torch_xla is not installed.
+        UserError: torch_xla is not installed, or the Mamba kernels cannot run.
     """
 
     # A prefill graph takes one sequence: a second one would double the graphs for little.
@@ -51,13 +53,15 @@ class XLARuntime:
         model: GraniteMoeHybridForCausalLM,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+        *,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
     ):
         if torch_xla is None:
             raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
         self.device = torch_xla.device()
-        self.model = model.to(self.device)
-        self.model.tie_weights()
-        self.model.use(TORCH)  # what the graphs are traced from
+        operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        self.model = model.bind(operators, self.device)
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()
@@ -65,6 +69,11 @@ class XLARuntime:
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """As `CPURuntime.refusals`."""
+        return self.model.operators.refusals
 
     @property
     def tokens_per_step(self) -> int:

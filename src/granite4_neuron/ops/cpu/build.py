@@ -22,11 +22,11 @@ _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno"
 
 
 @functools.cache
-def load_kernels() -> bool:
+def load_kernels() -> str | None:
     """Register `torch.ops.granite4_neuron`, compiling it at first use into the user's cache folder.
 
     Returns:
-        False if that is not possible here; why is said on standard error.
+        None, or why that is not possible here, which is said on standard error as well.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     sources = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
@@ -34,19 +34,21 @@ def load_kernels() -> bool:
     try:
         if not library.is_file():
             if compiler is None:
-                _say("no C++ compiler (c++) was found; the CPU runs plain torch instead of fused kernels.")
-                return False
+                return _refuse("no C++ compiler (c++) was found")
             _say("compiling the CPU kernels for this machine, once; this takes about half a minute ...")
             _compile(compiler, sources / "kernels.cpp", library)
         torch.ops.load_library(str(library))
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
-        _say(f"the CPU kernels do not compile here ({reason.strip()}); plain torch runs instead.")
-        return False
+        return _refuse(f"they do not compile here ({reason.strip()})")
     except OSError as error:
-        _say(f"the CPU kernels cannot be built or loaded ({error}); plain torch runs instead.")
-        return False
-    return True
+        return _refuse(f"they cannot be built or loaded ({error})")
+    return None
+
+
+def _refuse(reason: str) -> str:
+    _say(f"the CPU runs plain torch instead of fused kernels: {reason}.")
+    return reason
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import nki
 import torch
 
-from granite4_neuron.ops.mamba_kernels import LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 
 def launch(kernel: Any, *arguments: torch.Tensor, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:

@@ -167,10 +167,10 @@ struct BlockAttention {
     for (int64_t start = 0; start < seen; start += KEYS) {
       int64_t count = std::min(KEYS, seen - start);
       load(key + start * head_dim, value + start * head_dim, count);
-      gemm(rows, KEYS, head_dim, query.data(), head_dim, 1, keys.data(), KEYS, scores.data(), KEYS, false);
+      gemm({rows, KEYS, head_dim}, {query.data(), head_dim}, {keys.data(), KEYS}, {scores.data(), KEYS}, false);
       for (int64_t row = 0; row < rows; row++)
         soften(row, std::min(count, std::max<int64_t>(0, first_position + row / heads + 1 - start)));
-      gemm(rows, columns, count, scores.data(), KEYS, 1, values.data(), columns, out.data(), columns, true);
+      gemm({rows, columns, count}, {scores.data(), KEYS}, {values.data(), columns}, {out.data(), columns}, true);
     }
     for (int64_t row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_dim; d++)

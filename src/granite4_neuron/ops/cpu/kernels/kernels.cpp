@@ -1,4 +1,4 @@
-// The kernels as operators of torch, torch.ops.granite4_neuron.*; ops/cpu/__init__.py is their Python side.
+// The kernels as operators of torch, torch.ops.granite4_neuron.*; ops/cpu is their Python side, README.md the way in.
 #include <torch/library.h>
 
 #include "attention.h"
@@ -8,6 +8,79 @@
 #include "mamba.h"
 #include "norm.h"
 
+namespace granite4_neuron {
+
+// An operator's list of weights, read in its order.
+class WeightList {
+ public:
+  using List = c10::List<std::optional<at::Tensor>>;
+
+  explicit WeightList(const List& list) : list_(list) {}
+
+  std::optional<at::Tensor> next_if_any() {
+    TORCH_CHECK(next_ < list_.size(), "there are only ", list_.size(), " weights");
+    return list_.get(next_++);
+  }
+  at::Tensor next() {
+    std::optional<at::Tensor> weight = next_if_any();
+    TORCH_CHECK(weight.has_value(), "weight ", next_ - 1, " is None");
+    return *weight;
+  }
+  LinearWeights linear() {
+    return {next(), next_if_any(), next_if_any()};
+  }
+  LinearWeights linear_without_bias() {
+    return {next(), std::nullopt, next_if_any()};
+  }
+  MixerWeights mixer() {
+    return {next(), next_if_any(), next(), next(), next()};
+  }
+  bool is_at_end() const {
+    return next_ == list_.size();
+  }
+
+ private:
+  const List& list_;
+  size_t next_ = 0;
+};
+
+// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high.
+inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits) {
+  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2);
+  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1])};
+}
+
+at::Tensor mamba_mixer_operator(
+    const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
+  return mamba_mixer(projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
+}
+
+at::Tensor mamba_block_operator(
+    const at::Tensor& hidden_states, const WeightList::List& list, at::Tensor conv_state, at::Tensor ssm_state,
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
+  TORCH_CHECK(constants.size() == 4);
+  WeightList of(list);
+  MambaBlockWeights weights{of.next(), of.linear(), of.mixer(), of.next(), of.linear()};
+  return mamba_block(
+      hidden_states, weights, {conv_state, ssm_state}, rows, settings(sizes, constants.slice(0, 2)),
+      {constants[2], constants[3]});
+}
+
+at::Tensor feed_forward_block_operator(
+    const at::Tensor& hidden_states, const WeightList::List& list, int64_t top_k, double eps,
+    double residual_multiplier) {
+  WeightList of(list);
+  FeedForwardWeights weights{of.next(), of.linear_without_bias(), of.linear_without_bias(), std::nullopt};
+  if (!of.is_at_end()) weights.experts = {of.next(), of.linear_without_bias(), of.linear_without_bias()};
+  return feed_forward_block(hidden_states, weights, top_k, {eps, residual_multiplier});
+}
+
+}  // namespace granite4_neuron
+
+// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of a projection: weight, bias, scale; of an MLP's or
+// the experts' without the bias. mamba_block: norm, in_proj, mixer, gated_norm, out_proj. feed_forward_block: norm, input,
+// output, and with experts router, input, output.
 TORCH_LIBRARY(granite4_neuron, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? z, Tensor weight, float eps, int n_groups) -> Tensor");
@@ -17,20 +90,17 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "mlp(Tensor x, Tensor input_weight, Tensor output_weight, Tensor? input_scale, Tensor? output_scale) -> Tensor");
   library.def("logits(Tensor x, Tensor weight, float scaling, Tensor? scale) -> Tensor");
   library.def("few_rows() -> int", [] { return granite4_neuron::FEW; });
+  // rows: lengths, read_slots, write_slots. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
   library.def(
-      "mamba_mixer(Tensor projected, Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, "
-      "Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int n_groups, "
-      "float dt_low, float dt_high, int chunk_size, int heads_per_task) -> Tensor");
+      "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
+      "int[] sizes, float[] limits) -> Tensor");
+  // constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
-      "mamba_block(Tensor norm_weight, Tensor in_proj_weight, Tensor? in_proj_bias, Tensor? in_proj_scale, "
-      "Tensor conv_taps, Tensor? conv_bias, Tensor dt_bias, Tensor A, Tensor D, Tensor gated_norm_weight, "
-      "Tensor out_proj_weight, Tensor? out_proj_bias, Tensor? out_proj_scale, int n_groups, float dt_low, "
-      "float dt_high, float eps, float residual_multiplier, Tensor hidden_states, Tensor(a!) conv_state, "
-      "Tensor(b!) ssm_state, Tensor lengths, Tensor read_slots, Tensor slots, int chunk_size, int heads_per_task) -> Tensor");
+      "mamba_block(Tensor hidden_states, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
+      "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
   library.def(
-      "feed_forward_block(Tensor norm_weight, Tensor input_weight, Tensor output_weight, Tensor? input_scale, "
-      "Tensor? output_scale, Tensor? router_weight, int top_k, Tensor? w1, Tensor? w2, Tensor? w1_scale, "
-      "Tensor? w2_scale, float eps, float residual_multiplier, Tensor hidden_states) -> Tensor");
+      "feed_forward_block(Tensor hidden_states, Tensor?[] weights, int top_k, float eps, float residual_multiplier) "
+      "-> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
@@ -44,15 +114,18 @@ TORCH_LIBRARY(granite4_neuron, library) {
 }
 
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
-  library.impl("linear", &granite4_neuron::linear);
+  using at::Tensor;
+  using Optional = std::optional<Tensor>;
+  using Linear = Tensor (*)(const Tensor&, const Tensor&, const Optional&, const Optional&);
+  library.impl("linear", static_cast<Linear>(&granite4_neuron::linear));
   library.impl("rms_norm", &granite4_neuron::rms_norm);
-  library.impl("silu_and_mul", static_cast<at::Tensor (*)(const at::Tensor&)>(&granite4_neuron::silu_and_mul));
+  library.impl("silu_and_mul", static_cast<Tensor (*)(const Tensor&)>(&granite4_neuron::silu_and_mul));
   library.impl("residual_add", &granite4_neuron::residual_add);
   library.impl("mlp", &granite4_neuron::mlp);
   library.impl("logits", &granite4_neuron::logits);
-  library.impl("mamba_block", &granite4_neuron::mamba_block);
-  library.impl("feed_forward_block", &granite4_neuron::feed_forward_block);
-  library.impl("mamba_mixer", &granite4_neuron::mamba_mixer);
+  library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
+  library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
+  library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("decode_attention", &granite4_neuron::decode_attention);
   library.impl("prefill_attention", &granite4_neuron::prefill_attention);

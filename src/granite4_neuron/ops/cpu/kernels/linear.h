@@ -201,20 +201,25 @@ inline int64_t rows_per_task(int64_t columns, int64_t element_size) {
   return std::max<int64_t>(GROUP, 48 * 1024 / (columns * element_size));
 }
 
-// y = scale * row_scales * (weight . x) + bias, for few vectors; row_scales and bias may be null.
-//
-// x: [vectors, columns]; weight: [rows, columns]; row_scales, bias: [rows]; y: [vectors, rows].
+// A matrix as `linear_few` reads it: scales of quantized rows and bias may be null.
+template <typename T, typename W>
+struct AffineView {
+  const W* weight;          // [rows, columns]
+  const float* row_scales;  // [rows]
+  const T* bias;            // [rows]
+  int64_t rows, columns;
+};
+
+// y = scale * row_scales * (weight . x) + bias, for few vectors. x: [vectors, columns]; y: [vectors, rows].
 template <typename T, typename W, typename Out>
-inline void linear_few(
-    const T* x, int64_t vectors, const W* weight, const float* row_scales, const T* bias, float scale, Out* y,
-    int64_t rows, int64_t columns) {
+inline void linear_few(const T* x, int64_t vectors, const AffineView<T, W>& map, float scale, Out* y) {
   using P = Product<T, W>;
   std::vector<typename P::Input> scratch;
-  const auto* input = as_input(x, vectors * columns, scratch);
-  parallel_tasks(rows, rows_per_task(columns, sizeof(W)), [&](int64_t begin, int64_t end) {
-    multiply<P>(weight, input, vectors, columns, begin, end, [&](int64_t row, int64_t vector, float value) {
-      value *= row_scales ? scale * row_scales[row] : scale;
-      y[vector * rows + row] = static_cast<Out>(bias ? value + static_cast<float>(bias[row]) : value);
+  const auto* input = as_input(x, vectors * map.columns, scratch);
+  parallel_tasks(map.rows, rows_per_task(map.columns, sizeof(W)), [&](int64_t begin, int64_t end) {
+    multiply<P>(map.weight, input, vectors, map.columns, begin, end, [&](int64_t row, int64_t vector, float value) {
+      value *= map.row_scales ? scale * map.row_scales[row] : scale;
+      y[vector * map.rows + row] = static_cast<Out>(map.bias ? value + static_cast<float>(map.bias[row]) : value);
     });
   });
 }
@@ -299,9 +304,10 @@ inline at::Tensor linear(
   if (rows_of(any_x) > FEW) return linear_many(any_x, weight, bias, scale);
   at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options());
   GRANITE4_DISPATCH_WEIGHTS(x.scalar_type(), weight.scalar_type(), "linear", [&] {
-    linear_few(
-        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<weight_t>(), pointer<float>(scale),
-        pointer<scalar_t>(bias), 1.0f, y.mutable_data_ptr<scalar_t>(), weight.size(0), weight.size(1));
+    AffineView<scalar_t, weight_t> map{
+        weight.const_data_ptr<weight_t>(), pointer<float>(scale), pointer<scalar_t>(bias), weight.size(0),
+        weight.size(1)};
+    linear_few(x.const_data_ptr<scalar_t>(), rows_of(x), map, 1.0f, y.mutable_data_ptr<scalar_t>());
   });
   return y;
 }
@@ -313,10 +319,10 @@ inline at::Tensor logits(
   if (rows_of(any_x) > FEW) return linear_many(any_x, weight, std::nullopt, scale).to(at::kFloat).div_(scaling);
   at::Tensor x = any_x.contiguous(), y = at::empty(with_last(x, weight.size(0)), x.options().dtype(at::kFloat));
   GRANITE4_DISPATCH_WEIGHTS(x.scalar_type(), weight.scalar_type(), "logits", [&] {
-    linear_few(
-        x.const_data_ptr<scalar_t>(), rows_of(x), weight.const_data_ptr<weight_t>(), pointer<float>(scale),
-        static_cast<const scalar_t*>(nullptr), static_cast<float>(1.0 / scaling), y.mutable_data_ptr<float>(),
-        weight.size(0), weight.size(1));
+    AffineView<scalar_t, weight_t> map{
+        weight.const_data_ptr<weight_t>(), pointer<float>(scale), nullptr, weight.size(0), weight.size(1)};
+    float factor = static_cast<float>(1.0 / scaling);
+    linear_few(x.const_data_ptr<scalar_t>(), rows_of(x), map, factor, y.mutable_data_ptr<float>());
   });
   return y;
 }

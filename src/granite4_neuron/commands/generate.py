@@ -1,0 +1,124 @@
+"""`granite4-neuron generate`: continue prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from granite4_neuron.commands.options import (
+    EXAMPLES,
+    add_arithmetic,
+    add_cpu_options,
+    add_model,
+    chosen_dtype,
+    model_or_bundled,
+)
+from granite4_neuron.commands.output import PromptBar, peak_memory_bytes
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import GenerationStats, chat_prompt, load, stream_generate
+from granite4_neuron.generation.loading import BACKENDS
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue one prompt, printing text as it comes, or several at once as a batch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("prompt", nargs="*", help="the text to continue; several make a batch")
+    generate.add_argument("--file", help="read the prompt from this file, or from standard input with -")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
+    generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    add_model(generate)
+    add_arithmetic(generate)
+    add_cpu_options(generate)
+    generate.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+    generate.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
+    generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
+    sampling = generate.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="among the likeliest that make up probability P")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
+    sampling.add_argument("--seed", type=int, metavar="N", help="repeatable random numbers")
+    generate.add_argument("--verbose", action="store_true", help="report tokens per second and peak memory at the end")
+    generate.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    texts = _prompt_texts(options)
+    model, tokenizer = load(
+        model_or_bundled(options),
+        chosen_dtype(options),
+        options.prefill_scan,
+        options.backend,
+        options.decode_kernel,
+        options.cpu_kernels,
+        options.compiled,
+        quantize=options.quantize,
+        tuned_configs=options.tuned_configs,
+    )
+    prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
+    continuations = [""] * len(texts)
+    stats = GenerationStats()
+    with PromptBar() as progress:
+        for response in stream_generate(
+            model,
+            tokenizer,
+            prompts,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            seed=options.seed,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+            progress=progress,
+        ):
+            stats = response.stats
+            continuations[response.index] += response.text
+            if len(texts) == 1:
+                print(response.text, end="", flush=True)
+    if len(texts) == 1:
+        print()
+    else:
+        for text, continuation in zip(texts, continuations, strict=True):
+            print(f"=== {text}\n{continuation}\n")
+    if options.verbose:
+        _print_stats(stats)
+    return 0
+
+
+def _prompt_texts(options: argparse.Namespace) -> list[str]:
+    if options.prompt and options.file is not None:
+        raise UserError("give the prompt either as an argument or with --file, not both.")
+    if options.system is not None and not options.chat:
+        raise UserError("--system is part of a conversation; give --chat too.")
+    if options.prompt:
+        return options.prompt
+    if options.file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UserError("there is no prompt; give one as an argument, with --file, or on standard input.")
+    try:
+        text = sys.stdin.read() if options.file in (None, "-") else Path(options.file).read_text(encoding="utf-8")
+        return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
+    except OSError as error:
+        raise UserError(f"{options.file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{options.file or 'standard input'} is not text in UTF-8.") from None
+
+
+def _print_stats(stats: GenerationStats) -> None:
+    print(
+        f"prefill: {stats.prompt_tokens} tokens, {stats.prompt_tokens_per_second:.1f} tokens/s\n"
+        f"decode: {stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s\n"
+        f"peak memory: {peak_memory_bytes() / 2**20:.0f} MiB",
+        file=sys.stderr,
+    )

@@ -1,0 +1,68 @@
+"""`granite4-neuron info`: what a checkpoint is."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from granite4_neuron.commands.options import add_model, config_and_dtype, model_or_bundled
+from granite4_neuron.commands.output import print_table, size
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.state import sequence_bytes, token_bytes
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    info = commands.add_parser("info", help="what a checkpoint is: layers, parameters, bytes, state and cache sizes")
+    add_model(info, family=True)
+    info.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    name = str(model_or_bundled(options))
+    config, dtype = config_and_dtype(name)
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config)
+    table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
+    for row in _info_rows(config, dtype, sum(parameter.numel() for parameter in model.parameters())):
+        table.add_row(*row)
+    print_table(table)
+    return 0
+
+
+def _info_rows(config: GraniteMoeHybridConfig, dtype: torch.dtype, total: int) -> list[tuple[str, str]]:
+    mamba = config.layer_types.count(MAMBA)
+    attention = [index for index, kind in enumerate(config.layer_types) if kind != MAMBA]
+    expert = 3 * config.intermediate_size * config.hidden_size
+    idle = config.num_hidden_layers * (config.num_local_experts - config.num_experts_per_tok) * expert
+    active = total - idle if config.num_local_experts else total
+    rows = [
+        ("layers", f"{mamba} Mamba-2, {len(attention)} attention"),
+        ("attention at", "every layer" if not mamba else ", ".join(map(str, attention)) or "none"),
+        ("hidden size, vocabulary", f"{config.hidden_size}, {config.vocab_size}"),
+    ]
+    if mamba:
+        heads = f"{config.mamba_n_heads} x {config.mamba_d_head}, {config.mamba_d_state}, {config.mamba_n_groups}"
+        rows.append(("Mamba heads, state, groups", heads))
+    if attention:
+        rows.append(
+            (
+                "attention heads, key heads, width, positions",
+                f"{config.num_attention_heads}, {config.num_key_value_heads}, {config.head_dim}, "
+                f"{'rope' if config.uses_rope else 'none'}",
+            )
+        )
+    if config.num_local_experts:
+        rows.append(("experts, per token", f"{config.num_local_experts}, {config.num_experts_per_tok}"))
+    return [
+        *rows,
+        ("parameters", f"{total:,}"),
+        ("active per token", f"{active:,}"),
+        ("weights", f"{size(total * dtype.itemsize)} in {str(dtype).removeprefix('torch.')}"),
+        ("state per sequence", size(sequence_bytes(config, dtype))),
+        ("KV cache per token", f"{token_bytes(config, dtype):,} bytes"),
+        ("longest context", f"{config.max_position_embeddings:,} tokens"),
+    ]

@@ -1,0 +1,94 @@
+"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from granite4_neuron import plan
+from granite4_neuron.commands.options import add_ranks_and_sequences, chosen_dtype, config_and_dtype
+from granite4_neuron.commands.output import print_table
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.errors import UserError
+
+EXIT_DOES_NOT_FIT = 1
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    planner = commands.add_parser(
+        "plan",
+        help="what fits into the memory of a Trainium2 core",
+        description="Add up what each core of an instance holds of a model: weights, state, cache, logits, and what a "
+        "step of prefill needs besides. Without --model: a line for each member of the family.",
+    )
+    planner.add_argument(
+        "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
+    )
+    planner.add_argument("--instance", choices=plan.INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
+    planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
+    add_ranks_and_sequences(planner, tp_degree=4)
+    planner.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's longest)")
+    planner.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if min(options.tp_degree, options.batch_size) < 1 or (options.context is not None and options.context < 1):
+        raise UserError("--tp-degree, --batch-size and --context must be at least 1.")
+    if options.model is None:
+        return _plan_family(options)
+    config, dtype = config_and_dtype(options.model)
+    planned = _planned(config, chosen_dtype(options) or dtype, options)
+    batch_size, context = planned.batch_size, planned.context
+    table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}")
+    table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
+    table.add_row("weights", _gigabytes(planned.weights))
+    table.add_row(f"Mamba state of {batch_size}", _gigabytes(batch_size * planned.state))
+    table.add_row(f"KV cache of {batch_size} x {context:,} tokens", _gigabytes(batch_size * context * planned.token))
+    table.add_row("logits", _gigabytes(batch_size * planned.logits))
+    table.add_row("attention scores of a continued prompt", _gigabytes(context * planned.scores))
+    temporaries = planned.temporaries
+    known = "unknown without torch_xla and jax" if temporaries is None else _gigabytes(temporaries.of(batch_size))
+    table.add_row("other temporaries of a step", known)
+    table.add_section()
+    table.add_row("sum", _gigabytes(planned.total))
+    table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
+    table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
+    print_table(table)
+    print(planned.verdict())
+    return 0 if planned.fits else EXIT_DOES_NOT_FIT
+
+
+def _plan_family(options: argparse.Namespace) -> int:
+    """A line for each member: what fits at its whole context, or at the one that is asked for."""
+    table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "", "largest batch")
+    table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
+    refusals = []
+    for name in family_names():
+        config, dtype = config_and_dtype(name)
+        try:
+            planned = _planned(config, chosen_dtype(options) or dtype, options)
+        except UserError as error:
+            refusals.append(f"{name}: {error}")
+            continue
+        sequence = planned.state + planned.context * planned.token
+        sizes = [_gigabytes(size) for size in (planned.weights, sequence, planned.total)]
+        fits = "fits" if planned.fits else "does not fit"
+        short_name = name.removeprefix("granite-4.0-")
+        table.add_row(short_name, sizes[0], f"{planned.context:,}", *sizes[1:], fits, f"{planned.largest_batch:,}")
+    if not table.rows:
+        raise UserError(refusals[0].partition(": ")[2])
+    print_table(table)
+    print("\n".join(refusals), end="\n" if refusals else "")
+    return 0
+
+
+def _planned(config: GraniteMoeHybridConfig, dtype: torch.dtype, options: argparse.Namespace) -> plan.Plan:
+    context = config.max_position_embeddings if options.context is None else options.context
+    return plan.plan(config, dtype, options.instance, options.tp_degree, options.batch_size, context)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f}"

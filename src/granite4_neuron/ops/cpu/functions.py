@@ -1,0 +1,144 @@
+"""The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says more.
+
+They take over where fusing pays and leave the rest to the plain definition. Arithmetic is float32 inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from granite4_neuron.ops import moe
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`ops.linear`; few rows at the speed at which the weights can be read, and quantized ones never rounded again."""
+    return kernel("linear")(x, weight, bias, scale)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
+    """`ops.rms_norm`, for x in float32 or in weight's dtype."""
+    return kernel("rms_norm")(x, None, weight, eps, n_groups)
+
+
+def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int) -> torch.Tensor:
+    """`ops.rms_norm_gated`, for x in float32 or in weight's dtype, and z in weight's."""
+    return kernel("rms_norm")(x, z, weight, eps, n_groups)
+
+
+def residual_add(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
+    """`ops.residual_add`."""
+    return kernel("residual_add")(x, y, alpha)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`ops.silu_and_mul`, rounded once."""
+    return kernel("silu_and_mul")(x.contiguous())
+
+
+def mlp(
+    x: torch.Tensor,
+    input_weight: torch.Tensor,
+    output_weight: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.mlp`, of `linear` and `silu_and_mul`."""
+    return kernel("mlp")(x, input_weight, output_weight, input_scale, output_scale)
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.fused_experts`; for few tokens each chosen expert's weights are read once, and nobody else's."""
+    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
+    if is_few(hidden_states):
+        return kernel("fused_experts")(*arguments, w1_scale, w2_scale)
+    if w1_scale is not None:
+        return moe.experts_one_by_one(*arguments, w1_scale, w2_scale, mlp)
+    return moe.fused_experts(*arguments)
+
+
+def write_cache(
+    cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """`ops.write_cache`, but that padded tokens are written nowhere."""
+    kernel("write_cache")(cache, values.contiguous(), positions, lengths, slots)
+
+
+def cached_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    kv_length: int,
+    block_size: int | None = None,
+) -> torch.Tensor:
+    """`ops.cached_attention`, but that it visits what a row sees, whatever kv_length, in blocks of its own size."""
+    attend = kernel("decode_attention" if query.shape[1] == 1 else "prefill_attention")
+    return attend(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """`ops.logits`, of few tokens never rounded to the weights' dtype."""
+    return kernel("logits")(x, weight, scaling, scale)
+
+
+def mamba_mixer(
+    projected: torch.Tensor,
+    weights: Sequence[torch.Tensor | None],
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    sizes: tuple[int, int, int],
+    time_step_limit: tuple[float, float],
+) -> torch.Tensor:
+    """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
+    dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens `mamba_chunk_scan_combined`.
+
+    Padding is not looked at, and rows of length 0 change no state.
+
+    Args:
+        projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
+        weights: conv_weight, [conv_dim, 1, d_conv]; conv_bias, [conv_dim] or None; dt_bias, A_log and D, [num_heads];
+            all in projected's dtype.
+        conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
+        ssm_state: [slots, num_heads, head_dim, d_state], float32, advanced in place.
+        rows: lengths, read_slots and write_slots, each [batch]: a row's real tokens, where its state is read, and where
+            it is written.
+        sizes: n_groups, of B and C; chunk_size and heads_per_task, see `LaunchParameters`.
+        time_step_limit: of the clamp.
+
+    Returns:
+        [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
+    """
+    return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether reading the weights takes longer than the arithmetic with so many rows [..., channels]."""
+    return x.numel() <= _few_rows() * x.shape[-1]
+
+
+@functools.cache
+def _few_rows() -> int:
+    return torch.ops.granite4_neuron.few_rows()
+
+
+@functools.cache
+def kernel(name: str) -> torch._ops.OpOverload:
+    """The operator of torch that `build.load_kernels` registered under this name."""
+    return getattr(torch.ops.granite4_neuron, name).default

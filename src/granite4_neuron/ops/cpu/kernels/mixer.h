@@ -1,0 +1,64 @@
+// What the parts of the Mamba-2 mixer share: a layer's weights as the model has them, and one call's sizes, rows and
+// constants.
+#pragma once
+
+#include "common.h"
+
+namespace granite4_neuron {
+
+// The weights between a layer's projections, all in the dtype of its inputs.
+struct MixerWeights {
+  at::Tensor conv_weight;               // [channels, 1, width]
+  std::optional<at::Tensor> conv_bias;  // [channels]
+  at::Tensor dt_bias, A_log, D;         // [heads]
+};
+
+// A layer's recurrent state, which a call advances in place.
+struct MixerState {
+  at::Tensor conv;  // [slots, channels, width - 1], in the dtype of the inputs
+  at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32
+};
+
+// Of each row of the batch: its number of real tokens, and the slots where its state is read and written.
+struct Rows {
+  const int64_t *lengths, *read_slots, *write_slots;
+};
+
+// groups: of B and C. chunk_size: tokens that are scanned at once. heads_per_task: states that a thread of `decode`
+// takes at a time. dt_low, dt_high: the limits of step sizes.
+struct MixerSettings {
+  int64_t groups, chunk_size, heads_per_task;
+  float dt_low, dt_high;
+};
+
+// One call. The constants are made of the weights anew each time, which takes less than a thousandth of it: so the
+// weights of the model are the only ones there are.
+struct Mixer {
+  int64_t batch, tokens, heads, head_dim, d_state, width, channels;
+  Rows rows;
+  MixerSettings settings;
+  std::vector<float> conv_bias, dt_bias, A, D;  // conv_bias: zeros where there is none
+
+  int64_t inner() const {
+    return heads * head_dim;
+  }
+  int64_t group_of(int64_t head) const {
+    return head * settings.groups / heads;
+  }
+};
+
+inline std::vector<float> as_floats(const at::Tensor& tensor) {
+  std::vector<float> values(tensor.numel());
+  GRANITE4_DISPATCH(
+      tensor.scalar_type(), "as_floats", [&] { to_float(tensor.const_data_ptr<scalar_t>(), values.data(), values.size()); });
+  return values;
+}
+
+// A = -exp(A_log).
+inline std::vector<float> decay_rates(const at::Tensor& A_log) {
+  std::vector<float> rates = as_floats(A_log);
+  for (float& rate : rates) rate = -std::exp(rate);
+  return rates;
+}
+
+}  // namespace granite4_neuron

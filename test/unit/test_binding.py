@@ -1,0 +1,191 @@
+"""Models bound to operators: side by side over the same weights, whatever happens to these; and what is not used."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import TORCH, cpu, select_operators
+from granite4_neuron.ops.operators import Operators
+from granite4_neuron.ops.xla import XLA
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime, Row
+from test.support.checkpoints import small_config
+from test.support.stepping import poisoned_state, random_tokens, run_cuts
+
+needs_compiler = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+CONFIGS = {
+    "experts": small_config(),
+    "no experts, no biases": small_config(num_local_experts=0, mamba_conv_bias=False, mamba_proj_bias=True),
+}
+
+
+@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+def model(request):
+    return random_model(request.param)
+
+
+def logits(runtime, tokens=20):
+    """After a prompt and a token more, of two sequences."""
+    state = runtime.allocate(2, tokens + 1)
+    prompts = [Row(1, 0, range(tokens)), Row(2, 0, range(1, tokens))]
+    more = [Row(1, tokens, [3]), Row(2, tokens - 1, [4])]
+    return torch.stack([runtime.step(state, rows) for rows in (prompts, more)])
+
+
+def other_weights(model):
+    return dict(random_model(model.config, seed=1).named_parameters(remove_duplicate=False))
+
+
+def replace_parameters(model):
+    """With new objects, as loading a checkpoint does."""
+    for name, weight in other_weights(model).items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(weight.detach().clone(), requires_grad=False))
+    model.tie_weights()
+
+
+def copy_values(model):
+    """Into the tensors that there are, also behind autograd's back."""
+    others = other_weights(model)
+    for name, weight in model.named_parameters():
+        weight.data.copy_(others[name])
+
+
+class TestWeights:
+    @pytest.mark.parametrize("change", [replace_parameters, copy_values])
+    @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
+    def test_new_ones_are_used_at_once(self, model, kernels, change):
+        runtime = CPURuntime(model, GenerationConfig(), kernels)
+        before = logits(runtime)
+        change(model)
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels))
+        assert (expected - before).abs().max() > 0.1
+        assert torch.equal(logits(runtime), expected)
+
+    def test_each_of_them_counts(self, model):
+        """A runtime that had its own copy of one would not see that one change."""
+        runtime = CPURuntime(model, GenerationConfig())
+        before = logits(runtime)
+        for name, weight in model.named_parameters():
+            kept = weight.clone()
+            weight.data.mul_(1.5).add_(0.1)
+            assert not torch.equal(logits(runtime), before), name
+            weight.data.copy_(kept)
+        assert torch.equal(logits(runtime), before)
+
+    def test_a_bound_model_has_the_same_parameters(self, model):
+        bound = model.bind(XLA)
+        for (name, ours), (other_name, theirs) in zip(model.named_parameters(), bound.named_parameters(), strict=True):
+            assert name == other_name and ours is theirs
+
+    def test_on_a_device_they_are_copies(self):
+        model = random_model(small_config())
+        bound = model.bind(TORCH, torch.device("meta"))
+        assert {weight.device.type for weight in bound.parameters()} == {"meta"}
+        assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+        assert bound.lm_head.weight is bound.model.embed_tokens.weight
+
+
+class TestSideBySide:
+    def test_binding_leaves_the_model_as_it_is(self, model):
+        before = {id(module): dict(vars(module)) for module in model.modules()}
+        tokens = random_tokens(model.config.vocab_size, 2, 20)
+        expected = run_cuts(model, tokens, [20])
+        CPURuntime(model, GenerationConfig())
+        model.bind(dataclasses.replace(TORCH, logits=lambda *_: None))
+        assert before == {id(module): vars(module) for module in model.modules()}
+        assert model.operators is TORCH and torch.equal(run_cuts(model, tokens, [20]), expected)
+
+    @needs_compiler
+    def test_a_second_runtime_changes_nothing_in_the_first(self, model, monkeypatch):
+        fused = CPURuntime(model, GenerationConfig())
+        expected = logits(fused)
+        calls = []
+        plain = CPURuntime(model, GenerationConfig(), "torch")
+        for kind in (cpu.MambaBlock, cpu.FeedForwardBlock):
+            original = kind.__call__
+            monkeypatch.setattr(kind, "__call__", lambda *a, f=original, kind=kind: calls.append(kind) or f(*a))
+        assert torch.allclose(logits(plain), expected, atol=1e-4) and not calls
+        assert torch.equal(logits(fused), expected) and set(calls) == {cpu.MambaBlock, cpu.FeedForwardBlock}
+
+    def test_a_bound_model_can_be_bound_again(self, model):
+        fused = model.bind(cpu.operators())
+        tokens = random_tokens(model.config.vocab_size, 2, 20)
+        assert torch.equal(run_cuts(fused.bind(TORCH), tokens, [20]), run_cuts(model, tokens, [20]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cuts", [[20], [7, 1, 12], [1] * 6 + [14]])
+@torch.inference_mode()
+def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
+    """In any order of slots, which are looked up."""
+    fused = model.bind(cpu.operators())
+    tokens = random_tokens(model.config.vocab_size, 2, 20)
+    expected = run_cuts(model, tokens, [20])
+    state = poisoned_state(fused, 2, 20, has_null_slot=False)
+    slots, outputs, start = torch.tensor([2, 1]), [], 0
+    for size in cuts:
+        positions = torch.arange(start, start + size).expand(2, -1)
+        piece = tokens[:, start : start + size]
+        outputs.append(fused(piece, positions, torch.full((2,), size), slots, state, all_logits=True))
+        start += size
+    assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-5
+
+
+class TestRefusals:
+    """What a runtime says about faster ways that it does not take."""
+
+    @needs_compiler
+    def test_nothing_is_refused_by_default(self, model):
+        assert CPURuntime(model, GenerationConfig()).refusals == ()
+        assert CPURuntime(model, GenerationConfig(), "torch").refusals == ()
+
+    @needs_compiler
+    def test_another_scan(self, model):
+        runtime = CPURuntime(model, GenerationConfig(), prefill_scan="quadratic")
+        (refusal,) = runtime.refusals
+        assert refusal == (
+            "the fused Mamba layers are not used: they have their own scan, and the prefill scan quadratic and the "
+            "decode kernel torch are asked for."
+        )
+        assert all(layer.mamba_block is None for layer in runtime.model.model.layers)
+        assert torch.allclose(logits(runtime), logits(CPURuntime(model, GenerationConfig())), atol=1e-4)
+
+    @needs_compiler
+    def test_a_part_of_a_model(self):
+        config = small_config()
+        operators = select_operators(cpu.operators(), config, tp_degree=2)
+        assert operators.mamba_block is None and operators.feed_forward_block is None
+        assert [refusal.partition(" are not used: ")[0] for refusal in operators.refusals] == [
+            "the fused MLP and expert layers",
+            "the fused Mamba layers",
+        ]
+        assert all("a part of 2" in refusal for refusal in operators.refusals)
+        with torch.device("meta"):
+            part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
+        assert all(layer.mamba_block is None for layer in part.bind(operators).model.layers)
+
+    def test_no_compiler(self, model, monkeypatch):
+        monkeypatch.setattr(cpu, "load_kernels", lambda: "no C++ compiler (c++) was found")
+        runtime = CPURuntime(model, GenerationConfig())
+        assert runtime.refusals == ("the fused kernels are not used: no C++ compiler (c++) was found.",)
+        assert dataclasses.replace(runtime.model.operators, refusals=()) == TORCH
+
+    def test_what_has_no_faster_way_refuses_none(self):
+        assert select_operators(TORCH, small_config(), 2, prefill_scan="quadratic").refusals == ()
+        assert select_operators(XLA, small_config(), 2, prefill_scan="quadratic").refusals == ()
+
+
+def test_every_field_of_the_backends_has_the_definitions_arguments():
+    """But for defaults and names: an operator can stand for its definition wherever that is called."""
+    for operators in (cpu.operators(), XLA):
+        for field in dataclasses.fields(Operators):
+            ours, definition = getattr(operators, field.name), getattr(TORCH, field.name)
+            if hasattr(definition, "__code__"):
+                count = definition.__code__.co_argcount
+                assert ours.__code__.co_argcount == count, field.name
