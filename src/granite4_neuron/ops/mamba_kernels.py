@@ -11,7 +11,7 @@ from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.selective_state_update import selective_state_step
-from granite4_neuron.ops.xla import CHUNK_SIZE
+from granite4_neuron.ops.xla.mamba import CHUNK_SIZE, mamba_chunk_scan
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
@@ -135,19 +135,30 @@ class MambaKernels:
         elif is_decode:
             y = selective_state_step(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)[:, None]
         else:
-            chunk_size = self._chunk_size(x, launch_parameters)
-            y, ssm_state = mamba_chunk_scan_combined(
-                x, dt, A, B, C, chunk_size, D, initial_states=ssm_state, return_final_states=True
-            )
+            y, ssm_state = self._scan_torch(x, dt, A, B, C, D, ssm_state, launch_parameters)
         return y, _other_layout(ssm_state, not is_nki) if transposed else ssm_state
 
     def _is_nki(self, is_decode: bool) -> bool:
         return self.decode_kernel == "nki" if is_decode else self.prefill_scan in NKI_PREFILL_SCANS
 
-    def _chunk_size(self, x: torch.Tensor, launch_parameters: LaunchParameters) -> int:
-        if self.prefill_scan == "quadratic":
-            return x.shape[1]
-        return launch_parameters.torch_chunk_size if x.device.type == "cpu" else CHUNK_SIZE
+    def _scan_torch(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        ssm_state: torch.Tensor,
+        launch_parameters: LaunchParameters,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_quadratic = self.prefill_scan == "quadratic"
+        if x.device.type != "cpu":
+            return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, x.shape[1] if is_quadratic else CHUNK_SIZE)
+        chunk_size = x.shape[1] if is_quadratic else launch_parameters.torch_chunk_size
+        return mamba_chunk_scan_combined(
+            x, dt, A, B, C, chunk_size, D, initial_states=ssm_state, return_final_states=True
+        )
 
     def _scan_nki(
         self,

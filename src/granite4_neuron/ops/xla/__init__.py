@@ -5,10 +5,19 @@ What has no form of its own here is the plain definition.
 
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention
-from granite4_neuron.ops.xla.mamba import CHUNK_SIZE
+from granite4_neuron.ops.xla.mamba import CHUNK_SIZE, mamba_chunk_scan
 from granite4_neuron.ops.xla.moe import ExpertPath, expert_path, fused_experts
 from granite4_neuron.ops.xla.topk import topk_softmax
 
 XLA = Operators(topk_softmax=topk_softmax, fused_experts=fused_experts, cached_attention=cached_attention)
 
-__all__ = ["CHUNK_SIZE", "XLA", "ExpertPath", "cached_attention", "expert_path", "fused_experts", "topk_softmax"]
+__all__ = [
+    "CHUNK_SIZE",
+    "XLA",
+    "ExpertPath",
+    "cached_attention",
+    "expert_path",
+    "fused_experts",
+    "mamba_chunk_scan",
+    "topk_softmax",
+]

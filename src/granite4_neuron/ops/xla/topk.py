@@ -12,7 +12,7 @@ _MOST_IN_PAIRS = 64
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.topk_softmax`; of equal logits the first is chosen. Where a token's are NaN, its experts are the last one."""
+    """`ops.topk_softmax`; of equal logits the first is chosen. Of a token of NaN it is the last expert."""
     logits, num_experts = router_logits.float(), router_logits.shape[-1]
     choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
     top_logits, experts = choose(logits, top_k)
