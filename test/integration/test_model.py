@@ -211,7 +211,7 @@ class TestCpuMode:
         "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
     )
     def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
-        """In decode, where each of its rows has a sequence and where only some have."""
+        """In context encoding, and in decode, where each of its rows has a sequence and where only some have."""
         from granite4_neuron.nxdi import feed_forward
 
         sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
@@ -222,7 +222,8 @@ class TestCpuMode:
         monkeypatch.setattr(feed_forward, "launch", lambda *a, **k: launches.append(a) or launch(*a, **k))
         for seed, lengths in enumerate(RAGGED[:3]):
             assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
-        assert launches
+        kernels = {kernel.function.__name__ for kernel, *_ in launches}
+        assert kernels == ({"experts_decode"} if options else {"experts_decode", "experts_prefill"})
         if options:
             assert difference(folder, model, [50], [1]) <= TOLERANCE
             _, x, *_, slots, _ = launches[-1]

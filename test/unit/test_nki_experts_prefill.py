@@ -124,7 +124,7 @@ class TestExperts:
 
     def test_nothing_of_other_experts_is_read(self):
         inputs = experts_inputs(40, top_k=2)
-        inputs["topk_ids"][inputs["topk_ids"] == 3] = 8
+        inputs["topk_ids"][(inputs["topk_ids"] == 3).any(1)] = 8  # of a token all choices are inside or none
         expected = run(inputs)
         for name in ("gate_up_proj", "down_proj"):
             inputs[name][3] = math.nan

@@ -62,16 +62,18 @@ def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def combine_choices(
     y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """Each token's weighted sum over its choices, in float32, as [tokens, hidden] in the dtype of y.
+    """Each token's weighted sum over its choices: [tokens, hidden], zeros for a token without choices.
 
     Args:
-        y: [tokens * top_k or more, hidden]: the result of each choice; anything where an id is outside.
-        topk_ids, topk_weights: [tokens, top_k].
+        y: [tokens * top_k or more, hidden]: the result of each choice; anything for tokens without choices.
+        topk_ids: [tokens, top_k]. Those of a token are all inside 0 to num_experts - 1, or all outside.
+        topk_weights: [tokens, top_k].
     """
     tokens, top_k = topk_ids.shape
-    is_choice = (topk_ids >= 0) & (topk_ids < num_experts)
-    rows = y[: tokens * top_k].view(tokens, top_k, -1).where(is_choice[..., None], 0.0)
-    return (rows.float() * topk_weights[..., None]).sum(1).to(y.dtype)
+    rows = y[: tokens * top_k].view(tokens, top_k, -1)
+    sums = torch.einsum("tk,tkh->th", topk_weights.to(y.dtype), rows)
+    first = topk_ids[:, :1]
+    return sums.where((first >= 0) & (first < num_experts), 0.0)
 
 
 def _divide(rows: torch.Tensor) -> torch.Tensor:
