@@ -413,8 +413,12 @@ if sys.argv[1] == "drop":
 runtime = XLARuntime(random_model(small_config()), GenerationConfig(), (16,))
 state = runtime.allocate(2, 50)
 runtime.step(state, [Row(1, 0, [3] * 9)])
-if sys.argv[1] != "drop":
+if sys.argv[1] == "all":
     runtime.step(state, [Row(1, 9, [3])])
+if sys.argv[1] == "slots":
+    runtime.commit(state, runtime.verify(state, [Row(1, 9, [3, 4])]), [1])
+    runtime.copy(state, 1, 2, 10)
+    runtime.restore(state, [runtime.snapshot(state, 1, 10)], 2)
 print(len(list(state.tensors())))
 """
 
@@ -439,6 +443,14 @@ def donated_parameters(folder, variant):
 def test_every_state_tensor_is_donated(tmp_path):
     tensors, donated = donated_parameters(tmp_path, "all")
     assert tensors == 2 * 6 and donated == [tensors, tensors]
+
+
+def test_state_is_donated_when_it_is_verified_committed_copied_and_restored(tmp_path):
+    """A verification writes keys and values only, a commit recurrent state only; a snapshot's graph writes nothing."""
+    tensors, donated = donated_parameters(tmp_path, "slots")
+    keys_and_values = 2 * 2
+    commit = tensors - keys_and_values
+    assert donated == [tensors, keys_and_values, commit, tensors, 0, tensors]
 
 
 def test_a_dropped_alias_is_seen(tmp_path):

@@ -187,8 +187,8 @@ class XLARuntime:
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`, in a graph of its own; nothing passes through the host."""
-        state.copy(self._slot(source), self._slot(destination), _bucket(length, cache_buckets(state.max_length)))
+        """As `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
+        state.copy(self._slot(source), self._slot(destination), state.max_length)
         _run_graph(list(state.input_output_aliases(first=0)))
 
     @torch.no_grad()
