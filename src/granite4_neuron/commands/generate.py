@@ -46,7 +46,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     sampling.add_argument("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
     sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
     sampling.add_argument("--seed", type=int, metavar="N", help="repeatable random numbers")
-    generate.add_argument("--verbose", action="store_true", help="report tokens per second and peak memory at the end")
+    generate.add_argument(
+        "--verbose",
+        action="store_true",
+        help="report speed, peak memory, and faster kernels that were not used",
+    )
     generate.set_defaults(run=run)
 
 
@@ -83,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"=== {text}\n{continuation}\n")
     if options.verbose:
         _print_stats(stats)
+        for refusal in runtime.refusals:
+            print(refusal, file=sys.stderr)
     return 0
 
 
