@@ -42,6 +42,14 @@ def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float
     return 6.0 * tokens * slots * hidden_size * width, everything - weights * (1 - slots / num_experts)
 
 
+def _experts_prefill(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Every block has its rows: each is read and written once, and every expert's weights are."""
+    hidden_size, width = operands[0][1][1], operands[2][1][1]
+    rows = prod(operands[4][1])
+    row_bytes = hidden_size * BYTES[operands[0][0]]
+    return 6.0 * rows * hidden_size * width, everything - size_of(operands[0]) + rows * row_bytes
+
+
 def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
     """Scores within chunks of 128 tokens for each group, and for each head what comes of them and of the state."""
     batch, tokens, heads, head_dim = operands[0][1]
@@ -58,6 +66,7 @@ def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, fl
 _COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = {
     "attention_cte": _attention_cte,
     "experts_decode": _experts_decode,
+    "experts_prefill": _experts_prefill,
     "ssd_chunk_scan": _ssd_chunk_scan,
     "ssm_decode": _ssm_decode,
 }

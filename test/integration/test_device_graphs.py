@@ -133,7 +133,12 @@ def test_kernels_of_this_package(tmp_path):
     kernels = dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki")
     app = application(one_layer_of_each_kind("h-small", tmp_path), batch_size=4, config_options=kernels)
     for kind, bucket, expected in (
-        ("context_encoding_model", 128, ["conv1d_prefill", "ssd_chunk_scan"]),
+        ("context_encoding_model", 128, ["conv1d_prefill", "experts_decode", "experts_decode", "ssd_chunk_scan"]),
+        (
+            "context_encoding_model",
+            512,
+            [FLASH_ATTENTION, "conv1d_prefill", *["experts_prefill"] * 2, "ssd_chunk_scan"],
+        ),
         ("token_generation_model", 1024, ["conv1d_update", "experts_decode", "experts_decode", "ssm_decode"]),
     ):
         traced = trace(app, kind, bucket)

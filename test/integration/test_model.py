@@ -211,7 +211,7 @@ class TestCpuMode:
         "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
     )
     def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
-        """In decode, where each of its rows has a sequence and where only some have."""
+        """In context encoding, and in decode, where each of its rows has a sequence and where only some have."""
         from granite4_neuron.nxdi import feed_forward
 
         sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
@@ -222,7 +222,8 @@ class TestCpuMode:
         monkeypatch.setattr(feed_forward, "launch", lambda *a, **k: launches.append(a) or launch(*a, **k))
         for seed, lengths in enumerate(RAGGED[:3]):
             assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
-        assert launches
+        kernels = {kernel.function.__name__ for kernel, *_ in launches}
+        assert kernels == ({"experts_decode"} if options else {"experts_decode", "experts_prefill"})
         if options:
             assert difference(folder, model, [50], [1]) <= TOLERANCE
             _, x, *_, slots, _ = launches[-1]
@@ -662,6 +663,34 @@ class TestNeuronDevice:
             expected = nxdi.at(reference_logits(bundled_checkpoint(), tokens), lengths, STEPS)
             found = Difference.between(logits.flatten(0, 1), expected.flatten(0, 1))
             assert found.maximum <= 1e-2 and found.top1_agreement >= 0.99, found
+
+    @torch.inference_mode()
+    def test_hidden_states(self, tmp_path):
+        """After each layer but the last, of prefill and of decode: says which layer goes wrong."""
+        from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+        folder = bundled_checkpoint()
+        layers = [
+            f"layers.{index}"
+            for index in range(GraniteMoeHybridConfig.from_file(folder / "config.json").num_hidden_layers - 1)
+        ]
+        capture = dict(CAPTURE, tensor_capture_config=dict(modules_to_capture=layers))
+        config = nxdi.make_config(folder, tp_degree=2, on_cpu=False, **capture)
+        model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+        model.compile(str(tmp_path))
+        model.load(str(tmp_path))
+        tokens = random_tokens(config.vocab_size, 1, 41)
+        expected = reference_hidden_states(folder, tokens)[1:]
+        positions = torch.arange(41)[None]
+        for name, step in (("prefill", slice(0, 40)), ("decode", slice(40, 41))):
+            output = model(input_ids=tokens[:, step], position_ids=positions[:, step])
+            found = [captured[:, : step.stop - step.start].cpu() for captured in output.captured_tensors]
+            errors = [
+                ((ours - theirs).norm() / theirs.norm()).item()
+                for ours, theirs in zip(found, expected[:, :, step], strict=True)
+            ]
+            print(name, ", ".join(f"{layer}: {error:.1e}" for layer, error in zip(layers, errors, strict=True)))
+            assert max(errors) <= 1e-2
 
     def test_logits_pass_the_check_of_nxd_inference(self, model):
         """Which is in a package of the SDK; it raises where a logit is further off than 2 %."""

@@ -103,9 +103,13 @@ def _experts(name: str) -> Callable[..., torch.Tensor]:
 def _launch(kernel: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
-    definition = getattr(sys.modules[function.__module__], f"{function.__name__}_torch")
-    results = definition(*(torch.empty(argument.shape, dtype=argument.dtype, device="meta") for argument in arguments))
-    shapes, dtypes = [result.shape for result in results], [result.dtype for result in results]
+    if function.__name__ == "experts_prefill":  # whose definition looks at values
+        x, *_, choices = arguments
+        shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
+    else:
+        definition = getattr(sys.modules[function.__module__], f"{function.__name__}_torch")
+        results = definition(*(torch.empty_like(argument, device="meta") for argument in arguments))
+        shapes, dtypes = [result.shape for result in results], [result.dtype for result in results]
     return tuple(custom_call(function.__name__, arguments, shapes, dtypes))
 
 

@@ -11,11 +11,12 @@ from granite4_neuron.neuron_sdk import EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import Operators, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
+from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill
 from granite4_neuron.ops.selection import uses_nki
 from granite4_neuron.ops.xla import XLA, expert_path
 
-# Up to here the kernel reads fewer experts than there are.
-KERNEL_TOKENS = 16
+# The most tokens of a graph whose experts are computed slot by slot; those of more are sorted into blocks of rows.
+SLOT_TOKENS = 128
 # NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
 _INTERMEDIATE_BLOCK = 256
 
@@ -83,8 +84,9 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             return ()
         if self.expert_path == "nxd":
             return ("experts: NxD's, by neuron_config.blockwise_matmul_config.",)
-        if self.expert_path == "nki" and tokens <= KERNEL_TOKENS:
-            return (f"experts: by the NKI kernel, which reads each distinct one of {tokens} tokens once.",)
+        if self.expert_path == "nki":
+            rows = "all rows at once" if tokens <= SLOT_TOKENS else "blocks of rows"
+            return (f"experts: by an NKI kernel over {rows}, which reads each chosen one once.",)
         path = expert_path(tokens, self.granite.num_experts_per_tok, self.granite.num_local_experts)
         return (f"experts: {path}, in torch, as {path.reason}.",)
 
@@ -159,10 +161,12 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     def _check_kernel_for_experts(self) -> None:
         granite, neuron_config = self.granite, self.neuron_config
-        tokens = min(neuron_config.max_batch_size, KERNEL_TOKENS)
+        tokens = min(max(neuron_config.max_batch_size, neuron_config.max_context_length), SLOT_TOKENS)
         slots = num_slots(tokens, granite.num_experts_per_tok, granite.num_local_experts)
         width = granite.rank_dimensions(neuron_config.tp_degree).intermediate_size
-        check_experts_decode(tokens, slots, granite.hidden_size, width, neuron_config.torch_dtype.itemsize)
+        itemsize = neuron_config.torch_dtype.itemsize
+        check_experts_decode(tokens, slots, granite.hidden_size, width, itemsize)
+        check_experts_prefill(granite.hidden_size, width, itemsize)
 
     def _check_kernel_of_nxd(self) -> None:
         config, tokens = self.neuron_config.blockwise_matmul_config, self.neuron_config.max_context_length

@@ -8,10 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.layers.moe import SharedMLP
-from granite4_neuron.nxdi.config import KERNEL_TOKENS, GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.config import SLOT_TOKENS, GraniteMoeHybridInferenceConfig
 from granite4_neuron.ops import router_logits
+from granite4_neuron.ops.expert_blocks import combine_choices, expert_blocks
 from granite4_neuron.ops.expert_slots import expert_slots
 from granite4_neuron.ops.nki.experts_decode import experts_decode
+from granite4_neuron.ops.nki.experts_prefill import experts_prefill
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.xla import fused_experts, topk_softmax
 
@@ -56,7 +58,7 @@ class NeuronExperts(nn.Module):
         weights = weights * scale
         if self.path == "nxd":
             output = self.expert_mlps(x, self._affinities(weights, chosen), chosen, seq_len=hidden_states.shape[1])
-        elif self.path == "nki" and len(x) <= KERNEL_TOKENS:
+        elif self.path == "nki":
             output = self._by_kernel(x, weights, chosen.where(is_real.view(-1, 1), self.num_experts))
         else:
             output = fused_experts(x, *self._weights(), weights, chosen, input_first=True)
@@ -64,8 +66,12 @@ class NeuronExperts(nn.Module):
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """A choice that is no expert's number costs nothing."""
-        slots = expert_slots(chosen, weights, self.num_experts)
-        return sum(launch(experts_decode, x, *self._weights(), *slots))
+        if len(x) <= SLOT_TOKENS:
+            slots = expert_slots(chosen, weights, self.num_experts)
+            return sum(launch(experts_decode, x, *self._weights(), *slots))
+        blocks = expert_blocks(chosen, self.num_experts)
+        (of_choices,) = launch(experts_prefill, x, *self._weights(), *blocks)
+        return combine_choices(of_choices, chosen, weights, self.num_experts)
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_experts, hidden_size, 2 * width], gate first, and [num_experts, width, hidden_size]."""

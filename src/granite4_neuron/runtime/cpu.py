@@ -21,7 +21,15 @@ from granite4_neuron.ops.launch_parameters import (
     tuned_config_folder,
 )
 from granite4_neuron.runtime.fork import survive_forks
-from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    check_verification,
+    sources,
+    step_inputs,
+)
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
@@ -104,12 +112,13 @@ class CPURuntime:
             kv_length=_kv_length(rows),
             all_logits=all_logits,
             launch_parameters=self._launch_parameters(rows),
-            sources=torch.tensor([row.read_slot for row in rows]),
+            sources=sources(rows),
         )
 
     @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """As `Runtime.verify`."""
+        check_verification(self, rows)
         kept_inputs: list[torch.Tensor] = []
         longest = max(len(row.tokens) for row in rows)
         logits = self.model(
