@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from granite4_neuron.neuron_sdk import SOURCES
+
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
 PLATFORM = "trn2"
-# Environment variables that name checkouts of neuronx-distributed-inference and of neuronx-distributed.
-SOURCES = ("NXDI_SRC", "NXD_SRC")
 
 
 def why_not_importable() -> str | None:

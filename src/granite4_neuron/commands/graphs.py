@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron import neuron_stand_ins
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -25,7 +24,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import EXPERT_PATHS
+from granite4_neuron.neuron_sdk import EXPERT_PATHS, SOURCES
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         choices=("xla", "nxdi"),
         default="xla",
         help="nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
-        f"which {' and '.join(neuron_stand_ins.SOURCES)} name (default: xla)",
+        f"which {' and '.join(SOURCES)} name (default: xla)",
     )
     add_arithmetic(graph)
     add_expert_path(graph)
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
-    from granite4_neuron import graphs
+    from granite4_neuron import graphs, neuron_stand_ins
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
