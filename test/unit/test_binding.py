@@ -60,10 +60,10 @@ class TestWeights:
     @pytest.mark.parametrize("change", [replace_parameters, copy_values])
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
     def test_new_ones_are_used_at_once(self, model, kernels, change):
-        runtime = CPURuntime(model, GenerationConfig(), kernels)
+        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
         before = logits(runtime)
         change(model)
-        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels))
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
         assert (expected - before).abs().max() > 0.1
         assert torch.equal(logits(runtime), expected)
 
@@ -106,7 +106,7 @@ class TestSideBySide:
         fused = CPURuntime(model, GenerationConfig())
         expected = logits(fused)
         calls = []
-        plain = CPURuntime(model, GenerationConfig(), "torch")
+        plain = CPURuntime(model, GenerationConfig(), kernels="torch")
         for kind in (cpu.MambaBlock, cpu.FeedForwardBlock):
             original = kind.__call__
             monkeypatch.setattr(kind, "__call__", lambda *a, f=original, kind=kind: calls.append(kind) or f(*a))
@@ -143,7 +143,7 @@ class TestRefusals:
     @needs_compiler
     def test_nothing_is_refused_by_default(self, model):
         assert CPURuntime(model, GenerationConfig()).refusals == ()
-        assert CPURuntime(model, GenerationConfig(), "torch").refusals == ()
+        assert CPURuntime(model, GenerationConfig(), kernels="torch").refusals == ()
 
     @needs_compiler
     def test_another_scan(self, model):
