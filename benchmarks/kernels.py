@@ -6,7 +6,8 @@
 The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
 logical one (LNC=2). Of one core: instructions by engine; the time each engine and HBM need by themselves, the longest
 of which is a lower bound; and how the bytes moved compare with every argument read and every result written once. Of
-the experts, the weights of those that a token chose count as arguments; which ones they are is drawn.
+the experts, the weights of those that a token chose count as arguments, and in prefill a token and a result for every
+choice; which ones they are is drawn.
 
 Prefill of more than 256 tokens is extended from 128 and 256: every further 128 tokens are the same instructions.
 """
@@ -29,6 +30,7 @@ from granite4_neuron import UserError
 from granite4_neuron.cli import EXIT_BAD_INPUT
 from granite4_neuron.commands.options import check_folder_of
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.ops.expert_blocks import expert_blocks
 from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
 from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
@@ -45,6 +47,7 @@ TWO_TILES = ("tensor_tensor", "scalar_tensor_tensor")
 
 BLOCK = 128
 PROMPT_LENGTHS = (128, 1024, 8192)
+EXPERT_PROMPT_LENGTHS = (512, 2048)
 BATCH_SIZES = (1, 4, 8)
 PROGRAMS = 2
 
@@ -142,19 +145,33 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
 def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
     """The lines of experts of `width`, a rank's share."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
+    from granite4_neuron.ops.nki.experts_prefill import experts_prefill
 
     num_experts, hidden, dtype = config.num_local_experts, config.hidden_size, torch.bfloat16
-    gate_up_proj = torch.zeros(num_experts, hidden, 2 * width, dtype=dtype)
-    down_proj = torch.zeros(num_experts, width, hidden, dtype=dtype)
-    for batch in BATCH_SIZES:
-        logits = torch.rand(batch, num_experts, generator=torch.Generator().manual_seed(0))
-        topk_weights, topk_ids = logits.topk(config.num_experts_per_tok)
+    weights = (
+        torch.zeros(num_experts, hidden, 2 * width, dtype=dtype),
+        torch.zeros(num_experts, width, hidden, dtype=dtype),
+    )
+
+    def row(kernel: Callable, shape: str, tokens: int, topk_ids: torch.Tensor, *layout: torch.Tensor) -> Row:
+        cost = cost_of(kernel, [torch.zeros(tokens, hidden, dtype=dtype), *weights, *layout])
         distinct = topk_ids.unique().numel()
-        x = torch.zeros(batch, hidden, dtype=dtype)
-        arguments = [x, gate_up_proj, down_proj, *expert_slots(topk_ids, topk_weights, num_experts)]
-        cost = cost_of(experts_decode, arguments)
-        minimum = experts_hbm_bytes(batch, distinct, hidden, width, dtype.itemsize)
-        yield _row(experts_decode, f"batch {batch}, {distinct} experts", replace(cost, minimum_bytes=minimum))
+        rows = tokens if kernel is experts_decode else topk_ids.numel()
+        minimum = experts_hbm_bytes(rows, distinct, hidden, width, dtype.itemsize)
+        return _row(kernel, f"{shape}, {distinct} experts", replace(cost, minimum_bytes=minimum))
+
+    for batch in (*BATCH_SIZES, BLOCK):
+        topk_weights, topk_ids = _choices(batch, config)
+        yield row(experts_decode, f"batch {batch}", batch, topk_ids, *expert_slots(topk_ids, topk_weights, num_experts))
+    for length in EXPERT_PROMPT_LENGTHS:
+        _, topk_ids = _choices(length, config)
+        yield row(experts_prefill, f"length {length}", length, topk_ids, *expert_blocks(topk_ids, num_experts))
+
+
+def _choices(tokens: int, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts that random tokens choose."""
+    logits = torch.rand(tokens, config.num_local_experts, generator=torch.Generator().manual_seed(0))
+    return logits.topk(config.num_experts_per_tok)
 
 
 def _prefill(kernel: Callable, inputs: Callable[[int], list[torch.Tensor]]) -> Iterator[Row]:

@@ -663,6 +663,34 @@ class TestNeuronDevice:
             found = Difference.between(logits.flatten(0, 1), expected.flatten(0, 1))
             assert found.maximum <= 1e-2 and found.top1_agreement >= 0.99, found
 
+    @torch.inference_mode()
+    def test_hidden_states(self, tmp_path):
+        """After each layer but the last, of prefill and of decode: says which layer goes wrong."""
+        from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+        folder = bundled_checkpoint()
+        layers = [
+            f"layers.{index}"
+            for index in range(GraniteMoeHybridConfig.from_file(folder / "config.json").num_hidden_layers - 1)
+        ]
+        capture = dict(CAPTURE, tensor_capture_config=dict(modules_to_capture=layers))
+        config = nxdi.make_config(folder, tp_degree=2, on_cpu=False, **capture)
+        model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+        model.compile(str(tmp_path))
+        model.load(str(tmp_path))
+        tokens = random_tokens(config.vocab_size, 1, 41)
+        expected = reference_hidden_states(folder, tokens)[1:]
+        positions = torch.arange(41)[None]
+        for name, step in (("prefill", slice(0, 40)), ("decode", slice(40, 41))):
+            output = model(input_ids=tokens[:, step], position_ids=positions[:, step])
+            found = [captured[:, : step.stop - step.start].cpu() for captured in output.captured_tensors]
+            errors = [
+                ((ours - theirs).norm() / theirs.norm()).item()
+                for ours, theirs in zip(found, expected[:, :, step], strict=True)
+            ]
+            print(name, ", ".join(f"{layer}: {error:.1e}" for layer, error in zip(layers, errors, strict=True)))
+            assert max(errors) <= 1e-2
+
     def test_logits_pass_the_check_of_nxd_inference(self, model):
         """Which is in a package of the SDK; it raises where a logit is further off than 2 %."""
         from neuronx_distributed_inference.utils.accuracy import check_accuracy_logits_v2, generate_expected_logits

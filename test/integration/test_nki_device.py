@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from granite4_neuron.ops.expert_blocks import combine_choices, expert_blocks
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
@@ -85,3 +86,17 @@ def test_experts(device, tokens, dtype):
     check(device, experts_decode, experts_arguments(inputs), experts_oracle(inputs), dtype)
     idle = experts_inputs(tokens + 1, 32, 4096, 192, 2, dtype, idle=tuple(range(tokens)))
     check(device, experts_decode, experts_arguments(idle), experts_oracle(idle), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_experts_by_blocks(device, dtype):
+    """Blocks that keep the expert before, rows without a token, and blocks without rows."""
+    from granite4_neuron.ops.nki.experts_prefill import experts_prefill
+    from granite4_neuron.ops.nki.launch import launch
+
+    inputs = experts_inputs(500, 8, 4096, 192, 3, dtype, idle=tuple(range(450, 500)))
+    x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
+    arguments = (x, gate_up_proj, down_proj, *expert_blocks(topk_ids, 8))
+    (y,) = launch(experts_prefill, *(tensor.to(device) for tensor in arguments))
+    combined = combine_choices(y.cpu(), topk_ids, topk_weights, 8)
+    assert error(combined, sum(experts_oracle(inputs))) <= TOLERANCE[dtype]

@@ -5,10 +5,12 @@ import types
 
 import pytest
 
+from granite4_neuron.ops.expert_blocks import combine_choices, expert_blocks
 from granite4_neuron.ops.nki import (
     conv1d_prefill,
     conv1d_update,
     experts_decode,
+    experts_prefill,
     selective_scan,
     ssd_chunk_scan,
     ssm_decode,
@@ -175,6 +177,35 @@ EXPERTS = {
         "pass",
     ),
 }
+EXPERTS_PREFILL = {
+    "tokens of the next block": ("tokens_sb[:, block : block + 1]", "tokens_sb[:, block + 1 : block + 2]"),
+    "places of another block": ("choices_sb[:, block : block + 1]", "choices_sb[:, block - 1 : block]"),
+    "gate and up of the next block": (
+        "load_expert(gate_up_sb, gate_up_proj, load_id",
+        "load_expert(gate_up_sb, gate_up_proj, loads_sb[:, block + 1 : block + 2]",
+    ),
+    "down of the first block": (
+        "load_expert(down_sb, down_proj, load_id",
+        "load_expert(down_sb, down_proj, loads_sb[:, 0:1]",
+    ),
+    "rows of weights in another order than tokens": ("load_id, columns, 1)", "load_id, 1, MAX_PARTITIONS)"),
+    "blocks of the width in another order": ("load_id, 1, rows)", "load_id, width // rows, 1)"),
+    "elements of tokens in another order": (
+        "rows_sb.reshape((count, MAX_PARTITIONS, columns))",
+        "rows_sb.reshape((count, columns, MAX_PARTITIONS)).permute((0, 2, 1))",
+    ),
+    "rows without a token not skipped": (
+        "nisa.dma_copy(dst=rows_sb, src=source, oob_mode=nisa.oob_mode.skip)",
+        "nisa.dma_copy(dst=rows_sb, src=source)",
+    ),
+    "rows without a place not skipped": (
+        "nisa.dma_copy(dst=target, src=rows_sb, oob_mode=nisa.oob_mode.skip)",
+        "nisa.dma_copy(dst=target, src=rows_sb)",
+    ),
+    "sum over the width not carried": ("accumulate=block > 0", "accumulate=False"),
+    "the first bank for all": ("moving=down_sb[:, block, bank]", "moving=down_sb[:, block, 0 : y_psum.shape[1]]"),
+    "uninitialised tile": ("nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.engine.vector)", "pass"),
+}
 
 
 def mutations(of_kernel):
@@ -187,6 +218,8 @@ DECODE_INPUTS = decode_inputs(2, heads=4, head_dim=32, groups=2, d_state=64)
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
 # Fewer distinct experts than there is memory for, and a width of two blocks.
 EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
+# Experts with several blocks, blocks without rows, and a hidden size of more than a bank.
+PREFILL_INPUTS = experts_inputs(300, 4, hidden=640, width=192, top_k=2, idle=(0, 299))
 
 
 @mutations(SSD)
@@ -221,6 +254,17 @@ def test_conv1d_update(old, new):
 @mutations(EXPERTS)
 def test_experts_decode(old, new):
     check_fails(mutated(experts_decode, old, new), experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS))
+
+
+@mutations(EXPERTS_PREFILL)
+def test_experts_prefill(old, new):
+    x, gate_up_proj, down_proj, topk_ids, weights = PREFILL_INPUTS.values()
+    kernel = mutated(experts_prefill, old, new)
+    try:
+        (y,) = launch(kernel, x, gate_up_proj, down_proj, *expert_blocks(topk_ids, 4), programs=1)
+    except emulation.NkiError:
+        return
+    assert error(combine_choices(y, topk_ids, weights, 4), sum(experts_oracle(PREFILL_INPUTS))) > 1e-5
 
 
 def test_an_expert_that_is_read_twice():

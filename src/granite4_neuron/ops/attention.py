@@ -48,44 +48,45 @@ def cached_attention(
 class RunningSoftmax:
     """The sums of an attention so far, while blocks of the cache are added to them; see `cached_attention`.
 
-    total: [batch, num_heads, tokens, 1], the sum of the weights, relative to the largest score so far.
+    total: [batch, kv_heads, heads per kv head * tokens, 1], the sum of the weights, relative to the largest score.
     """
 
     def __init__(
         self, query: torch.Tensor, kv_heads: int, positions: torch.Tensor, lengths: torch.Tensor, scale: float
     ):
         batch, tokens, num_heads, head_dim = query.shape
-        self.dtype = query.dtype
+        self.shape, self.dtype = query.shape, query.dtype
         # Query heads that share a key head stand below one another.
-        self.query = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, head_dim)
+        heads_per_kv = num_heads // kv_heads
+        self.query = (query.float() * scale).transpose(1, 2).reshape(batch, kv_heads, heads_per_kv * tokens, head_dim)
         written = (positions[:, :1] + lengths[:, None]).where(lengths[:, None] > 0, 0)
-        self.last_visible = torch.minimum(positions, written - 1)[:, None, :, None]
+        self.last_visible = torch.minimum(positions, written - 1).int().repeat(1, heads_per_kv)[:, None, :, None]
         self.written = written[:, None, :, None]
 
-        self.nothing = self.query.new_zeros(())
         self.lowest = self.query.new_full((), torch.finfo(torch.float32).min)
-        self.top = self.lowest.expand(batch, num_heads, tokens, 1)
+        self.top = self.lowest.expand(*self.query.shape[:3], 1)
         self.total = torch.zeros_like(self.top)
-        self.weighted = self.query.new_zeros(batch, num_heads, tokens, head_dim)
+        self.weighted = torch.zeros_like(self.query)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
         """Attend to a block of the cache, [batch, kv_heads, entries, head_dim], whose first entry is `start`."""
-        at = torch.arange(start, start + keys.shape[2], device=keys.device)
-        values = values.float().where(at[:, None] < self.written, self.nothing)
+        at = torch.arange(start, start + keys.shape[2], dtype=torch.int32, device=keys.device)
+        values = values.where(at[:, None] < self.written, values.new_zeros(()))
 
-        scores = torch.einsum("bkqd,bksd->bkqs", self.query, keys.float()).view(*self.top.shape[:3], -1)
+        scores = torch.einsum("bkqd,bksd->bkqs", self.query, keys.float())
         scores = scores.where(at <= self.last_visible, self.lowest)
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - top)
         rescale = torch.exp(self.top - top)
         self.top = top
         self.total = torch.addcmul(weights.sum(-1, keepdim=True), self.total, rescale)
-        sums = torch.einsum("bkqs,bksd->bkqd", weights.view(*self.query.shape[:3], -1), values)
-        self.weighted = torch.addcmul(sums.view(self.weighted.shape), self.weighted, rescale)
+        sums = torch.einsum("bkqs,bksd->bkqd", weights, values.float())
+        self.weighted = torch.addcmul(sums, self.weighted, rescale)
 
     def output(self) -> torch.Tensor:
         """[batch, tokens, num_heads, head_dim] in the query's dtype."""
-        return (self.weighted / self.total).transpose(1, 2).to(self.dtype)
+        batch, tokens, num_heads, head_dim = self.shape
+        return (self.weighted / self.total).view(batch, num_heads, tokens, head_dim).transpose(1, 2).to(self.dtype)
 
 
 def block_length(tokens: int) -> int:

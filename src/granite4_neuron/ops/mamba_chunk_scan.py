@@ -79,8 +79,8 @@ def mamba_chunk_scan_combined(
 
     # Groups join the batch: within one of them B and C are shared by all heads, and every tensor has rank 4 at most.
     rows = batch * n_groups
-    x_rows = _groups_to_rows(x.float(), n_groups)
-    dt_rows = _groups_to_rows(dt.float(), n_groups)
+    x_rows = groups_to_rows(x.float(), n_groups)
+    dt_rows = groups_to_rows(dt.float(), n_groups)
     A_rows = A.float().view(n_groups, heads_per_group).repeat(batch, 1)
     B_rows, C_rows = (values.float().transpose(1, 2).reshape(rows, length, d_state) for values in (B, C))
     if initial_states is None:
@@ -96,7 +96,7 @@ def mamba_chunk_scan_combined(
         )
         outputs.append(y)
 
-    y = _rows_to_groups(torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], n_groups)
+    y = rows_to_groups(torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], n_groups)
     if D is not None:
         y = torch.addcmul(y, x.float(), D.float()[:, None] if D.dim() == 1 else D.float())
     if z is not None:
@@ -293,14 +293,14 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
     return (values[..., None] * below_diagonal).cumsum(-2)  # the terms at [k, j] are values[k] where k > j
 
 
-def _groups_to_rows(values: torch.Tensor, n_groups: int) -> torch.Tensor:
+def groups_to_rows(values: torch.Tensor, n_groups: int) -> torch.Tensor:
     """[batch, length, heads, ...] as [batch * n_groups, length, heads of a group, ...]."""
     by_head = values.transpose(1, 2)
     return by_head.reshape(-1, by_head.shape[1] // n_groups, *by_head.shape[2:]).transpose(1, 2)
 
 
-def _rows_to_groups(values: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """The inverse of `_groups_to_rows`."""
+def rows_to_groups(values: torch.Tensor, n_groups: int) -> torch.Tensor:
+    """The inverse of `groups_to_rows`."""
     by_head = values.transpose(1, 2)
     return by_head.reshape(-1, by_head.shape[1] * n_groups, *by_head.shape[2:]).transpose(1, 2)
 

@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
-from granite4_neuron.ops.mamba_kernels import CHUNKED, SINGLE_TOKEN, MambaKernels
+from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import linear
@@ -107,6 +107,7 @@ class Operators:
     Who makes a set for a runtime is `select_operators`; the model computes with it after `model.bind`.
 
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
+    mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
     mamba_block, feed_forward_block: half a decoder layer each as one call, see `ops.cpu.blocks`; None for its parts one
         after the other.
     refusals: a sentence for each faster way that is not taken: which it is, and why.
@@ -124,6 +125,7 @@ class Operators:
     cached_attention: Operator = cached_attention
     logits: Operator = logits
     mamba_prefill: MambaKernels = CHUNKED
+    mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     mamba_block: Callable[..., Operator] | None = None
     feed_forward_block: Callable[..., Operator] | None = None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
-from granite4_neuron.ops.mamba_kernels import QUADRATIC, MambaKernels, with_layout
+from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
@@ -65,7 +65,7 @@ def _with_mamba_kernels(
     if uses_nki(prefill_scan, decode_kernel):
         _check_dimensions(config, tp_degree)
         nki = _nki_kernels()
-    prefill = {"chunked": base.mamba_prefill, "quadratic": QUADRATIC, **nki}[prefill_scan]
+    prefill = {"chunked": base.mamba_prefill, "quadratic": base.mamba_quadratic, **nki}[prefill_scan]
     decode = {"torch": base.mamba_decode, **nki}[decode_kernel]
     # Decode decides how the state lies: it reads and writes it for every token.
     prefill = with_layout(prefill, decode.has_kernel_layout)

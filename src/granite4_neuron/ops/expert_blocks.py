@@ -1,0 +1,107 @@
+"""Many tokens' choices of experts, sorted by expert into blocks of rows: a block has one expert.
+
+In plain torch with static shapes, without a sort or a running sum; there is room for the most blocks that can be. The
+blocks are in two parts, for two cores: each has half of those that have rows, and then what is left over.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+BLOCK_ROWS = 128  # as many as there are partitions: a product with weights takes as long for fewer
+PARTS = 2
+_CHUNK = 128  # tokens that are counted by one product with a triangle
+
+
+def num_blocks(tokens: int, top_k: int, num_experts: int) -> int:
+    """The most blocks there can be, rounded up to a multiple of PARTS."""
+    most = min((tokens * top_k + num_experts * (BLOCK_ROWS - 1)) // BLOCK_ROWS, num_experts * -(-tokens // BLOCK_ROWS))
+    return -(-most // PARTS) * PARTS
+
+
+def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort choices into blocks. Choice number token * top_k + i is the i-th of a token.
+
+    Args:
+        topk_ids: [tokens, top_k], integers, no expert twice for a token. Those outside 0 to num_experts - 1 choose
+            nothing: so the caller marks padding.
+
+    Returns:
+        loads: [blocks] in int32: a block's expert where it is another one than the block's before, or the part
+            begins; elsewhere num_experts, and in blocks without rows.
+        tokens: [BLOCK_ROWS, blocks] in int32: the token of each row; the number of tokens where there is none.
+        choices: like tokens: the choice of each row; BLOCK_ROWS * blocks where there is none.
+    """
+    topk_ids = topk_ids.to(torch.int32)
+    tokens, top_k = topk_ids.shape
+    size = num_blocks(tokens, top_k, num_experts)
+    experts = torch.arange(num_experts, dtype=torch.int32, device=topk_ids.device)
+    is_choice = topk_ids[..., None] == experts  # [tokens, top_k, num_experts]
+    chosen_before = _counts_before(is_choice.any(1))
+
+    blocks = _divide(is_choice.any(1).sum(0, dtype=torch.int32) + BLOCK_ROWS - 1)
+    first_block = (blocks[:, None] * (experts[:, None] < experts)).sum(0, dtype=torch.int32)
+    total = blocks.sum(dtype=torch.int32)
+    in_first_part = (total + 1) // PARTS
+    empty = size // PARTS - in_first_part  # blocks at the first part's end
+
+    number = first_block + _divide(chosen_before)
+    block = number + empty * (number >= in_first_part)
+    place = chosen_before % BLOCK_ROWS * size + block
+    places = place[:, None].where(is_choice, 0).sum(-1, dtype=torch.int32)
+    places = places.where(is_choice.any(-1), BLOCK_ROWS * size).flatten()
+    nothing = torch.full((BLOCK_ROWS * size + 1,), BLOCK_ROWS * size, dtype=torch.int32, device=topk_ids.device)
+    numbers = torch.arange(tokens * top_k, dtype=torch.int32, device=topk_ids.device)
+    choices = nothing.scatter(0, places.long(), numbers)[:-1].view(BLOCK_ROWS, size)
+
+    loads = _loads(blocks, first_block, in_first_part, size)
+    return loads, (choices // top_k).clamp(max=tokens), choices
+
+
+def combine_choices(
+    y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """Each token's weighted sum over its choices, in float32, as [tokens, hidden] in the dtype of y.
+
+    Args:
+        y: [tokens * top_k or more, hidden]: the result of each choice; anything where an id is outside.
+        topk_ids, topk_weights: [tokens, top_k].
+    """
+    tokens, top_k = topk_ids.shape
+    is_choice = (topk_ids >= 0) & (topk_ids < num_experts)
+    rows = y[: tokens * top_k].view(tokens, top_k, -1).where(is_choice[..., None], 0.0)
+    return (rows.float() * topk_weights[..., None]).sum(1).to(y.dtype)
+
+
+def _divide(rows: torch.Tensor) -> torch.Tensor:
+    """Rows in whole blocks."""
+    return rows.div(BLOCK_ROWS, rounding_mode="trunc")
+
+
+def _counts_before(is_chosen: torch.Tensor) -> torch.Tensor:
+    """[tokens, num_experts] in int32: how many earlier tokens chose an expert, as products with triangles."""
+    tokens, num_experts = is_chosen.shape
+    chunks = F.pad(is_chosen.float(), (0, 0, 0, -tokens % _CHUNK)).view(-1, _CHUNK, num_experts)
+    within = _earlier(_CHUNK, chunks) @ chunks
+    before = _earlier(len(chunks), chunks) @ chunks.sum(1)
+    return (within + before[:, None]).view(-1, num_experts)[:tokens].to(torch.int32)
+
+
+def _earlier(size: int, like: torch.Tensor) -> torch.Tensor:
+    """[size, size]: 1 where the column is before the row."""
+    numbers = torch.arange(size, device=like.device)
+    return (numbers < numbers[:, None]).to(like.dtype)
+
+
+def _loads(blocks: torch.Tensor, first_block: torch.Tensor, in_first_part: torch.Tensor, size: int) -> torch.Tensor:
+    """`loads` of `expert_blocks`."""
+    num_experts = len(blocks)
+    place = torch.arange(size, dtype=torch.int32, device=blocks.device)
+    is_second_part = place >= size // PARTS
+    number = place - is_second_part * (size // PARTS - in_first_part)
+    has_rows = number < torch.where(is_second_part, blocks.sum(dtype=torch.int32), in_first_part)
+    begins_part = place % (size // PARTS) == 0
+    begins_expert = ((number[:, None] == first_block) & (blocks > 0)).any(1)
+    expert = (first_block + blocks <= number[:, None]).sum(1, dtype=torch.int32)
+    return expert.where(has_rows & (begins_part | begins_expert), num_experts)
