@@ -2,16 +2,12 @@
 
     python benchmark_latency.py
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
-    python benchmark_latency.py --random-weights h-350m --batch-size 1 4 --tune tuned
 
 For each batch size and prompt length: time to first token (prefill and the choice of one token), time per output token,
 tokens per second of both phases, peak memory; and which share of the machine's bound both phases reach: the weights'
 arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
 runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
 the same machine.
-
---tune measures the Mamba kernels' launch parameters for a model's sizes and these batch sizes instead, and writes what
-was the fastest into a folder for --tuned-configs.
 """
 
 from __future__ import annotations
@@ -43,24 +39,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
-from benchmarks.tuning import tune
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
+from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from granite4_neuron.commands.options import add_cpu_options, check_folder_of
+from granite4_neuron.commands.options import add_cpu_options, check_folder_of, write_json
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
-from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_compiled
-from granite4_neuron.ops import LaunchParameters
-from granite4_neuron.ops.launch_parameters import (
-    CHOICES,
-    LaunchTable,
-    device_name,
-    processor_name,
-    read_table,
-    table_name,
-    write_table,
-)
+from granite4_neuron.ops.launch_parameters import processor_name
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 
@@ -83,7 +69,8 @@ class Point:
 class Result:
     """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak.
 
-    Shares of the bound are 0 where the machine is not this processor.
+    machine_gflops and machine_gbytes_per_second are what the machine does at most, measured in between; the shares of
+    the bound are computed from them. All four are 0 where the machine is not this processor.
     """
 
     implementation: str
@@ -98,6 +85,8 @@ class Result:
     decode_tokens_per_second: float
     prefill_of_bound: float
     decode_of_bound: float
+    machine_gflops: float
+    machine_gbytes_per_second: float
     peak_memory_mib: float
 
 
@@ -153,17 +142,20 @@ def main() -> int:
     options = _parser().parse_args()
     try:
         _check(options)
-        if options.tune:
-            _tune(options)
-            return 0
         with _checkpoint(options) as folder:
             _check_lengths(folder, options)
             results = _measure_all(folder, options)
+        _report(results, options)
     except UserError as error:
         print(f"benchmark_latency.py: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    return 0
+
+
+def _report(results: list[Result], options: argparse.Namespace) -> None:
+    """Print the numbers, and write and draw them where that is asked for."""
     machine = _machine(options.threads)
     _print(results, machine, options)
     if options.json:
@@ -176,10 +168,9 @@ def main() -> int:
             "repeats": options.repeats,
             "results": [dataclasses.asdict(result) for result in results],
         }
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
         _plot(results, machine, options.plot)
-    return 0
 
 
 def _measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
@@ -209,8 +200,9 @@ def _measure(folder: Path, point: Point, names: list[str], options: argparse.Nam
                 run, peaks[name] = _ask(worker, name, point, turn)
                 if turn >= options.warmup:
                     runs[name].append(run)
-    bound = _bound(folder, point, options, Rates.median(runs[MACHINE])) if machine else (0.0, 0.0)
-    return [_result(name, point, runs[name], peaks[name], bound) for name in names]
+    rates = Rates.median(runs[MACHINE]) if machine else None
+    bound = _bound(folder, point, options, rates) if rates else (0.0, 0.0)
+    return [_result(name, point, runs[name], peaks[name], bound, rates) for name in names]
 
 
 def _bound(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
@@ -292,7 +284,20 @@ def _serve(
         connection.send((times, peak_memory_bytes()))
 
 
-def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: tuple[float, float]) -> Result:
+def _result(
+    name: str,
+    point: Point,
+    runs: list[list[float]],
+    peak: int,
+    bound: tuple[float, float],
+    rates: Rates | None = None,
+) -> Result:
+    """What `runs`, each the moments of all tokens in seconds, come to.
+
+    Args:
+        peak: bytes of memory.
+        bound: the least seconds for the prompts, and for one step of decode.
+    """
     first = statistics.median(times[0] for times in runs)
     steps = sorted(after - before for times in runs for before, after in itertools.pairwise(times))
 
@@ -310,6 +315,8 @@ def _result(name: str, point: Point, runs: list[list[float]], peak: int, bound: 
         decode_tokens_per_second=point.batch_size / percentile(0.5) if steps else 0.0,
         prefill_of_bound=bound[0] / first,
         decode_of_bound=bound[1] / percentile(0.5) if steps else 0.0,
+        machine_gflops=rates.flops / 1e9 if rates else 0.0,
+        machine_gbytes_per_second=rates.bytes / 1e9 if rates else 0.0,
         peak_memory_mib=peak / 2**20,
     )
 
@@ -341,8 +348,18 @@ def _print(results: list[Result], machine: dict[str, str], options: argparse.Nam
             table.add_row(*_ratios(results[number - 1], result), end_section=True)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    for line in _growth(results):
+    for line in (*_machine_rates(results), *_growth(results)):
         console.print(line)
+
+
+def _machine_rates(results: list[Result]) -> Iterator[str]:
+    """The rates that the shares of the bound are computed from, one line for each point."""
+    for result in results:
+        if result.machine_gflops and result.implementation != TRANSFORMERS:
+            yield (
+                f"machine, at batch {result.batch_size} and prompt {result.prompt_length}: "
+                f"{result.machine_gflops:.0f} GFLOP/s, {result.machine_gbytes_per_second:.1f} GB/s"
+            )
 
 
 def _growth(results: list[Result]) -> Iterator[str]:
@@ -360,41 +377,6 @@ def _ratios(ours: Result, theirs: Result) -> list[str]:
     decode = "" if not theirs.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
     memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
     return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
-
-
-def _tune(options: argparse.Namespace) -> None:
-    """Measure launch parameters, print them beside the package's own, and write them into the folder's table."""
-    config, dtype = _config_and_dtype(options)
-    file = options.tune / table_name(config.mamba_d_head, config.mamba_d_state, torch.float32, device_name())
-    before = read_table(file)
-    torch.set_num_threads(options.threads)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        choices = tune(config, dtype, options.batch_size)
-        total = len(CHOICES) * len(options.batch_size)
-        choices = list(progress.track(choices, total=total, description="measuring"))
-    table = Table(title=escape(f"{_source(options)}\n{', '.join(_machine(options.threads).values())}"))
-    for column in ("batch", "", "default", "ms", "chosen", "ms", "ratio"):
-        table.add_column(column, justify="right" if column else "left")
-    for choice in choices:
-        table.add_row(
-            str(choice.batch_size),
-            choice.name,
-            str(choice.default),
-            f"{1e3 * choice.default_seconds:.3f}",
-            str(choice.chosen),
-            f"{1e3 * choice.chosen_seconds:.3f}",
-            f"{choice.default_seconds / choice.chosen_seconds:.2f}x",
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    tuned = {
-        batch_size * config.mamba_n_heads: LaunchParameters(
-            **{choice.name: choice.chosen for choice in choices if choice.batch_size == batch_size}
-        )
-        for batch_size in options.batch_size
-    }
-    # Entries for other batches, or for models with other numbers of such heads, stay.
-    write_table(file, LaunchTable({**(before.entries if before else {}), **tuned}))
-    print(f"wrote {file}", file=sys.stderr)
 
 
 def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
@@ -415,14 +397,17 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
         panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
         panel.legend()
     figure.suptitle(", ".join(machine.values()), fontsize="small")
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
 
 
 @contextmanager
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     """The folder to measure; one with random weights is written for the time of the run."""
     if options.random_weights is None:
-        yield checkpoint.find(options.model or bundled_checkpoint())
+        yield find(options.model or bundled_checkpoint())
         return
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
     with tempfile.TemporaryDirectory() as folder:
@@ -430,15 +415,6 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
         dtype = getattr(torch, options.dtype or config.torch_dtype)
         checkpoint.save_model(random_model(config, dtype=dtype), path)
         yield path
-
-
-def _config_and_dtype(options: argparse.Namespace) -> tuple[GraniteMoeHybridConfig, torch.dtype]:
-    """Of what is to be measured, without its weights."""
-    if options.random_weights is not None:
-        config = GraniteMoeHybridConfig.from_family(options.random_weights)
-        return config, getattr(torch, options.dtype or config.torch_dtype)
-    folder = checkpoint.find(options.model or bundled_checkpoint())
-    return GraniteMoeHybridConfig.from_file(folder / "config.json"), _dtype(folder, options)
 
 
 def _source(options: argparse.Namespace) -> str:
@@ -470,7 +446,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--warmup must be at least 0.")
     if options.compare and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
-    for file in (options.json, options.plot, options.tune):
+    for file in (options.json, options.plot):
         check_folder_of(file)
     if (options.backend == "nxdi") != (options.compiled is not None):
         raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
@@ -482,8 +458,6 @@ def _check(options: argparse.Namespace) -> None:
         if options.tuned_configs:
             raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
         neuron_sdk.require()
-    if options.tune:
-        _check_tune(options)
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
     if options.plot:
@@ -494,17 +468,6 @@ def _check(options: argparse.Namespace) -> None:
         formats = Figure().canvas.get_supported_filetypes()
         if options.plot.suffix[1:] not in formats:
             raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
-
-
-def _check_tune(options: argparse.Namespace) -> None:
-    if options.tune.exists() and not options.tune.is_dir():
-        raise UserError(f"--tune is {options.tune}, which is no folder; give one to write to.")
-    others = {"--backend nxdi": options.backend == "nxdi", "--cpu-kernels torch": options.cpu_kernels == "torch"}
-    others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
-    others["--tuned-configs"] = options.tuned_configs is not None
-    for option, is_given in others.items():
-        if is_given:
-            raise UserError(f"--tune measures launch parameters and nothing else; leave out {option}.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -521,12 +484,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: all")
     add_cpu_options(parser)
+    parser.set_defaults(threads=os.cpu_count() or 1)
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
-    parser.add_argument(
-        "--tune", type=Path, metavar="DIR", help="measure launch parameters instead, and write them into this folder"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
     return parser

@@ -26,6 +26,15 @@ def pytest_configure(config):
             os.environ.setdefault(variable, "1")
 
 
+def pytest_terminal_summary(terminalreporter):
+    """How many of the faults in test/faults were tried."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    faults = [report for report in reports if report.when == "call" and report.nodeid.startswith("test/faults/")]
+    if faults:
+        answered = sum(report.passed for report in faults)
+        terminalreporter.write_line(f"faults: {len(faults)} tried, {answered} answered as they should be")
+
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -76,7 +85,6 @@ def texting_folder(tmp_path_factory):
                 tie_word_embeddings=False,
                 max_position_embeddings=600,
                 eos_token_id=1,
-                # Sizes for which the package has launch parameters, so that nothing is said on standard error.
                 mamba_n_heads=4,
                 mamba_d_head=32,
                 mamba_d_state=32,

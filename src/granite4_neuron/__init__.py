@@ -5,7 +5,24 @@
 >>> text = generate(runtime, tokenizer, "An assignment statement", max_tokens=20)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import GenerationResponse, generate, load, stream_generate
+
+if TYPE_CHECKING:
+    from granite4_neuron.generation import GenerationResponse, generate, load, stream_generate
 
 __all__ = ["GenerationResponse", "UserError", "generate", "load", "stream_generate"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first asked for: the command line has answers that do not need it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from granite4_neuron import generation
+
+    return getattr(generation, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

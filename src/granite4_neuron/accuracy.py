@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
+from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state import HybridState
 
-FLOAT32_TOLERANCE = 1e-4
 QUANTIZED_AGREEMENT = 0.9  # of the top tokens
 
 

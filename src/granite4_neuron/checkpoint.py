@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download, split_torch_state_dict_into_shards
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron import memory
+from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import QUANTIZATIONS, quantize_per_channel
+from granite4_neuron.ops import quantize_per_channel
+from granite4_neuron.output_folder import complete_or_absent
+from granite4_neuron.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
 from granite4_neuron.weight_memory import WeightMemory
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,37 +36,8 @@ TOKENIZER_FILES = (
 )
 GENERATION_CONFIG = "generation_config.json"
 
-# transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
-_PUBLISHED_NAMES = {
-    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
-    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-}
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LISTED_NAMES = 8
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
-
-
-def find(model: str | Path) -> Path:
-    """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
-
-    Raises:
-        UserError: no such folder, or the id cannot be downloaded or is not a Granite 4 hybrid.
-    """
-    if os.path.isdir(model):
-        return Path(model)
-    if os.path.exists(model) or not _HUB_ID.fullmatch(str(model)):
-        raise UserError(f"{model} is not a folder; give the folder of a checkpoint or a Hugging Face id (owner/name).")
-    try:
-        # The config first: a model that this package does not run is not worth the download of its weights.
-        GraniteMoeHybridConfig.from_file(hf_hub_download(str(model), "config.json"))
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-        return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(f"{model} is not a folder, and cannot be had from Hugging Face ({reason}).") from None
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights (int8) up to half of that"
 
 
 def load_model(
@@ -76,6 +45,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     parallel: Parallel = Parallel(),  # noqa: B008
     quantize: str | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
@@ -87,9 +58,11 @@ def load_model(
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         parallel: the rank whose part is read.
         quantize: "int8" or None; not for a part of a model.
+        progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
-        UserError: the folder is not a complete Granite 4 hybrid checkpoint; the message lists what is wrong.
+        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with,
+            or there is not enough memory for it.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -97,25 +70,30 @@ def load_model(
         raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    stored = StoredTensors(folder)
+    stored.check(config)
+    dtype = dtype or getattr(torch, stored.dtype())
+    if dtype not in _DTYPES:
+        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    stored = _StoredTensors(folder)
-    stored.check(config)
-    dtype = dtype or stored.dtype()
-    if dtype not in _DTYPES.values():
-        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES.values()))}.")
     quantized = _quantizable(model) if quantize is not None else set()
     parameters = dict(model.named_parameters(remove_duplicate=not quantized))
     weights = [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]
     scales = [(parameters[name].shape[:-1], torch.float32) for name in quantized]
-    memory = WeightMemory(weights + scales)
-    for name, (shape, in_memory) in zip(parameters, weights, strict=True):
-        source = _EMBEDDING if name == _HEAD and config.tie_word_embeddings else name
-        tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-        if name in quantized:
-            tensor, scale = quantize_per_channel(tensor)
-            set_parameter(model, f"{name}_scale", memory.empty(scale.shape, torch.float32).copy_(scale))
-        set_parameter(model, name, memory.empty(shape, in_memory).copy_(tensor))
+    sizes = [math.prod(shape) * in_memory.itemsize for shape, in_memory in weights + scales]
+    memory.check_available(sum(sizes), f"the weights in {folder}", _LESS_MEMORY)
+    with memory.enough_for(f"the weights in {folder}"):
+        block = WeightMemory(weights + scales)
+        for number, (name, (shape, in_memory)) in enumerate(zip(parameters, weights, strict=True), start=1):
+            source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+            tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+            if name in quantized:
+                tensor, scale = quantize_per_channel(tensor)
+                set_parameter(model, f"{name}_scale", block.empty(scale.shape, torch.float32).copy_(scale))
+            set_parameter(model, name, block.empty(shape, in_memory).copy_(tensor))
+            if progress is not None:
+                progress(sum(sizes[:number]), sum(sizes[: len(weights)]))
     model.tie_weights()
     return model.eval()
 
@@ -131,12 +109,12 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     Raises:
         UserError: they are not those of the model; the message lists what is wrong.
     """
-    _StoredTensors(folder).check(config)
+    StoredTensors(folder).check(config)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype that a checkpoint's embedding, and with it the model, is stored in."""
-    return _StoredTensors(folder).dtype()
+    return getattr(torch, StoredTensors(folder).dtype())
 
 
 def save_model(
@@ -246,127 +224,5 @@ def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[i
     return table.get(re.sub(r"^model\.layers\.\d+\.", "", name), (0, []))
 
 
-class _StoredTensors:
-    """The tensors of a checkpoint folder, by published name."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._files: dict[str, Path] = {}
-        self._stored_names: dict[str, str] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
-        for file in _weight_files(folder):
-            with _open(file) as tensors:
-                for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
-                    name = published_name(stored_name)
-                    self._files[name] = file
-                    self._stored_names[name] = stored_name
-                    self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
-                    self._dtypes[name] = tensors.get_slice(stored_name).get_dtype()
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
-        with _open(self._files[name]) as tensors:
-            return tensors.get_tensor(self._stored_names[name])
-
-    def dtype(self) -> torch.dtype:
-        if self._dtypes.get(_EMBEDDING) not in _DTYPES:
-            raise UserError(f"the weights in {self.folder} have no {_EMBEDDING} of dtype {', '.join(_DTYPES)}.")
-        return _DTYPES[self._dtypes[_EMBEDDING]]
-
-    def check(self, config: GraniteMoeHybridConfig) -> None:
-        """Compare names and shapes with those of the whole model.
-
-        Raises:
-            UserError: lists what is missing, surplus or of the wrong shape.
-        """
-        with torch.device("meta"):
-            expected = dict(GraniteMoeHybridForCausalLM(config).named_parameters())
-        may_be_there = {_HEAD} if config.tie_word_embeddings else set()
-        strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
-        missing = sorted(expected.keys() - self._shapes.keys())
-        surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
-        wrong = [
-            f"{name} is {list(self._shapes[name])} instead of {list(parameter.shape)}"
-            for name, parameter in expected.items()
-            if name in self._shapes and self._shapes[name] != tuple(parameter.shape)
-        ]
-        faults = [
-            f"{what}: {_listed(names)}"
-            for what, names in (
-                ("missing", missing),
-                ("not of this model", surplus),
-                ("of another shape", wrong),
-                ("of a dtype that is not supported", strange),
-            )
-            if names
-        ]
-        if faults:
-            raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}.")
-    try:
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder / INDEX} is not an index of shards: it has no object named weight_map.") from None
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise UserError(f"{folder} lacks {len(absent)} of its {len(files)} shards: {_listed(absent)}.")
-    return files
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error}).") from None
-    except SafetensorError as error:
-        raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
-
-
-def published_name(name: str) -> str:
-    """The name under which a tensor is published, of that or of transformers 5.x's name in memory."""
-    for ending, published in _PUBLISHED_NAMES.items():
-        if name.endswith(ending):
-            return name.removesuffix(ending) + published
-    return name
-
-
-@contextmanager
-def complete_or_absent(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write to; it becomes `folder` when all went well, and is removed otherwise."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; choose another place to write to.")
-    partial = None
-    try:
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        yield partial
-        # mkdtemp and safetensors make private files; a checkpoint is as readable as anything else its owner writes.
-        mask = os.umask(0)
-        os.umask(mask)
-        for path in (partial, *partial.iterdir()):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-        partial.replace(folder)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} could not be written ({error}); nothing was left behind.") from None
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
 def _write_json(file: Path, values: dict) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
-    return ", ".join(names[:_LISTED_NAMES]) + more

@@ -5,61 +5,156 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
-import transformers
-
-from granite4_neuron.commands import check, compile, convert, generate, graphs, info, plan
+from granite4_neuron import memory
+from granite4_neuron.commands import check, compile, convert, generate, graphs, info, plan, tune
 from granite4_neuron.commands.options import EXAMPLES
+from granite4_neuron.commands.output import OutputError
 from granite4_neuron.errors import UserError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    if sys.stderr is None:  # closed; print would use standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
-    try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
-    except UserError as error:
-        print(f"granite4-neuron: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
-        _drop_output()
-        print(f"granite4-neuron: the output cannot be written ({error.strerror}).", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    with _interruptible_imports():
+        try:
+            options = parser().parse_args(arguments)
+            _set_up_logging(options.log_level)
+            return options.run(options)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            _drop_output()
+            return EXIT_BROKEN_PIPE
+        except OutputError as error:
+            _drop_output()
+            message = f"the output cannot be written ({error})."
+        except UserError as error:
+            message = str(error)
+        except OSError as error:
+            message = f"{error.filename or 'the system'}: {error.strerror or error}."
+            if memory.is_exhausted(error):
+                message = "there is not enough memory."
+        except (MemoryError, RuntimeError) as error:
+            if not memory.is_exhausted(error):
+                raise
+            message = "there is not enough memory."
+    print(f"granite4-neuron: {message}", file=sys.stderr)
+    return EXIT_BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of all commands."""
+    parser = _Parser(
         prog="granite4-neuron",
         description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    parser.add_argument(
+        "--print-completion", action=_PrintCompletion, help="print a completion script for this shell and exit"
+    )
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="warning", help="what is said on standard error (default: warning)"
+    )
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
-    for command in (generate, info, check, graphs, plan, compile, convert):
+    for command in (generate, info, check, graphs, plan, tune, compile, convert):
         command.add_parser(commands)
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers what it does not understand with one sentence, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help).")
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        print(f"granite4-neuron {metadata.version('granite4-neuron')}")
+        parser.exit()
+
+
+class _PrintCompletion(argparse.Action):
+    """Made by shtab, which is imported only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
+        super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: str, *__: object) -> None:
+        try:
+            import shtab
+        except ImportError:
+            raise UserError("completion scripts are made by shtab; install it with: pip install shtab.") from None
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def _set_up_logging(level: str) -> None:
+    """For this package and for the libraries that read their level when they are imported, which is later."""
+    import logging
+
+    logging.basicConfig(format="%(message)s", level=level.upper())
+    for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        # A warning of theirs is rarely about something that a person who runs a command could change.
+        os.environ.setdefault(variable, "error" if level == "warning" else level)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def _interruptible_imports() -> Iterator[None]:
+    """Within it, Ctrl-C during an import ends the process at once, without a word.
+
+    Modules in C may not survive the exception half imported, or turn it into another one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _on_interrupt(_: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(EXIT_INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def _drop_output() -> None:
     """Keep the interpreter from complaining again when it flushes what could not be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

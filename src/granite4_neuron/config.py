@@ -8,25 +8,55 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import reprlib
 import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from granite4_neuron.config_spelling import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.errors import UserError
+from granite4_neuron.json_files import read_object
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
-MAMBA = "mamba"
-ATTENTION = "attention"
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number
+DTYPES = tuple(DTYPE_BYTES)
 
-_LAYER_TYPE_SPELLINGS = {
-    "mamba": MAMBA,
-    "linear_attention": MAMBA,
-    "attention": ATTENTION,
-    "full_attention": ATTENTION,
+# Far beyond any model there is.
+_LARGEST = {
+    "num_hidden_layers": 2**12,
+    "num_local_experts": 2**12,
+    "mamba_n_groups": 2**12,
+    "mamba_d_conv": 2**12,
+    "mamba_expand": 2**12,
+    "max_position_embeddings": 2**40,
+} | dict.fromkeys(
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "shared_intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "mamba_n_heads",
+        "mamba_d_head",
+        "mamba_d_state",
+        "mamba_intermediate_size",
+    ),
+    2**22,
+)
+
+# How the types of fields are called in a sentence.
+_TYPE_NAMES = {
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "int | tuple[int, ...] | None": "a whole number or a list of them",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "str | None": "a text",
 }
 
 
@@ -91,7 +121,9 @@ class GraniteMoeHybridConfig:
 
     def __post_init__(self) -> None:
         if not self.layer_types:
-            object.__setattr__(self, "layer_types", (MAMBA,) * self.num_hidden_layers)
+            object.__setattr__(
+                self, "layer_types", (MAMBA,) * min(self.num_hidden_layers, _LARGEST["num_hidden_layers"])
+            )
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if not self.mamba_d_head and self.mamba_n_heads > 0:
@@ -119,7 +151,8 @@ class GraniteMoeHybridConfig:
             UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
         """
         if not self._divides(tp_degree):
-            possible = [str(degree) for degree in range(1, self.vocab_size + 1) if self._divides(degree)]
+            most = math.gcd(*self._split_sizes())
+            possible = [str(degree) for degree in range(1, most + 1) if self._divides(degree)]
             raise UserError(f"tp_degree is {tp_degree}; this model can be split by {', '.join(possible)}.")
         groups = max(1, self.mamba_n_groups // tp_degree)
         width = self.mamba_intermediate_size // tp_degree
@@ -136,8 +169,13 @@ class GraniteMoeHybridConfig:
         )
 
     def _divides(self, tp_degree: int) -> bool:
-        if tp_degree < 1:
+        if tp_degree < 1 or any(size % tp_degree for size in self._split_sizes()):
             return False
+        key_heads = self.num_key_value_heads
+        return ATTENTION not in self.layer_types or key_heads % tp_degree == 0 or tp_degree % key_heads == 0
+
+    def _split_sizes(self) -> list[int]:
+        """What every rank has an equal part of."""
         split = [self.vocab_size, self.shared_intermediate_size]
         if self.num_local_experts:
             split.append(self.intermediate_size)
@@ -147,9 +185,7 @@ class GraniteMoeHybridConfig:
                 split.append(self.mamba_n_groups)
         if ATTENTION in self.layer_types:
             split.append(self.num_attention_heads)
-            if self.num_key_value_heads % tp_degree and tp_degree % self.num_key_value_heads:
-                return False
-        return all(size % tp_degree == 0 for size in split)
+        return split
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config.json") -> GraniteMoeHybridConfig:
@@ -174,18 +210,7 @@ class GraniteMoeHybridConfig:
         Raises:
             UserError: see `from_dict`; also when the file is missing or is not JSON.
         """
-        path = Path(path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist; a checkpoint folder holds a config.json.") from None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not valid JSON ({error}).") from None
-        if not isinstance(values, dict):
-            raise UserError(f"{path} holds a JSON {type(values).__name__}, where an object is expected.")
-        return cls.from_dict(values, source=str(path))
+        return cls.from_dict(read_object(Path(path)), source=str(path))
 
     @staticmethod
     def is_family_member(name: str) -> bool:
@@ -228,18 +253,18 @@ class GraniteMoeHybridConfig:
             "num_attention_heads",
         ):
             self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
+        self._check_magnitudes()
         self._require(
             len(self.layer_types) == self.num_hidden_layers,
             f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}",
         )
-        self._require(self.hidden_act == "silu", f"hidden_act is {self.hidden_act!r}; only 'silu' is supported")
-        self._require(
-            self.position_embedding_type in ("rope", "nope", None),
-            f"position_embedding_type is {self.position_embedding_type!r}; it must be 'rope', 'nope' or null",
-        )
-        self._require(
-            self.torch_dtype in DTYPES, f"torch_dtype is {self.torch_dtype!r}; it must be one of {', '.join(DTYPES)}"
-        )
+        for name, choices in (
+            ("hidden_act", ("silu",)),
+            ("position_embedding_type", ("rope", "nope", None)),
+            ("torch_dtype", DTYPES),
+        ):
+            value, known = getattr(self, name), ", ".join("null" if one is None else one for one in choices)
+            self._require(value in choices, f"{name} is {reprlib.repr(value)}, and must be one of: {known}")
         for name in ("logits_scaling", "rms_norm_eps", "max_position_embeddings"):
             self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be above 0")
         self._check_experts()
@@ -247,6 +272,12 @@ class GraniteMoeHybridConfig:
             self._check_attention()
         if MAMBA in self.layer_types:
             self._check_mamba()
+
+    def _check_magnitudes(self) -> None:
+        """Keep out numbers with which looking at a model would take minutes, or its sizes would not fit 64 bits."""
+        for name, most in _LARGEST.items():
+            value = getattr(self, name)
+            self._require(value <= most, f"{name} is {reprlib.repr(value)}, and can be at most {most:,}")
 
     def _check_experts(self) -> None:
         experts, chosen = self.num_local_experts, self.num_experts_per_tok
@@ -309,68 +340,22 @@ def _family_folder():
 
 def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("model_type") != MODEL_TYPE:
-        raise UserError(f"model_type is {values.get('model_type')!r}, and must be {MODEL_TYPE!r} (a Granite 4 hybrid).")
+        raise UserError(
+            f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (a Granite 4 hybrid)."
+        )
+    quantization = values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UserError(
+            f"the weights are quantized ({reprlib.repr(method)}), and quantized checkpoints are not read; take the "
+            "model that this one was made from, and quantize it on loading."
+        )
     fields = {field.name: field for field in dataclasses.fields(GraniteMoeHybridConfig)}
-    read = {name: value for name, value in _one_spelling(values).items() if name in fields and value is not None}
+    read = {name: value for name, value in one_spelling(values).items() if name in fields and value is not None}
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in read]
     if missing:
         raise UserError(f"these fields are missing: {', '.join(missing)}.")
     return {name: _typed(name, value, fields[name].type) for name, value in read.items()}
-
-
-def _one_spelling(values: dict[str, Any]) -> dict[str, Any]:
-    """Rename and unwrap what transformers 5.x writes differently from 4.57, and 4.57 from the published files."""
-    values = dict(values)
-    if values.get("layer_types") is None:
-        values["layer_types"] = values.get("layers_block_type")
-    if values.get("torch_dtype") is None:
-        values["torch_dtype"] = values.get("dtype")
-    if values.get("mamba_d_head") == "auto":
-        values["mamba_d_head"] = None
-    if isinstance(values.get("torch_dtype"), str):
-        values["torch_dtype"] = values["torch_dtype"].removeprefix("torch.")
-    if values.get("layer_types") is not None:
-        values["layer_types"] = _layer_types(values["layer_types"])
-    if values.get("time_step_limit") is not None:
-        values["time_step_limit"] = _time_step_limit(values["time_step_limit"])
-    if isinstance(values.get("eos_token_id"), list):
-        values["eos_token_id"] = tuple(values["eos_token_id"])
-    if values.get("position_embedding_type") == "rope":
-        values["rope_theta"] = _rope_theta(values)
-    return values
-
-
-def _layer_types(spelled: Any) -> tuple[str, ...]:
-    if not isinstance(spelled, list) or not all(isinstance(name, str) for name in spelled):
-        raise UserError(f"layer_types is {spelled!r}, and must be a list with one name per layer.")
-    unknown = sorted({name for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
-    if unknown:
-        raise UserError(
-            f"layer_types has unknown names ({', '.join(unknown)}); known are {', '.join(_LAYER_TYPE_SPELLINGS)}."
-        )
-    return tuple(_LAYER_TYPE_SPELLINGS[name] for name in spelled)
-
-
-def _time_step_limit(spelled: Any) -> tuple[float, float]:
-    if not isinstance(spelled, (list, tuple)) or len(spelled) != 2:
-        raise UserError(f"time_step_limit is {spelled!r}, and must be a pair of numbers.")
-    # JSON has no infinity: transformers 5.x writes {"__float__": "Infinity"}.
-    plain = [bound["__float__"] if isinstance(bound, dict) and "__float__" in bound else bound for bound in spelled]
-    try:
-        lower, upper = (float(bound) for bound in plain)
-    except (TypeError, ValueError):
-        raise UserError(f"time_step_limit is {spelled!r}, and must be a pair of numbers.") from None
-    return lower, upper
-
-
-def _rope_theta(values: dict[str, Any]) -> Any:
-    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise UserError(f"the rope parameters are {parameters!r}, and must be an object.")
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type != "default" or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"the rope parameters {parameters!r} are not supported; rope_type must be 'default'.")
-    return parameters.get("rope_theta", values.get("rope_theta"))
 
 
 def _typed(name: str, value: Any, annotation: str) -> Any:
@@ -388,4 +373,4 @@ def _typed(name: str, value: Any, annotation: str) -> Any:
         return value
     if annotation.startswith("str") and isinstance(value, str):
         return value
-    raise UserError(f"{name} is {value!r}, and must be of type {annotation}.")
+    raise UserError(f"{name} is {reprlib.repr(value)}, and must be {_TYPE_NAMES[annotation]}.")

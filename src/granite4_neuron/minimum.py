@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.state import mamba_state_shapes, token_bytes
+from granite4_neuron.sizes import mamba_state_shapes, token_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def minimum(
         flops=flops,
         weights=(per_token + chosen + weights.head) * dtype.itemsize,
         state=2 * mamba_layers * batch_size * state_bytes,
-        key_values=token_bytes(config, dtype, tp_degree) * (batch_size * context + all_tokens),
+        key_values=token_bytes(config, dtype.itemsize, tp_degree) * (batch_size * context + all_tokens),
         activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
     )
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from granite4_neuron import graphs
+from granite4_neuron.choices import INSTANCES
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.hlo_cost import ToolsMissing
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
-from granite4_neuron.state import sequence_bytes, token_bytes
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 
-# Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
-INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
+# Of a logical core.
 CORE_BYTES = 24 * 10**9
 # A step of prefill; what it needs besides grows linearly with it.
 PREFILL_TOKENS = 2048
@@ -133,8 +133,8 @@ def plan(
         batch_size,
         context,
         weights=weights * dtype.itemsize,
-        state=sequence_bytes(config, dtype, tp_degree),
-        token=token_bytes(config, dtype, tp_degree),
+        state=sequence_bytes(config, dtype.itemsize, tp_degree),
+        token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,
         scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
         temporaries=_temporaries(config, tp_degree, context),

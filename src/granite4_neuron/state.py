@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.sizes import mamba_state_shapes
 
 NULL_SLOT = 0
 
@@ -147,29 +148,3 @@ def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) ->
     if isinstance(layer, MambaState) or (start, length) == (0, layer.key.shape[2]):
         return vars(layer)
     return {field: tensor[:, :, start:length] for field, tensor in vars(layer).items()}
-
-
-def mamba_state_shapes(
-    config: GraniteMoeHybridConfig, tp_degree: int = 1, kernel_layout: bool = False
-) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
-    dimensions = config.rank_dimensions(tp_degree)
-    conv_shape = (dimensions.mamba_conv_dim, config.mamba_d_conv - 1)
-    heads, head_dim, d_state = dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state
-    return conv_shape, (d_state, heads, head_dim) if kernel_layout else (heads, head_dim, d_state)
-
-
-def sequence_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, tp_degree: int = 1) -> int:
-    """Bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers."""
-    if MAMBA not in config.layer_types:
-        return 0
-    (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config, tp_degree)
-    per_layer = conv_dim * window * dtype.itemsize + heads * head_dim * d_state * torch.float32.itemsize
-    return config.layer_types.count(MAMBA) * per_layer
-
-
-def token_bytes(config: GraniteMoeHybridConfig, dtype: torch.dtype, tp_degree: int = 1) -> int:
-    """Bytes of keys and values that each token of a sequence adds on a rank: all attention layers."""
-    attention_layers = len(config.layer_types) - config.layer_types.count(MAMBA)
-    kv_heads = config.rank_dimensions(tp_degree).key_value_heads
-    return attention_layers * 2 * kv_heads * config.head_dim * dtype.itemsize

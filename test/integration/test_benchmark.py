@@ -1,5 +1,6 @@
 """benchmark_latency.py as it is run; what it measures is not looked at."""
 
+import argparse
 import dataclasses
 import json
 import subprocess
@@ -10,10 +11,9 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.bound import decode_bytes, prefill_flops
-from granite4_neuron import load
-from granite4_neuron.ops import LaunchParameters, cpu
-from granite4_neuron.ops.launch_parameters import LaunchTable, device_name, read_table, table_name, write_table
+import benchmark_latency
+from benchmarks.bound import Rates, decode_bytes, prefill_flops
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import HybridState
 from test.support.checkpoints import small_config
@@ -40,6 +40,7 @@ def test_table_json_and_plot(tmp_path):
     assert points == [
         (name, batch, length) for batch in (1, 2) for length in (9, 20) for name in ("granite4-neuron", "transformers")
     ]
+    assert done.stdout.count("GFLOP/s") == 4
     assert all(value > 0 for result in record["results"] for value in list(result.values())[1:])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -60,13 +61,7 @@ def test_quantized_weights(tmp_path):
         (("--random-weights", "h-9b"), "no family member"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
         (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "--quantize belongs to the cpu backend"),
-        (("--tune", "/no/such/folder/x"), "cannot be written"),
-        (("--tune", str(SCRIPT)), "is no folder"),
-        (("--tune", "x", "--random-weights", "granite-4.0-350m"), "no Mamba layers"),
-        (("--tune", "x", "--cpu-kernels", "torch"), "leave out --cpu-kernels torch"),
-        (("--tune", "x", "--json", "y"), "leave out --json"),
-        (("--tune", "x", "--tuned-configs", "y"), "leave out --tuned-configs"),
-        (("--tuned-configs", "/no/such/folder"), "no folder"),
+        (("--tuned-configs", "/no/such/folder"), "not a folder"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -79,6 +74,47 @@ def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, 
     (tmp_path / "config.json").write_text((texting_folder / "config.json").read_text())
     done = run("--model", tmp_path, *SMALL)
     assert done.returncode == 2 and "has no model.safetensors" in done.stderr and "Traceback" not in done.stderr
+
+
+class TestResult:
+    """Times that are known beforehand: prompts are done after 0.5 and 0.7 s, further tokens come after 10 to 40 ms."""
+
+    RUNS = ([0.5, 0.51, 0.53, 0.54], [0.7, 0.72, 0.74, 0.78])
+    POINT = benchmark_latency.Point(batch_size=3, prompt_length=100, output_length=4)
+
+    @pytest.fixture
+    def result(self):
+        rates = Rates(flops=200e9, bytes=40e9)
+        return benchmark_latency._result("ours", self.POINT, list(self.RUNS), 3 * 2**20, (0.3, 0.005), rates)
+
+    def test_times(self, result):
+        assert result.first_token_ms == pytest.approx(600)
+        assert result.token_ms_p50 == pytest.approx(20)
+        assert result.token_ms_p99 == pytest.approx(40)
+
+    def test_rates(self, result):
+        """All rows of the batch count, and each once."""
+        assert result.prefill_tokens_per_second == pytest.approx(3 * 100 / 0.6)
+        assert result.decode_tokens_per_second == pytest.approx(3 / 0.02)
+
+    def test_shares_of_the_bound(self, result):
+        assert result.prefill_of_bound == pytest.approx(0.3 / 0.6)
+        assert result.decode_of_bound == pytest.approx(0.005 / 0.02)
+        assert (result.machine_gflops, result.machine_gbytes_per_second) == (200, 40)
+        assert result.peak_memory_mib == 3
+
+    def test_the_machine_is_printed(self, result):
+        (line,) = benchmark_latency._machine_rates([result])
+        assert line == "machine, at batch 3 and prompt 100: 200 GFLOP/s, 40.0 GB/s"
+
+    def test_the_bound(self, texting_folder):
+        """The weights' arithmetic at the machine's FLOP/s, weights and state at its bytes per second."""
+        config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
+        options = argparse.Namespace(dtype=None, quantize=None)
+        rates = Rates(flops=2e9, bytes=3e9)
+        prefill, decode = benchmark_latency._bound(texting_folder, self.POINT, options, rates)
+        assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)
+        assert decode == pytest.approx(decode_bytes(config, torch.float32, 3, 102) / 3e9)
 
 
 class TestBound:
@@ -114,39 +150,3 @@ class TestBound:
                 without, torch.float32, batch_size, 5
             )
             assert more == pytest.approx(4 * (router + experts * share))
-
-
-@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
-class TestTune:
-    """With the bundled model, which has 8 heads."""
-
-    FILE = table_name(32, 32, torch.float32, device_name())
-
-    def test_a_later_run_uses_what_an_earlier_one_wrote(self, tmp_path):
-        folder = tmp_path / "new"
-        done = run("--tune", folder, "--batch-size", "1", "3", "--threads", "1")
-        assert done.returncode == 0, done.stderr
-        for part in ("heads_per_task", "chunk_size", "torch_chunk_size", "default", "chosen", "ratio"):
-            assert part in done.stdout
-        assert f"wrote {folder / self.FILE}" in done.stderr
-        assert [file.name for file in folder.iterdir()] == [self.FILE]
-        table = read_table(folder / self.FILE)
-        assert sorted(table.entries) == [8, 24]
-        runtime, _ = load(tuned_configs=folder)
-        assert runtime._launch_table == table
-        done = run(*SMALL, "--tuned-configs", folder)
-        assert done.returncode == 0, done.stderr
-
-    def test_entries_of_other_batches_stay(self, tmp_path):
-        other = LaunchParameters(32, 1, 256)
-        write_table(tmp_path / self.FILE, LaunchTable({8: other, 800: other}))
-        done = run("--tune", tmp_path, "--batch-size", "2", "--threads", "1")
-        assert done.returncode == 0, done.stderr
-        entries = read_table(tmp_path / self.FILE).entries
-        assert sorted(entries) == [8, 16, 800] and entries[8] == entries[800] == other
-
-    def test_a_broken_file_is_refused_and_stays(self, tmp_path):
-        (tmp_path / self.FILE).write_text("{")
-        done = run("--tune", tmp_path)
-        assert done.returncode == 2 and done.stdout == "" and f"{self.FILE} is not a table" in done.stderr
-        assert (tmp_path / self.FILE).read_text() == "{"

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import accuracy, generate, load, stream_generate
+from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.layers import moe
 from granite4_neuron.ops import TORCH, rms_norm
-from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import KeyValueState, MambaState
 
@@ -71,6 +71,9 @@ def test_int8_gives_nearly_the_same_tokens(expected, kernels):
     """A sequence that takes another turn somewhere goes on from there: most tokens of most prompts are the same."""
     runtime, tokenizer = load(dtype=torch.float32, quantize="int8", cpu_kernels=kernels)
     assert runtime.is_quantized
+    # All of int8's range is used, not a quarter of it: the texts alone would hardly tell.
+    quantized = [weight for weight in runtime.model.parameters() if weight.dtype == torch.int8]
+    assert quantized and all(weight.int().abs().amax(-1).eq(127).all() for weight in quantized)
     same = [
         sum(a == b for a, b in zip(ours, theirs, strict=True)) == NEW_TOKENS
         for ours, theirs in zip(greedy(runtime, tokenizer), expected, strict=True)
@@ -85,7 +88,7 @@ def test_int8_passes_the_check(dtype):
     runtime, tokenizer = load(dtype=dtype, quantize="int8")
     report = accuracy.measure(bundled_checkpoint(), accuracy.default_prompts(tokenizer), 16, runtime)
     assert report.passed() and report.overall().top1_agreement >= 0.95
-    assert 1e-3 < report.overall().mean < 0.2
+    assert 1e-3 < report.overall().mean < 0.15
 
 
 def test_text_reads_like_text(bundled):
@@ -177,13 +180,14 @@ def test_40000_tokens_of_prompt():
     program = """
 import pydoc_data.topics, resource, sys, torch
 from granite4_neuron import load, stream_generate
-from granite4_neuron.state import token_bytes
+from granite4_neuron.sizes import token_bytes
 length = int(sys.argv[1])
 runtime, tokenizer = load(dtype=torch.float32)
 text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 prompt = tokenizer.encode(text[: 4 * length])[:length]
 out = "".join(response.text for response in stream_generate(runtime, tokenizer, prompt, max_tokens=60))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, length * token_bytes(runtime.config, torch.float32))
+cache = length * token_bytes(runtime.config, torch.float32.itemsize)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, cache)
 print(repr(out))
 """
 

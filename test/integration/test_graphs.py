@@ -20,7 +20,8 @@ from granite4_neuron.ops.xla import XLA
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
-from granite4_neuron.state import MambaState, mamba_state_shapes
+from granite4_neuron.sizes import mamba_state_shapes
+from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")

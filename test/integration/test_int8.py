@@ -7,12 +7,13 @@ import sys
 import pytest
 import torch
 
-from granite4_neuron import checkpoint, load
+from granite4_neuron import load
 from granite4_neuron.checkpoint import load_model, save_model, set_parameter
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.ops import dequantize, quantize_per_channel
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.checkpoints import CASES, small_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
@@ -117,7 +118,7 @@ def test_memory(tmp_path):
         layer_types=("mamba",) * 20,
     )
     save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
-    size, embedding = (tmp_path / "model" / checkpoint.WEIGHTS).stat().st_size, 2 * 40_000 * 512
+    size, embedding = (tmp_path / "model" / WEIGHTS).stat().st_size, 2 * 40_000 * 512
     program = f"""
 import re
 from pathlib import Path

@@ -9,8 +9,10 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import checkpoint
 from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.errors import UserError
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import CASES, small_config
 
 MOE = CASES[0]
@@ -33,22 +35,22 @@ def assert_same_weights(model, other):
 
 def change_weights(folder, change):
     """Rewrite model.safetensors after `change` has edited its dictionary of tensors."""
-    tensors = load_file(folder / checkpoint.WEIGHTS)
+    tensors = load_file(folder / WEIGHTS)
     change(tensors)
-    save_file(tensors, folder / checkpoint.WEIGHTS)
+    save_file(tensors, folder / WEIGHTS)
 
 
 def test_what_is_written_is_read_back(case_folder, case_model, tmp_path):
     save_model(case_model, tmp_path / "again")
     assert_same_weights(load_model(tmp_path / "again"), case_model)
     assert load_model(tmp_path / "again").config == load_model(case_folder).config
-    assert (tmp_path / "again" / checkpoint.WEIGHTS).stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "again" / WEIGHTS).stat().st_mode & 0o777 == 0o644
 
 
 def test_shards(saved, tmp_path):
     folder, model = saved
     save_model(model, tmp_path / "shards", max_shard_size="100KB")
-    assert not (tmp_path / "shards" / checkpoint.WEIGHTS).exists()
+    assert not (tmp_path / "shards" / WEIGHTS).exists()
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     assert_same_weights(load_model(tmp_path / "shards"), model)
     assert (
@@ -64,7 +66,7 @@ def test_what_transformers_writes_is_read(case_folder, case_model, tmp_path):
 
 def test_names_that_transformers_5_uses_in_memory(saved):
     folder, model = saved
-    new_names = {published: name for name, published in checkpoint._PUBLISHED_NAMES.items()}
+    new_names = {published: name for name, published in PUBLISHED_NAMES.items()}
 
     def rename(tensors):
         for name in list(tensors):
@@ -73,7 +75,7 @@ def test_names_that_transformers_5_uses_in_memory(saved):
                     tensors[name.removesuffix(published) + ending] = tensors.pop(name)
 
     change_weights(folder, rename)
-    assert any("experts.gate_up_proj" in name for name in load_file(folder / checkpoint.WEIGHTS))
+    assert any("experts.gate_up_proj" in name for name in load_file(folder / WEIGHTS))
     assert_same_weights(load_model(folder), model)
 
 
@@ -119,7 +121,7 @@ def test_a_long_list_is_cut(saved):
 
 def test_truncated_file(saved):
     folder, _ = saved
-    file = folder / checkpoint.WEIGHTS
+    file = folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged or incomplete"):
         load_model(folder)
@@ -135,11 +137,11 @@ def test_missing_shard(saved, tmp_path):
 
 def test_index_that_is_none(saved):
     folder, _ = saved
-    (folder / checkpoint.WEIGHTS).unlink()
+    (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors and no"):
         load_model(folder)
-    for content in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
-        (folder / checkpoint.INDEX).write_text(content)
+    for content in ("{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}'):
+        (folder / INDEX).write_text(content)
         with pytest.raises(UserError, match="is not an index of shards"):
             load_model(folder)
 
@@ -147,9 +149,9 @@ def test_index_that_is_none(saved):
 def test_no_such_folder_and_no_download(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a folder"):
-        checkpoint.find(tmp_path / "nothing")
+        find(tmp_path / "nothing")
     with pytest.raises(UserError, match="no-one/no-model is not a folder, and cannot be had from Hugging Face"):
-        checkpoint.find("no-one/no-model")
+        find("no-one/no-model")
 
 
 def test_a_folder_in_use_is_not_written_to(saved):
@@ -167,6 +169,7 @@ import resource, signal, sys
 from granite4_neuron.checkpoint import save_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import small_config
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -203,7 +206,7 @@ def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
         layer_types=("mamba",) * 20,
     )
     save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
-    size = (tmp_path / "model" / checkpoint.WEIGHTS).stat().st_size
+    size = (tmp_path / "model" / WEIGHTS).stat().st_size
     assert size > 150e6
     program = f"""
 import resource, torch

@@ -1,9 +1,11 @@
 """The command as a person types it: what it prints, its exit status, and one sentence for every bad input."""
 
+import argparse
 import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +16,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import checkpoint, neuron_sdk
-from granite4_neuron.cli import main
+from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
+from granite4_neuron.stored_tensors import WEIGHTS
 
+BUNDLED = "Using the small model that comes with the package; --model chooses another.\n"
 TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder
 
 
@@ -35,7 +39,7 @@ def run(capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
         try:
             status = main([str(argument) for argument in arguments])
-        except SystemExit as exit:  # argparse
+        except SystemExit as exit:  # of --help
             status = exit.code
         return status, *capsys.readouterr()
 
@@ -130,14 +134,14 @@ class TestBadInput:
         assert status == 2 and output == ""
         assert message in error.replace("\n", " "), error
         assert "Traceback" not in error
-        if error.startswith("granite4-neuron: "):
-            assert error.count("\n") == 1 and error.rstrip().endswith(".")
+        error = error.removeprefix(BUNDLED)
+        assert error.startswith("granite4-neuron: ") and error.count("\n") == 1 and error.rstrip().endswith(".")
 
     def test_no_such_folder(self, run, tmp_path):
         self.refused(run("generate", "--model", tmp_path / "none", "x"), "is not a folder")
 
     def test_a_file_instead_of_a_folder(self, run, folder):
-        self.refused(run("generate", "--model", folder / "config.json", "x"), "is not a folder")
+        self.refused(run("generate", "--model", folder / "config.json", "x"), "is not a folder but a file")
 
     def test_an_empty_folder(self, run, tmp_path):
         self.refused(run("generate", "--model", tmp_path, "x"), "config.json does not exist")
@@ -147,7 +151,7 @@ class TestBadInput:
         self.refused(run("generate", "--model", folder, "x"), "model_type is 'llama'")
 
     def test_truncated_weights(self, run, folder):
-        os.truncate(folder / checkpoint.WEIGHTS, 5000)
+        os.truncate(folder / WEIGHTS, 5000)
         self.refused(run("generate", "--model", folder, "x"), "damaged or incomplete")
 
     def test_missing_shard(self, run, folder, tmp_path):
@@ -168,15 +172,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "option, value, message",
         [
-            ("--max-tokens", "-3", "max_tokens is -3"),
-            ("--max-tokens", "many", "invalid int value"),
-            ("--temperature", "-1", "temperature"),
-            ("--temperature", "nan", "temperature"),
-            ("--top-p", "7", "top_p"),
-            ("--top-k", "-2", "top_k"),
-            ("--min-p", "2", "min_p"),
-            ("--repetition-penalty", "-1", "penalty"),
-            ("--seed", "-1", "seed is -1"),
+            ("--max-tokens", "-3", "argument --max-tokens: -3 is not a whole number of at least 1"),
+            ("--max-tokens", "many", "many is not a whole number of at least 1"),
+            ("--temperature", "-1", "-1 is not a number at least 0"),
+            ("--temperature", "nan", "nan is not a number at least 0"),
+            ("--temperature", "inf", "inf is not a number at least 0"),
+            ("--top-p", "7", "7 is not a number above 0 and at most 1"),
+            ("--top-k", "-2", "-2 is not a whole number of at least 0"),
+            ("--min-p", "2", "2 is not a number at least 0 and at most 1"),
+            ("--repetition-penalty", "-1", "-1 is not a number above 0"),
+            ("--seed", "-1", "-1 is not a whole number of at least 0"),
             ("--stop", "", "a stop string is empty"),
             ("--dtype", "int3", "invalid choice"),
             ("--quantize", "int4", "invalid choice"),
@@ -217,7 +222,7 @@ class TestBadInput:
 
     def test_a_broken_generation_config(self, run, folder):
         (folder / checkpoint.GENERATION_CONFIG).write_text("{")
-        self.refused(run("generate", "--model", folder, "x"), "generation_config.json cannot be read")
+        self.refused(run("generate", "--model", folder, "x"), "generation_config.json is not valid JSON")
 
     def test_chat_without_a_template(self, run, folder):
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -263,14 +268,14 @@ class TestBadInput:
         self.refused(run("generate", "--model", "x" * 5000, "x"), "is not a folder")
 
     def test_weights_of_an_unsupported_dtype(self, run, folder):
-        tensors = {name: tensor.double() for name, tensor in load_file(folder / checkpoint.WEIGHTS).items()}
-        save_file(tensors, folder / checkpoint.WEIGHTS)
+        tensors = {name: tensor.double() for name, tensor in load_file(folder / WEIGHTS).items()}
+        save_file(tensors, folder / WEIGHTS)
         self.refused(run("generate", "--model", folder, "x"), "of a dtype that is not supported")
 
     @pytest.mark.parametrize("command", [("generate", "x"), ("check",)])
     def test_tuned_configs(self, run, texting_folder, tmp_path, command):
         common = (*command, "--model", texting_folder, "--tuned-configs")
-        self.refused(run(*common, tmp_path / "none"), "none', which is no folder")
+        self.refused(run(*common, tmp_path / "none"), "none', which is not a folder")
         (tmp_path / TABLE).write_text('{"8": {}}')
         self.refused(run(*common, tmp_path), f"{TABLE} is not a table of launch parameters (entry 8 must")
 
@@ -283,8 +288,8 @@ class TestBadInput:
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")
         self.refused(run(), "required")
-        self.refused(run("check", "--tokens", "0"), "--tokens is 0")
-        self.refused(run("graphs", "--buckets", "0"), "must be at least 1")
+        self.refused(run("check", "--tokens", "0"), "0 is not a whole number of at least 1")
+        self.refused(run("graphs", "--buckets", "0"), "0 is not a whole number of at least 1")
         if importlib.util.find_spec("torch_xla") is None:
             self.refused(run("graphs"), "torch_xla, which is not installed")
             self.refused(run("generate", "--backend", "xla", "x"), "needs torch_xla")
@@ -359,14 +364,87 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-def test_help_names_every_command_and_option(run):
+COMMANDS = ("generate", "info", "check", "graphs", "plan", "tune", "compile", "convert")
+
+
+def test_help_names_every_command(run):
     status, output, _ = run("--help")
+    assert status == 0 and "examples:" in output
+    described = [line.split()[0] for line in output.splitlines() if re.match(r"    \w+  +\w", line)]
+    assert tuple(described) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(run, command):
+    status, output, _ = run(command, "--help")
     assert status == 0
-    for command in ("generate", "info", "check", "graphs", "convert", "examples:"):
-        assert command in output
+    (subparsers,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for action in subparsers.choices[command]._actions:
+        assert action.help, action.option_strings
+        assert not action.option_strings or action.option_strings[-1] in output
+
+
+def test_help_of_generate(run):
     _, output, _ = run("generate", "--help")
     for option in ("--model", "--chat", "--system", "--file", "--max-tokens", "--temperature", "--top-p", "--seed"):
         assert option in output
+
+
+NEED_NO_TORCH = [
+    ("--help",),
+    ("--version",),
+    ("info", "--model", "h-small"),
+    ("info",),
+    ("sing",),
+    ("generate", "--model", "h-350m", "x"),
+    *[(command, "--help") for command in COMMANDS],
+]
+
+
+@pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
+def test_what_needs_no_torch_imports_none(arguments):
+    """The modules are looked at, not the time: it is they that take it."""
+    program = """
+import sys
+from granite4_neuron.cli import main, parser
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("imported:", *(name for name in sys.modules if "." not in name))
+"""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    imported = set(done.stdout.splitlines()[-1].partition("imported: ")[2].split())
+    assert "granite4_neuron" in imported
+    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib"}
+    assert imported & heavy == set()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(run, shell):
+    pytest.importorskip("shtab")
+    status, output, _ = run("--print-completion", shell)
+    assert status == 0 and all(command in output for command in COMMANDS) and "max-tokens" in output
+
+
+def test_completion_without_shtab(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    status, output, error = run("--print-completion", "bash")
+    assert (status, output) == (2, "") and "install it with: pip install shtab" in error
+
+
+def test_version(run):
+    status, output, _ = run("--version")
+    assert status == 0 and re.fullmatch(r"granite4-neuron \d+\.\d+\.\d+\n", output)
+
+
+def test_threads(run, texting_folder):
+    before = torch.get_num_threads()
+    try:
+        assert run("generate", "--model", texting_folder, "--max-tokens", 1, "--threads", 1, "x")[0] == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -392,9 +470,7 @@ def test_a_reader_that_goes_away_is_no_error(texting_folder):
 def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
     """The bar goes to standard error, and only when there is more than one step to wait for."""
     monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime.tokens_per_step", 64)
-    monkeypatch.setattr(
-        "granite4_neuron.commands.output.Console", lambda **_: Console(file=sys.stderr, force_terminal=True)
-    )
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
     long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
     assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]
@@ -418,12 +494,13 @@ class TestNeuronSdkIsMissing:
         assert main(["generate", "text", "--backend", "nxdi", "--compiled", str(tmp_path)]) == 2
         assert "missing here: torch_neuronx_that_is_not_here." in capsys.readouterr().err
 
-    @pytest.mark.parametrize("arguments", [("--backend", "nxdi"), ("--compiled", "folder")])
-    def test_compiled_graphs_belong_to_the_backend(self, arguments, capsys):
-        assert main(["generate", "text", *arguments]) == 2
-        assert "belongs to the backend nxdi" in capsys.readouterr().err
+    def test_compiled_graphs_belong_to_the_backend(self, capsys):
+        assert main(["generate", "text", "--backend", "nxdi"]) == 2
+        assert "the backend nxdi needs a folder of compiled graphs" in capsys.readouterr().err
+        assert main(["generate", "text", "--compiled", "folder"]) == 2
+        assert "compiled graphs are for the backend nxdi; the backend here is cpu" in capsys.readouterr().err
 
     def test_lengths(self, case_folder, tmp_path, capsys):
         arguments = ["compile", "--model", str(case_folder), "--output", str(tmp_path / "graphs")]
         assert main([*arguments, "--max-context-length", "300", "--seq-len", "200"]) == 2
-        assert "no less than --max-context-length" in capsys.readouterr().err
+        assert "--seq-len is 200; it must be at least --max-context-length, which is 300" in capsys.readouterr().err

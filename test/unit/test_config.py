@@ -8,7 +8,7 @@ from transformers import GraniteMoeHybridConfig as ReferenceConfig
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.state import sequence_bytes, token_bytes
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import CASES, small_config
 
 # Parameters (as published where they are), state bytes per sequence and KV bytes per token in bfloat16.
@@ -45,8 +45,8 @@ def test_family_sizes(name):
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert token_bytes(config, torch.bfloat16) == per_token
-    assert sequence_bytes(config, torch.bfloat16) == per_sequence
+    assert token_bytes(config, torch.bfloat16.itemsize) == per_token
+    assert sequence_bytes(config, torch.bfloat16.itemsize) == per_sequence
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -96,7 +96,7 @@ def test_attention_only_models_may_have_meaningless_mamba_fields(published):
 REFUSED = {
     "model type": (dict(model_type="llama"), "model_type is 'llama'"),
     "missing field": (dict(hidden_size=None), "missing: hidden_size"),
-    "activation": (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "activation": (dict(hidden_act="gelu"), "hidden_act is 'gelu', and must be one of: silu"),
     "positions": (dict(position_embedding_type="alibi"), "position_embedding_type is 'alibi'"),
     "rope type": (
         dict(position_embedding_type="rope", rope_parameters={"rope_type": "yarn"}),
@@ -111,8 +111,8 @@ REFUSED = {
     "layer name": (dict(layer_types=["mamba"] * 5 + ["conv"]), "unknown names (conv)"),
     "layer count": (dict(layer_types=["mamba"] * 5), "layer_types names 5 layers, but num_hidden_layers is 6"),
     "conv width": (dict(mamba_d_conv=1), "mamba_d_conv is 1"),
-    "type": (dict(hidden_size="64"), "hidden_size is '64', and must be of type int"),
-    "fraction": (dict(hidden_size=64.5), "hidden_size is 64.5, and must be of type int"),
+    "type": (dict(hidden_size="64"), "hidden_size is '64', and must be a whole number"),
+    "fraction": (dict(hidden_size=64.5), "hidden_size is 64.5, and must be a whole number"),
     "infinite": (dict(vocab_size=math.inf), "vocab_size is inf"),
     "boolean": (dict(mamba_conv_bias=1), "mamba_conv_bias is 1"),
     "dtype": (dict(torch_dtype="int8"), "torch_dtype is 'int8'"),

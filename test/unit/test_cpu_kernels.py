@@ -552,19 +552,19 @@ class TestBuild:
         monkeypatch.delenv("CXX", raising=False)
         return tmp_path / "cache"
 
-    def test_without_a_compiler_plain_torch_runs(self, empty_cache, monkeypatch, capsys):
+    def test_without_a_compiler_plain_torch_runs(self, empty_cache, monkeypatch, caplog):
         monkeypatch.setenv("PATH", "")
         assert "no C++ compiler" in build.load_kernels.__wrapped__()
-        assert "no C++ compiler" in capsys.readouterr().err
-        assert not empty_cache.exists()
+        assert "no C++ compiler" in caplog.text
+        assert not list((empty_cache / "granite4-neuron").iterdir())
 
-    def test_a_compiler_that_fails_is_named(self, empty_cache, tmp_path, monkeypatch, capsys):
+    def test_a_compiler_that_fails_is_named(self, empty_cache, tmp_path, monkeypatch, caplog):
         compiler = tmp_path / "broken"
         compiler.write_text("#!/bin/sh\necho 'kernels.cpp: error: no such dialect' >&2\nexit 1\n")
         compiler.chmod(0o755)
         monkeypatch.setenv("CXX", str(compiler))
         assert "no such dialect" in build.load_kernels.__wrapped__()
-        assert "no such dialect" in capsys.readouterr().err
+        assert "no such dialect" in caplog.text
         assert not list((empty_cache / "granite4-neuron").iterdir()), "nothing half-built stays"
 
     def test_torch_kernels_are_the_plain_definitions(self):

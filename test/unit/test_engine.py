@@ -14,7 +14,8 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, with_overrides
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.state import MambaState, sequence_bytes, token_bytes
+from granite4_neuron.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state import MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
 
@@ -217,7 +218,8 @@ class TestSchedule:
 class TestMemory:
     def size(self, runtime, *lengths):
         return sum(
-            sequence_bytes(runtime.config, runtime.dtype) + n * token_bytes(runtime.config, runtime.dtype)
+            sequence_bytes(runtime.config, runtime.dtype.itemsize)
+            + n * token_bytes(runtime.config, runtime.dtype.itemsize)
             for n in lengths
         )
 

@@ -14,6 +14,7 @@ from transformers import (
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.engine import GenerationStats
 from granite4_neuron.engine.sampling import Sampler, with_overrides
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt
@@ -222,3 +223,11 @@ class TestChat:
         monkeypatch.setattr(texting[1], "chat_template", None)
         with pytest.raises(UserError, match="no chat template"):
             chat_prompt(texting[1], "hi")
+
+
+def test_rates_are_tokens_by_seconds():
+    stats = GenerationStats(
+        prompt_tokens=30, prompt_seconds=2.0, generated_tokens=14, decode_tokens=12, decode_seconds=3.0
+    )
+    assert (stats.prompt_tokens_per_second, stats.decode_tokens_per_second) == (15, 4)
+    assert GenerationStats().decode_tokens_per_second == 0

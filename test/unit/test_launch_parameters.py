@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 from functools import partial
@@ -16,15 +14,12 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig, family_names
-from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels, pinned_launch_parameters
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
-    FOLDER_VARIABLE,
     HEURISTIC,
     LaunchTable,
-    bundled_folder,
     device_name,
     find_launch_table,
     read_table,
@@ -50,18 +45,13 @@ def distinct(number):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """The four files that may hold the table, in the order in which they are looked for; none is there yet."""
+    """The two files that may hold the table, in the order in which they are looked for; neither is there yet."""
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
-    monkeypatch.setattr(launch_parameters, "bundled_folder", lambda: tmp_path / "bundled")
-    launch_parameters._warn_of_heuristic.cache_clear()
-    folders = [tmp_path / "user", tmp_path / "bundled"]
-    for folder in folders:
-        folder.mkdir()
-    return [folder / table_name(*SIZE, device) for folder in folders for device in (device_name(), "cpu")]
+    return [tmp_path / table_name(*SIZE, device) for device in (device_name(), "cpu")]
 
 
 class TestWhichTable:
-    @pytest.mark.parametrize("present", range(16))
+    @pytest.mark.parametrize("present", range(4))
     def test_the_first_that_exists(self, places, present):
         for number, file in enumerate(places):
             if present >> number & 1:
@@ -69,10 +59,8 @@ class TestWhichTable:
         table = find_launch_table(*SIZE, places[0].parent)
         assert table.at(1) == (distinct((present & -present).bit_length() - 1) if present else HEURISTIC)
 
-    def test_without_a_folder_only_the_package_is_looked_at(self, places):
-        for number, file in enumerate(places):
-            write_table(file, LaunchTable({1: distinct(number)}))
-        assert find_launch_table(*SIZE).at(1) == distinct(2)
+    def test_without_a_folder_there_is_none(self):
+        assert find_launch_table(*SIZE).at(1) == HEURISTIC
 
     @pytest.mark.parametrize("other", [(17, 16, torch.float32), (16, 17, torch.float32), (16, 16, torch.bfloat16)])
     def test_another_size_is_another_table(self, places, other):
@@ -111,10 +99,10 @@ class TestUserFolder:
         file.touch()
         monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
         for wrong in (file, tmp_path / "none", "", "a\0b"):
-            with pytest.raises(UserError, match=r"tuned_configs is .*, which is no folder"):
+            with pytest.raises(UserError, match=r"tuned_configs is .*, which is not a folder"):
                 tuned_config_folder(wrong)
         monkeypatch.setenv(FOLDER_VARIABLE, str(file))
-        with pytest.raises(UserError, match=f"{FOLDER_VARIABLE} is '{file}', which is no folder"):
+        with pytest.raises(UserError, match=f"{FOLDER_VARIABLE} is '{file}', which is not a folder"):
             tuned_config_folder()
 
 
@@ -246,30 +234,6 @@ class TestWriting:
                 write_table(folder / "table.json", LaunchTable({1: HEURISTIC}))
 
 
-class TestWarning:
-    def test_once_per_size(self, places, caplog):
-        for _ in range(3):
-            find_launch_table(*SIZE)
-        assert len(caplog.records) == 1 and table_name(*SIZE, device_name()) in caplog.text
-        for _ in range(2):
-            find_launch_table(HEAD_DIM, 2 * D_STATE, torch.float32)
-        assert len(caplog.records) == 2
-
-    def test_none_where_there_is_a_table(self, places, caplog):
-        write_table(places[3], LaunchTable({1: HEURISTIC}))
-        find_launch_table(*SIZE, places[0].parent).at(1)
-        assert not caplog.records
-
-    def test_on_standard_error_once_a_process(self):
-        script = (
-            "import torch; from granite4_neuron.ops import launch_parameters as l\n"
-            "for _ in range(3): l.find_launch_table(7, 9, torch.float32)"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout == ""
-        assert done.stderr.count("\n") == 1 and "head_dim=7,d_state=9" in done.stderr
-
-
 class TestPin:
     def test_nests_and_restores(self):
         table = LaunchTable({1: distinct(0)})
@@ -288,25 +252,6 @@ class TestPin:
             thread.start()
             thread.join()
         assert seen == [distinct(0)]
-
-
-class TestBundled:
-    def test_every_file_is_a_table_of_its_name(self):
-        files = list(bundled_folder().iterdir())
-        for file in files:
-            facts = dict(fact.split("=") for fact in file.name.removesuffix(".json").split(","))
-            head_dim, d_state = int(facts["head_dim"]), int(facts["d_state"])
-            assert file.name == table_name(head_dim, d_state, getattr(torch, facts["cache_dtype"]), facts["device"])
-            assert read_table(file).entries
-
-    def test_every_model_of_the_family_has_one_for_any_processor(self, monkeypatch, caplog):
-        monkeypatch.setattr(launch_parameters, "device_name", lambda: "a processor that nobody has measured")
-        configs = [GraniteMoeHybridConfig.from_family(name) for name in family_names()]
-        configs.append(GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json"))
-        for config in configs:
-            if MAMBA in config.layer_types:
-                find_launch_table(config.mamba_d_head, config.mamba_d_state, torch.float32)
-        assert not caplog.records
 
 
 class TestRuntime:
@@ -329,20 +274,20 @@ class TestRuntime:
 
     def test_the_entry_of_each_batch_is_used(self, places, chunk_sizes, monkeypatch):
         """Of 8 heads and two rows, or one. The variable's folder and the argument's, then what is pinned."""
-        for file, sizes in ((places[1], (32, 128)), (places[3], (256, 256))):
+        for file, sizes in ((places[1], (32, 128)),):
             entries = {8 * (n + 1): LaunchParameters(64, 4, size) for n, size in enumerate(sizes)}
             write_table(file, LaunchTable(entries))
         model = random_model(small_config(layer_types=("mamba",)))
         make = partial(CPURuntime, model, GenerationConfig(), kernels="torch")
-        bundled, given = make(), make(tuned_configs=places[0].parent)
+        without, given = make(), make(tuned_configs=places[0].parent)
         monkeypatch.setenv(FOLDER_VARIABLE, str(places[0].parent))
         of_variable = make()
-        for runtime in (bundled, given, of_variable):
+        for runtime in (without, given, of_variable):
             self.step(runtime, 1)
             self.step(runtime, 2)
         with pinned_launch_parameters(LaunchParameters(64, 4, 64)):
             self.step(given, 2)
-        assert chunk_sizes == [256, 256, 32, 128, 32, 128, 64]
+        assert chunk_sizes == [HEURISTIC.torch_chunk_size] * 2 + [32, 128, 32, 128, 64]
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_the_fused_kernels_are_given_theirs(self, places):
@@ -389,7 +334,7 @@ class TestRuntime:
 
     def test_a_broken_file_or_folder_is_refused_when_the_model_is_loaded(self, places, tmp_path):
         model = random_model(small_config(layer_types=("mamba",)))
-        with pytest.raises(UserError, match="which is no folder"):
+        with pytest.raises(UserError, match="which is not a folder"):
             CPURuntime(model, GenerationConfig(), kernels="torch", tuned_configs=tmp_path / "none")
         places[0].write_text("")
         with pytest.raises(UserError, match=places[0].name):

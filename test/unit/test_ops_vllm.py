@@ -759,8 +759,31 @@ def cache(arguments):
     return arguments["initial_states"].clone()
 
 
+# Where vLLM keeps the operators.
+VLLM_MODULES = {
+    "causal_conv1d_fn": "causal_conv1d",
+    "causal_conv1d_update": "causal_conv1d",
+    "selective_state_update": "mamba_ssm",
+    "selective_scan_fn": "mamba_ssm",
+    "mamba_chunk_scan_combined_varlen": "ssd_combined",
+}
+
+
+def positional_names(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+
+
+@pytest.mark.parametrize("name", VLLM_MODULES)
+def test_signatures_are_those_of_an_installed_vllm(name):
+    """Ours take all that vLLM's do, in the same order."""
+    path = f"vllm.model_executor.layers.mamba.ops.{VLLM_MODULES[name]}"
+    theirs = pytest.importorskip(path, reason="vLLM is not installed", exc_type=ImportError)
+    assert positional_names(getattr(ops, name)) == positional_names(getattr(theirs, name))
+
+
 def test_signatures_are_vllms():
-    """Names in the order of vLLM 0.33; beyond them only keywords."""
+    """Names in the order of vLLM 0.33; beyond them only keywords. For where it is not installed."""
     expected = {
         "causal_conv1d_fn": "x weight bias conv_states query_start_loc cache_indices has_initial_state activation "
         "pad_slot_id null_block_id metadata validate_data",
@@ -777,6 +800,4 @@ def test_signatures_are_vllms():
         "final_states_out final_state_indices",
     }
     for name, arguments in expected.items():
-        parameters = inspect.signature(getattr(ops, name)).parameters.values()
-        positional = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-        assert positional == arguments.split()
+        assert positional_names(getattr(ops, name)) == arguments.split()

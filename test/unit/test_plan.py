@@ -1,5 +1,9 @@
 """What fits into a core's memory, against what the model and its state really hold."""
 
+import re
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ from granite4_neuron.plan import _temporaries as find_temporaries
 from granite4_neuron.state import HybridState
 from test.support.checkpoints import small_config
 
+ROOT = Path(__file__).parents[2]
 TEMPORARIES = plan.Temporaries(prefill=2 * 10**9, decode=10**8, decode_of_a_sequence=10**8)
 
 
@@ -63,6 +68,50 @@ def test_limits_are_the_largest_that_fit(batch_size):
 def test_more_ranks_than_key_heads_hold_them_several_times():
     halves, quarters = (planned("h-small", instance="trn2.48xlarge", tp_degree=degree) for degree in (8, 16))
     assert quarters.token == halves.token and quarters.state < halves.state
+
+
+def test_a_core_has_24_gigabytes(temporaries):
+    """A quarter of the 96 GB of a Trainium2 chip, which LNC=2 makes four logical cores of; a byte more is too much."""
+    none = plan.Temporaries(0, 0, 0)
+    of_weights = partial(plan.Plan, 1000, 4, 1, 10, state=1, token=0, logits=0, scores=0, temporaries=none)
+    full, over = of_weights(weights=96 * 10**9 // 4 - 1), of_weights(weights=96 * 10**9 // 4)
+    assert full.fits and full.total == 24 * 10**9
+    assert not over.fits and over.largest_batch == 0
+    assert plan.INSTANCES == {"trn2.3xlarge": 4, "trn2.48xlarge": 64}  # one chip, and sixteen
+
+
+TABLE = re.findall(
+    r"^\| (\S+) \| ([\d.]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$",
+    "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))),
+    re.MULTILINE,
+)
+
+
+def test_the_published_table_has_the_family():
+    assert {f"granite-4.0-{row[0]}" for row in TABLE} == set(family_names())
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_the_published_table(row):
+    """Weights, context, and state and cache of a sequence; sum and largest batch need graphs, see below."""
+    name, weights, context, sequence, *_ = row
+    result = planned(f"granite-4.0-{name}")
+    assert f"{result.weights / 1e9:.2f}" == weights
+    assert f"{result.max_context:,}" == context
+    assert f"{(result.state + result.context * result.token) / 1e9:.2f}" == sequence
+
+
+@pytest.mark.parametrize("name", ["h-350m", "h-small"])
+def test_the_published_sums(name, monkeypatch, temporaries):
+    """With temporaries from the graphs; the small and the large one stand for the family."""
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
+    if temporaries is not None:
+        pytest.skip("once is enough")
+    monkeypatch.setattr(plan, "_temporaries", find_temporaries)
+    (row,) = (row for row in TABLE if row[0] == name)
+    result = planned(f"granite-4.0-{name}")
+    assert f"{result.total / 1e9:.1f}" == row[4]
+    assert f"{result.largest_batch:,}" == row[5]
 
 
 def test_weights_alone_may_be_too_much():

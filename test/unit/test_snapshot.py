@@ -14,8 +14,9 @@ from granite4_neuron import UserError
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.state import NULL_SLOT, MambaState, sequence_bytes, token_bytes
+from granite4_neuron.state import NULL_SLOT, MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
 
@@ -91,9 +92,9 @@ def test_a_snapshot_goes_on_as_the_original_does(runtime, begun, expected):
 
 def test_its_bytes(runtime, begun):
     config = runtime.config
-    size = sequence_bytes(config, torch.float32) + LENGTH * token_bytes(config, torch.float32)
+    size = sequence_bytes(config, torch.float32.itemsize) + LENGTH * token_bytes(config, torch.float32.itemsize)
     assert runtime.snapshot(begun, 2, LENGTH).num_bytes == size
-    size -= 16 * token_bytes(config, torch.float32)
+    size -= 16 * token_bytes(config, torch.float32.itemsize)
     assert runtime.snapshot(begun, 2, LENGTH, start=16).num_bytes == size
 
 

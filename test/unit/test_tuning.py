@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import tuning
-from granite4_neuron import UserError
+from granite4_neuron import UserError, tuning
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
 from test.support.checkpoints import small_config

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
-from rich.table import Table
-
-from granite4_neuron import accuracy, checkpoint
+from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_backend,
     add_cpu_options,
     add_model,
+    at_least,
     load_runtime,
     model_or_bundled,
+    number_in,
 )
-from granite4_neuron.commands.output import print_table
+from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from granite4_neuron import accuracy
 
 EXIT_CHECK_FAILED = 1
 
@@ -36,19 +43,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_cpu_options(check)
     add_backend(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
-    check.add_argument("--tokens", type=int, default=16, help="tokens to decode after each prompt (default: 16)")
     check.add_argument(
-        "--tolerance", type=float, default=accuracy.FLOAT32_TOLERANCE, help="for float32 (default: %(default)s)"
+        "--tokens", type=at_least(1), default=16, help="tokens to decode after each prompt (default: 16)"
+    )
+    check.add_argument(
+        "--tolerance",
+        type=number_in(0, includes_least=False),
+        default=FLOAT32_TOLERANCE,
+        help="for float32 (default: %(default)s)",
     )
     check.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.tokens < 1:
-        raise UserError(f"--tokens is {options.tokens}, and must be at least 1.")
-    if not options.tolerance > 0:
-        raise UserError(f"--tolerance is {options.tolerance}, and must be above 0.")
-    folder = checkpoint.find(model_or_bundled(options))
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from granite4_neuron import accuracy
+
+    folder = find(model_or_bundled(options))
     runtime, tokenizer = load_runtime(options, folder)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
@@ -56,11 +67,13 @@ def run(options: argparse.Namespace) -> int:
     report = accuracy.measure(folder, prompts, options.tokens, runtime)
     print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
-    print("passed" if passed else "FAILED", f"({report.criterion(options.tolerance)})")
+    write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")
     return 0 if passed else EXIT_CHECK_FAILED
 
 
 def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    from rich.table import Table
+
     table = Table("", "tokens", "max diff", "mean diff", "top-1", "Pearson")
     weights = " with quantized weights" if report.is_quantized else ""
     table.title = f"logits in {str(dtype).removeprefix('torch.')}{weights} against transformers in float32"

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from granite4_neuron import checkpoint
-from granite4_neuron.commands.options import add_model, chosen_dtype, model_or_bundled
+from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.commands.options import add_model, dtype_of, model_or_bundled
+from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
+from granite4_neuron.output_folder import check_output, remove_leftovers
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
     add_model(convert)
     convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
-    convert.add_argument("--output", required=True, metavar="FOLDER", help="a folder that does not exist yet")
+    convert.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
+    )
     convert.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    folder = checkpoint.find(model_or_bundled(options))
-    model = checkpoint.load_model(folder, chosen_dtype(options))
+    check_output(options.output)
+    for leftover in remove_leftovers(options.output):
+        print(f"removed {leftover}, which a conversion that was stopped had left behind", file=sys.stderr)
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from granite4_neuron import checkpoint
+
+    folder = find(model_or_bundled(options))
+    with ProgressBar("weights", "bytes") as progress:
+        model = checkpoint.load_model(folder, dtype_of(options.dtype), progress=progress)
     checkpoint.save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
     EXAMPLES,
@@ -12,12 +13,16 @@ from granite4_neuron.commands.options import (
     add_backend,
     add_cpu_options,
     add_model,
+    at_least,
     load_runtime,
     model_or_bundled,
+    number_in,
 )
-from granite4_neuron.commands.output import PromptBar, peak_memory_bytes
+from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
+
+if TYPE_CHECKING:
+    from granite4_neuron.generation import GenerationStats
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,20 +41,32 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arithmetic(generate)
     add_cpu_options(generate)
     add_backend(generate)
-    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="new tokens (default: %(default)s)")
+    generate.add_argument(
+        "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
+    )
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     sampling = generate.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="among the likeliest that make up probability P")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="among those P times as likely as the likeliest")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 discourages repetition")
-    sampling.add_argument("--seed", type=int, metavar="N", help="repeatable random numbers")
+    sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
+    sampling.add_argument(
+        "--top-p",
+        type=number_in(0, 1, includes_least=False),
+        metavar="P",
+        help="among the likeliest that make up probability P",
+    )
+    sampling.add_argument(
+        "--min-p", type=number_in(0, 1), metavar="P", help="among those P times as likely as the likeliest"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=number_in(0, includes_least=False),
+        metavar="R",
+        help="above 1 discourages repetition",
+    )
+    sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
     generate.add_argument(
-        "--verbose",
-        action="store_true",
-        help="report speed, peak memory, and faster kernels that were not used",
+        "--verbose", action="store_true", help="report speed, peak memory, and faster kernels that were not used"
     )
     generate.set_defaults(run=run)
 
@@ -57,10 +74,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     runtime, tokenizer = load_runtime(options, model_or_bundled(options))
+    # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
+
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     continuations = [""] * len(texts)
     stats = GenerationStats()
-    with PromptBar() as progress:
+    with ProgressBar("prompt", "tokens") as progress:
         for response in stream_generate(
             runtime,
             tokenizer,
@@ -79,12 +99,12 @@ def run(options: argparse.Namespace) -> int:
             stats = response.stats
             continuations[response.index] += response.text
             if len(texts) == 1:
-                print(response.text, end="", flush=True)
+                write(response.text, end="")
     if len(texts) == 1:
-        print()
+        write("")
     else:
         for text, continuation in zip(texts, continuations, strict=True):
-            print(f"=== {text}\n{continuation}\n")
+            write(f"=== {text}\n{continuation}\n")
     if options.verbose:
         _print_stats(stats)
         for refusal in runtime.refusals:

@@ -7,26 +7,32 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.table import Table
-
-from granite4_neuron import graphs, neuron_stand_ins
+from granite4_neuron import neuron_stand_ins
+from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_expert_path,
     add_model,
     add_ranks_and_sequences,
+    at_least,
     check_folder_of,
-    chosen_dtype,
     config_and_dtype,
+    dtype_of,
     model_or_bundled,
+    write_json,
 )
-from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import EXPERT_PATHS
-from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from granite4_neuron import graphs
+    from granite4_neuron.config import GraniteMoeHybridConfig
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -49,20 +55,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arithmetic(graph)
     add_expert_path(graph)
     add_ranks_and_sequences(graph, tp_degree=1)
-    graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
-    graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument(
+        "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
+    )
+    graph.add_argument("--max-length", type=at_least(1), default=2048, metavar="N", help="of the cache (default: 2048)")
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.tp_degree, options.batch_size, options.max_length, *options.buckets) < 1:
-        raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
     if max(options.buckets) > options.max_length:
-        raise UserError(f"a step of {max(options.buckets)} tokens needs --max-length to be as much at least.")
+        raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
-    config, dtype = config_and_dtype(str(model_or_bundled(options)))
-    dtype = chosen_dtype(options) or dtype
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from rich.table import Table
+
+    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
+    dtype = dtype_of(options.dtype or stored_dtype)
     reports = list(_reports(options, config, dtype))
     table = Table(
         "graph", "GFLOP", "least", "", "GB accessed", "least", "", "instructions", "weights", "state", "temporaries"
@@ -73,15 +82,17 @@ def run(options: argparse.Namespace) -> int:
     print_table(table)
     for report in reports:
         for note in (*report.notes, *report.findings):
-            print(f"{report.graph}: {note}")
+            write(f"{report.graph}: {note}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, json.dumps([asdict(report) for report in reports], indent=2) + "\n")
     return 0
 
 
 def _reports(
     options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
+    from granite4_neuron import graphs
+
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
     if options.backend == "xla":

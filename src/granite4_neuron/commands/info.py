@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-
-import torch
-from rich.markup import escape
-from rich.table import Table
+import math
 
 from granite4_neuron.commands.options import add_model, config_and_dtype, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.state import sequence_bytes, token_bytes
+from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.sizes import parameter_shapes, sequence_bytes, token_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -24,16 +20,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
     config, dtype = config_and_dtype(name)
-    with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config)
+    # Not at the top: --help prints no table.
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
-    for row in _info_rows(config, dtype, sum(parameter.numel() for parameter in model.parameters())):
+    for row in _info_rows(config, dtype):
         table.add_row(*row)
     print_table(table)
     return 0
 
 
-def _info_rows(config: GraniteMoeHybridConfig, dtype: torch.dtype, total: int) -> list[tuple[str, str]]:
+def _info_rows(config: GraniteMoeHybridConfig, dtype: str) -> list[tuple[str, str]]:
+    itemsize = DTYPE_BYTES[dtype]
+    total = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     mamba = config.layer_types.count(MAMBA)
     attention = [index for index, kind in enumerate(config.layer_types) if kind != MAMBA]
     expert = 3 * config.intermediate_size * config.hidden_size
@@ -61,8 +61,8 @@ def _info_rows(config: GraniteMoeHybridConfig, dtype: torch.dtype, total: int) -
         *rows,
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
-        ("weights", f"{size(total * dtype.itemsize)} in {str(dtype).removeprefix('torch.')}"),
-        ("state per sequence", size(sequence_bytes(config, dtype))),
-        ("KV cache per token", f"{token_bytes(config, dtype):,} bytes"),
+        ("weights", f"{size(total * itemsize)} in {dtype}"),
+        ("state per sequence", size(sequence_bytes(config, itemsize))),
+        ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),
         ("longest context", f"{config.max_position_embeddings:,} tokens"),
     ]

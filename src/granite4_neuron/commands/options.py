@@ -1,25 +1,28 @@
-"""Options that several commands have, and what they come to."""
+"""Options that several commands have, and what they come to. Nothing here needs torch to be imported."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerFast
-
-from granite4_neuron import checkpoint
+from granite4_neuron.checkpoint_folder import CONFIG, bundled_checkpoint, find
+from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, FOLDER_VARIABLE, PREFILL_SCANS, QUANTIZATIONS
+from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import bundled_checkpoint, load
-from granite4_neuron.generation.loading import BACKENDS
 from granite4_neuron.neuron_sdk import EXPERT_PATHS
-from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
-from granite4_neuron.ops.cpu import CPU_KERNELS
-from granite4_neuron.ops.launch_parameters import FOLDER_VARIABLE
-from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.stored_tensors import StoredTensors
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.runtime.interface import Runtime
 
 EXAMPLES = """\
 examples:
@@ -31,6 +34,38 @@ examples:
   granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
   granite4-neuron plan --model granite-4.0-h-small --instance trn2.3xlarge --tp-degree 4
 """
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or number < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return number
+
+    return parse
+
+
+def number_in(least: float, most: float = math.inf, includes_least: bool = True) -> Callable[[str], float]:
+    """The type of an option that is a finite number in a range; only its lower end may be left out."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (least <= number <= most and math.isfinite(number)) or (number == least and not includes_least):
+            lower = f"{'at least' if includes_least else 'above'} {least:g}"
+            upper = f" and at most {most:g}" if math.isfinite(most) else ""
+            raise argparse.ArgumentTypeError(f"{text} is not a number {lower}{upper}")
+        return number
+
+    return parse
 
 
 def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
@@ -74,29 +109,42 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`."""
-    return load(
-        model,
-        dtype=chosen_dtype(options),
-        prefill_scan=options.prefill_scan,
-        backend=options.backend,
-        decode_kernel=options.decode_kernel,
-        cpu_kernels=options.cpu_kernels,
-        compiled=options.compiled,
-        quantize=options.quantize,
-        tuned_configs=options.tuned_configs,
-    )
+    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads."""
+    folder = find(model)
+    # Not at the top, nor before the folder is there: it takes seconds to import.
+    from granite4_neuron.generation import load
+
+    use_threads(options)
+    with ProgressBar("weights", "bytes") as progress:
+        return load(
+            folder,
+            dtype=dtype_of(options.dtype),
+            prefill_scan=options.prefill_scan,
+            backend=options.backend,
+            decode_kernel=options.decode_kernel,
+            cpu_kernels=options.cpu_kernels,
+            compiled=options.compiled,
+            quantize=options.quantize,
+            tuned_configs=options.tuned_configs,
+            progress=progress,
+        )
 
 
 def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> None:
     parser.add_argument(
-        "--tp-degree", type=int, default=tp_degree, metavar="T", help="ranks of the model (default: %(default)s)"
+        "--tp-degree",
+        type=at_least(1),
+        default=tp_degree,
+        metavar="T",
+        help="ranks of the model (default: %(default)s)",
     )
-    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences at a time (default: 1)")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"
+    )
 
 
 def add_cpu_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the cpu backend: which kernels it runs, and how they are launched."""
+    """Options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
@@ -107,14 +155,25 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tuned-configs",
         metavar="DIR",
-        help="of the cpu backend: a folder of launch parameters that benchmark_latency.py --tune wrote (default: the "
-        f"one in the environment variable {FOLDER_VARIABLE}, if any)",
+        help="of the cpu backend: a folder of launch parameters that the tune command wrote (default: the one in the "
+        f"environment variable {FOLDER_VARIABLE}, if any)",
     )
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
         help="of the cpu backend: hold the large weights in int8 with a scale per output channel (default: in --dtype)",
     )
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="threads to compute with (default: one per processor core)"
+    )
+
+
+def use_threads(options: argparse.Namespace) -> None:
+    """--threads, for all that torch and the kernels do from here on."""
+    import torch
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
 
 def model_or_bundled(options: argparse.Namespace) -> str | Path:
@@ -124,17 +183,20 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
     return bundled_checkpoint()
 
 
-def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, torch.dtype]:
-    """Of a checkpoint, or of a family member where there is no folder of that name."""
+def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
+    """Of a checkpoint, or of a family member where there is no folder of that name; the dtype is one of DTYPES."""
     if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name):
         config = GraniteMoeHybridConfig.from_family(name)
-        return config, getattr(torch, config.torch_dtype)
-    folder = checkpoint.find(name)
-    return GraniteMoeHybridConfig.from_file(folder / "config.json"), checkpoint.stored_dtype(folder)
+        return config, config.torch_dtype
+    folder = find(name)
+    return GraniteMoeHybridConfig.from_file(folder / CONFIG), StoredTensors(folder).dtype()
 
 
-def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
-    return None if options.dtype is None else getattr(torch, options.dtype)
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype of that name; None for None."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
 def check_folder_of(file: Path | None) -> None:
@@ -143,5 +205,17 @@ def check_folder_of(file: Path | None) -> None:
     Raises:
         UserError: there is not.
     """
-    if file and not file.absolute().parent.is_dir():
+    if file and not os.path.isdir(file.absolute().parent):
         raise UserError(f"{file} cannot be written: there is no such folder.")
+
+
+def write_json(file: Path, text: str) -> None:
+    """Write what --json asks for.
+
+    Raises:
+        UserError: that failed.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None

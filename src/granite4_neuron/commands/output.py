@@ -1,21 +1,45 @@
-"""What commands print, and how."""
+"""What commands print, and how. Nothing here needs torch to be imported."""
 
 from __future__ import annotations
 
+import io
 import resource
 import sys
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class OutputError(Exception):
+    """Standard output cannot be written to; `__cause__` is why."""
+
+
+def write(text: str, end: str = "\n") -> None:
+    """Print on standard output, at once.
+
+    Raises:
+        BrokenPipeError: nobody reads any more.
+        OutputError: it is closed, or cannot be written.
+    """
+    if sys.stdout is None:
+        raise OutputError("it is closed")
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.strerror) from error
 
 
 def print_table(table: Table) -> None:
-    """Through print: rich would turn a closed pipe into an exit status of its own."""
-    console = Console()
-    with console.capture() as text:
-        console.print(table)
-    print(text.get(), end="")
+    """Through `write`: rich would turn a closed pipe into an exit status of its own."""
+    from rich.console import Console
+
+    shown, text = Console(), io.StringIO()
+    looks = dict(width=shown.width, force_terminal=shown.is_terminal, color_system=shown.color_system)
+    Console(file=text, **looks).print(table)
+    write(text.getvalue(), end="")
 
 
 def size(count: int) -> str:
@@ -32,15 +56,29 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class PromptBar:
-    """Shows how far prefill is, on standard error, when it takes more than one step."""
+class ProgressBar:
+    """Shows how far something is, on standard error if that is a terminal, when it takes more than one step.
 
-    def __init__(self) -> None:
-        columns = (TextColumn("prompt"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    Call it with what is done and the total; after the last it goes away.
+    """
+
+    def __init__(self, what: str, unit: str):
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        amounts = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
         console = Console(stderr=True)
+        columns = (TextColumn(what), BarColumn(), *amounts, TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
-    def __enter__(self) -> PromptBar:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, done: int, total: int) -> None:

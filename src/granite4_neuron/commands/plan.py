@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-import torch
-from rich.markup import escape
-from rich.table import Table
-
-from granite4_neuron import plan
-from granite4_neuron.commands.options import add_ranks_and_sequences, chosen_dtype, config_and_dtype
-from granite4_neuron.commands.output import print_table
+from granite4_neuron.choices import INSTANCES
+from granite4_neuron.commands.options import add_ranks_and_sequences, at_least, config_and_dtype, dtype_of
+from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron import plan
 
 EXIT_DOES_NOT_FIT = 1
 
@@ -27,20 +27,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
     )
-    planner.add_argument("--instance", choices=plan.INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
+    planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
     planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
     add_ranks_and_sequences(planner, tp_degree=4)
-    planner.add_argument("--context", type=int, metavar="N", help="tokens of a sequence (default: the model's longest)")
+    planner.add_argument(
+        "--context", type=at_least(1), metavar="N", help="tokens of a sequence (default: the model's longest)"
+    )
     planner.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if min(options.tp_degree, options.batch_size) < 1 or (options.context is not None and options.context < 1):
-        raise UserError("--tp-degree, --batch-size and --context must be at least 1.")
-    if options.model is None:
-        return _plan_family(options)
-    config, dtype = config_and_dtype(options.model)
-    planned = _planned(config, chosen_dtype(options) or dtype, options)
+    return _plan_family(options) if options.model is None else _plan_model(options)
+
+
+def _plan_model(options: argparse.Namespace) -> int:
+    """The parts of one model's sum, and what would fit."""
+    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    from rich.markup import escape
+    from rich.table import Table
+
+    from granite4_neuron import plan
+
+    config, stored_dtype = config_and_dtype(options.model)
+    planned = _planned(config, options.dtype or stored_dtype, options)
     batch_size, context = planned.batch_size, planned.context
     table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}")
     table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
@@ -57,19 +66,21 @@ def run(options: argparse.Namespace) -> int:
     table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
     table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
     print_table(table)
-    print(planned.verdict())
+    write(planned.verdict())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
 
 
 def _plan_family(options: argparse.Namespace) -> int:
     """A line for each member: what fits at its whole context, or at the one that is asked for."""
+    from rich.table import Table
+
     table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "", "largest batch")
     table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
     refusals = []
     for name in family_names():
         config, dtype = config_and_dtype(name)
         try:
-            planned = _planned(config, chosen_dtype(options) or dtype, options)
+            planned = _planned(config, options.dtype or dtype, options)
         except UserError as error:
             refusals.append(f"{name}: {error}")
             continue
@@ -81,13 +92,15 @@ def _plan_family(options: argparse.Namespace) -> int:
     if not table.rows:
         raise UserError(refusals[0].partition(": ")[2])
     print_table(table)
-    print("\n".join(refusals), end="\n" if refusals else "")
+    write("\n".join(refusals), end="\n" if refusals else "")
     return 0
 
 
-def _planned(config: GraniteMoeHybridConfig, dtype: torch.dtype, options: argparse.Namespace) -> plan.Plan:
+def _planned(config: GraniteMoeHybridConfig, dtype: str, options: argparse.Namespace) -> plan.Plan:
+    from granite4_neuron import plan
+
     context = config.max_position_embeddings if options.context is None else options.context
-    return plan.plan(config, dtype, options.instance, options.tp_degree, options.batch_size, context)
+    return plan.plan(config, dtype_of(dtype), options.instance, options.tp_degree, options.batch_size, context)
 
 
 def _gigabytes(count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.state import sequence_bytes, token_bytes
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 
 
 class Slots:
@@ -29,8 +29,8 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
-        self._sequence_bytes = sequence_bytes(runtime.config, runtime.dtype)
-        self._token_bytes = token_bytes(runtime.config, runtime.dtype)
+        self._sequence_bytes = sequence_bytes(runtime.config, runtime.dtype.itemsize)
+        self._token_bytes = token_bytes(runtime.config, runtime.dtype.itemsize)
         self._allocate()
 
     def check(self, length: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -114,7 +116,7 @@ class RunningSequence:
         limit: int,
     ) -> RunningSequence:
         sampler = Sampler(defaults if request.sampling is None else request.sampling, request.seed)
-        return cls(id, request, limit, sampler, TextStream(tokenizer, request.stop))
+        return cls(id, request, limit, sampler, TextStream(tokenizer, request.stop, request.tokens))
 
     @property
     def is_prompt(self) -> bool:
@@ -146,6 +148,23 @@ class RunningSequence:
         return Output(self.id, token, text, reason)
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is an integer of any library's, and not a boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_text(text: str, which: str) -> None:
+    """See whether a text, which messages call `which`, is one.
+
+    Raises:
+        UserError: it is not a text, or came from bytes in another encoding, which Python keeps as lone surrogates.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"{which} is of type {type(text).__name__}, and must be text.")
+    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
+        raise UserError(f"{which} is not text in UTF-8.")
+
+
 def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
     """See whether they can be a prompt, which messages call `which`.
 
@@ -154,5 +173,8 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
     """
     if not tokens:
         raise UserError(f"{which} is empty; give at least one token of text.")
+    for token in tokens:
+        if not is_whole(token):
+            raise UserError(f"{which} has {reprlib.repr(token)} among its token ids, which must be whole numbers.")
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise UserError(f"{which} has a token id outside the vocabulary, which is 0 to {vocab_size - 1}.")

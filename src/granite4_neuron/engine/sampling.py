@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from transformers import (
@@ -40,8 +42,8 @@ def with_overrides(
     if repetition_penalty is not None:
         given["repetition_penalty"] = repetition_penalty
     for name, value in given.items():
-        if math.isnan(value):
-            raise UserError(f"{name} is not a number.")
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise UserError(f"{name} is {reprlib.repr(value)}, and must be a number.")
         setattr(config, name, value)
     if config.temperature == 0:
         config.do_sample = False

@@ -7,28 +7,39 @@ from collections.abc import Sequence
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4  # bytes, in UTF-8
+
 
 class TextStream:
     """The text of one growing sequence. Text is given out once it is certain: whole characters, and no part of a
     possible stop string.
 
+    All pieces together are what the tokenizer makes of all tokens: bytes at the end that are no whole character become
+    U+FFFD. A character that the prompt began and the first tokens complete is given out whole.
+
     Args:
         tokenizer: a fast tokenizer, or None for no text at all.
         stop: strings that end the text; the text ends before the first of them.
+        prompt: the tokens before the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, stop: Sequence[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, stop: Sequence[str], prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer and tokenizer.backend_tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._held = ""
+        self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
         self.stopped = False
+        for token in self._incomplete_end(prompt):
+            self._decode(token)
+        self._of_prompt = len(self._undecoded)
 
     def add(self, token: int) -> str:
         """The text that became certain; sets `stopped` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
-        self._held += self._decoder.step(self._tokenizer, token) or ""
+        self._held += self._decode(token)
         ends = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
         if ends:
             self.stopped = True
@@ -38,7 +49,33 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, when no token follows."""
+        if len(self._undecoded) > self._of_prompt:
+            self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+        self._undecoded = []
         return self._give_out(len(self._held))
+
+    def _decode(self, token: int) -> str:
+        self._undecoded.append(token)
+        text = self._decoder.step(self._tokenizer, token)
+        if text is None:
+            return ""
+        self._undecoded, self._of_prompt = [], 0
+        return text
+
+    def _incomplete_end(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The last tokens of a prompt that ends in the middle of a character; none of another one."""
+        if self._tokenizer is None:
+            return ()
+        for length in range(1, _LONGEST_CHARACTER):
+            end = [int(token) for token in prompt[-length:]]
+            text = self._tokenizer.decode(end, skip_special_tokens=True)
+            before = self._tokenizer.decode([int(token) for token in prompt[-length - 8 : -length]])
+            if not text.endswith(_REPLACEMENT):
+                return ()
+            if text == _REPLACEMENT and not before.endswith(_REPLACEMENT):
+                is_whole = self._tokenizer.encode(text, add_special_tokens=False).ids == end
+                return () if is_whole else end
+        return ()
 
     def _give_out(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

@@ -1,10 +1,11 @@
 """From prompts to text: loading, and a batch of prompts over an engine."""
 
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
-from granite4_neuron.generation.loading import bundled_checkpoint, load
+from granite4_neuron.generation.chat import chat_prompt
+from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
-    chat_prompt,
     generate,
     stream_generate,
 )

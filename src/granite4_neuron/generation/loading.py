@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
+import math
+import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import checkpoint, neuron_sdk
+from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
+from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.json_files import read_object
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
-
-BACKENDS = ("cpu", "xla", "nxdi")
-
-
-def bundled_checkpoint() -> Path:
-    """The small trained checkpoint that comes with the package; its README.md says what it is."""
-    return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 
 def load(
@@ -35,6 +32,7 @@ def load(
     compiled: str | Path | None = None,
     quantize: str | None = None,
     tuned_configs: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """A runtime with a model, ready to run, and the model's tokenizer.
 
@@ -47,18 +45,28 @@ def load(
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
+        progress: called with (bytes of weights in memory, bytes in all) while they are read.
 
     Raises:
         UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
     """
-    folder = checkpoint.find(model if model is not None else bundled_checkpoint())
+    for name, value, choices in (
+        ("backend", backend, BACKENDS),
+        ("prefill_scan", prefill_scan, PREFILL_SCANS),
+        ("decode_kernel", decode_kernel, DECODE_KERNELS),
+        ("cpu_kernels", cpu_kernels, CPU_KERNELS),
+        ("quantize", quantize, (None, *QUANTIZATIONS)),
+    ):
+        if value not in choices:
+            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+    folder = find(model if model is not None else bundled_checkpoint())
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
     generation_config = _generation_config(folder, config)
-    if backend not in BACKENDS:
-        raise UserError(f"the backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
-    if (backend == "nxdi") != (compiled is not None):
-        raise UserError("a folder of compiled graphs belongs to the backend nxdi, and that backend needs one.")
+    if backend == "nxdi" and compiled is None:
+        raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
+    if backend != "nxdi" and compiled is not None:
+        raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
     if quantize is not None and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
     if tuned_configs is not None and backend != "cpu":
@@ -67,7 +75,7 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize)
+    weights = checkpoint.load_model(folder, dtype, quantize=quantize, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, **mamba_kernels)
@@ -92,13 +100,17 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
     """The checkpoint's tokenizer.
 
     Raises:
-        UserError: there is none, or it has more entries than the model's vocabulary.
+        UserError: there is none, it cannot be read, or it has more entries than the model's vocabulary.
     """
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} has no tokenizer.json.")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).exists():
+            _check_tokenizer_config(folder / name)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        tokenizer.encode("a")
+    except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse
         raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
@@ -106,6 +118,14 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
             "they are not of the same checkpoint."
         )
     return tokenizer
+
+
+def _check_tokenizer_config(file: Path) -> None:
+    """Before transformers reads it, which trusts it."""
+    values = read_object(file)
+    longest = values.get("model_max_length")
+    if longest is not None and not _is_number(longest):
+        raise UserError(f"{file}: model_max_length is {reprlib.repr(longest)}, and must be a number.")
 
 
 def _xla_runtime() -> type:
@@ -121,15 +141,13 @@ def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> Generati
     # transformers 4.57 would sample among 50 tokens where a checkpoint says nothing, 5.x among all.
     values = {"do_sample": False, "eos_token_id": eos, "top_k": None}
     file = folder / checkpoint.GENERATION_CONFIG
-    if file.is_file():
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            values |= {name: stored[name] for name in _GENERATION_FIELDS if stored.get(name) is not None}
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"{file} cannot be read ({_first_line(error)}).") from None
+    if file.exists():
+        stored = read_object(file)
+        values |= {name: stored[name] for name in _GENERATION_FIELDS if stored.get(name) is not None}
     for name, value in values.items():
-        if value is not None and not _GENERATION_FIELDS[name](value):
-            raise UserError(f"{file}: {name} is {value!r}, which is not of the right type.")
+        is_right, what = _GENERATION_FIELDS[name]
+        if value is not None and not is_right(value):
+            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, and must be {what}.")
     generation_config = GenerationConfig()
     for name, value in values.items():
         setattr(generation_config, name, value)
@@ -137,21 +155,25 @@ def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> Generati
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+# What each field must be, and how that is called.
 _GENERATION_FIELDS = {
-    "do_sample": lambda value: isinstance(value, bool),
-    "temperature": _is_number,
-    "top_k": _is_token_id,
-    "top_p": _is_number,
-    "min_p": _is_number,
-    "repetition_penalty": _is_number,
-    "eos_token_id": lambda value: all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value),
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+    "temperature": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
+    "top_k": (lambda value: _is_token_id(value) and value >= 0, "a whole number of at least 0"),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    "eos_token_id": (
+        lambda value: all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value),
+        "a token id or a list of them",
+    ),
 }
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, GenerationStats, Request, with_overrides
-from granite4_neuron.engine.request import check_tokens
+from granite4_neuron.engine.request import check_text, check_tokens, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 
@@ -72,6 +71,7 @@ def stream_generate(
         UserError: an empty prompt, one longer than the model's limit, or an option outside its range; in the end also
             if the model's logits were not finite for one of the prompts, which ends that one early.
     """
+    _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
     stop_ids = set(stop_token_ids)
     if not ignore_eos:
@@ -105,23 +105,6 @@ def generate(
     return texts if _is_several(prompt) else texts[0]
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
-    """Tokens of a conversation's beginning, by the tokenizer's chat template, up to where the assistant speaks.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the messages.
-    """
-    if not tokenizer.chat_template:
-        raise UserError("this checkpoint's tokenizer has no chat template; give the prompt without --chat.")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user})
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise UserError(f"this checkpoint's chat template refuses the conversation ({error}).") from None
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
 def _run(
     engine: Engine, ids: Sequence[int], prompt_tokens: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[GenerationResponse]:
@@ -141,32 +124,65 @@ def _run(
         raise UserError(error)
 
 
+def _check_types(
+    tokenizer: PreTrainedTokenizerFast | None,
+    max_tokens: int,
+    seed: int | None,
+    stop: str | Sequence[str],
+    stop_token_ids: Sequence[int],
+    ignore_eos: bool,
+) -> None:
+    for name, value in (("max_tokens", max_tokens), ("seed", seed)):
+        if not is_whole(value) and not (name == "seed" and value is None):
+            raise UserError(f"{name} is {reprlib.repr(value)}, and must be a whole number.")
+    if not isinstance(stop, str) and not (_is_list(stop) and all(isinstance(text, str) for text in stop)):
+        raise UserError(f"stop is {reprlib.repr(stop)}, and must be a text or a list of texts.")
+    if not (isinstance(stop_token_ids, (set, frozenset)) or _is_list(stop_token_ids)) or not all(
+        map(is_whole, stop_token_ids)
+    ):
+        raise UserError(f"stop_token_ids is {reprlib.repr(stop_token_ids)}, and must be a list of token ids.")
+    if tokenizer is None and not ignore_eos:
+        raise UserError("without a tokenizer there is no end-of-sequence token; set ignore_eos, and give token ids.")
+
+
 def _encode(
-    tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], vocab_size: int, limit: int
+    tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Sequence[Prompt], vocab_size: int, limit: int
 ) -> list[list[int]]:
     encoded = []
     prompts = _as_list(prompt)
     for number, one in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-        if isinstance(one, str) and not _is_utf8(one):
-            raise UserError(f"{which} is not text in UTF-8.")
-        tokens = tokenizer.encode(one) if isinstance(one, str) else [int(token) for token in one]
+        tokens = _tokens(tokenizer, one, which)
         check_tokens(tokens, vocab_size, which)
         if len(tokens) >= limit:
-            raise UserError(f"{which} has {len(tokens)} tokens; this model takes at most {limit - 1}.")
+            raise UserError(
+                f"{which} has {len(tokens)} tokens; with at least one new token it must be at most {limit}, this "
+                "model's longest sequence."
+            )
         encoded.append(tokens)
     if not encoded:
         raise UserError("there is no prompt; give at least one.")
     return encoded
 
 
+def _tokens(tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt, which: str) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError(f"{which} is text, and there is no tokenizer; give token ids.")
+        check_text(prompt, which)
+        return tokenizer.encode(prompt)
+    if not _is_list(prompt):
+        raise UserError(f"{which} is of type {type(prompt).__name__}; give a text or a list of token ids.")
+    return list(prompt)
+
+
 def _is_several(prompt: Prompt | Sequence[Prompt]) -> bool:
-    return not isinstance(prompt, str) and (len(prompt) == 0 or not isinstance(prompt[0], Integral))
+    """Whether it is a list of prompts, and not one prompt."""
+    return _is_list(prompt) and (len(prompt) == 0 or isinstance(prompt[0], str) or _is_list(prompt[0]))
 
 
-def _is_utf8(text: str) -> bool:
-    """False for text that came from bytes in another encoding, which Python keeps as lone surrogates."""
-    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

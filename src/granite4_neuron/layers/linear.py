@@ -17,5 +17,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.register_parameter("weight_scale", None)
 
+    def reset_parameters(self) -> None:
+        """Nothing: weights come from a checkpoint. Torch's own would import its compiler for weights on "meta"."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.operators.linear(x, self.weight, self.bias, self.weight_scale)

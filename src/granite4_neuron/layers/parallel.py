@@ -70,6 +70,9 @@ class VocabParallelEmbedding(nn.Embedding):
         super().__init__(rows, width)
         self.parallel = parallel
 
+    def reset_parameters(self) -> None:
+        """Nothing: see `Linear.reset_parameters`."""
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[...] token ids to [..., width] in float32."""
         if self.parallel.degree == 1:

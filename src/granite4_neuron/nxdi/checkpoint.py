@@ -6,8 +6,9 @@ import re
 
 import torch
 
-from granite4_neuron.checkpoint import published_name, rank_slices
+from granite4_neuron.checkpoint import rank_slices
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.stored_tensors import published_name
 
 # Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.
 _SLICED = re.compile(r"layers\.\d+\.(mamba|shared_mlp)\.")

@@ -10,12 +10,12 @@ from neuronx_distributed_inference.models.config import MoENeuronConfig
 from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 from transformers import GenerationConfig
 
-from granite4_neuron.checkpoint import complete_or_absent
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.runtime import NeuronRuntime
+from granite4_neuron.output_folder import complete_or_absent
 
 CONFIG_FILE = "neuron_config.json"
 

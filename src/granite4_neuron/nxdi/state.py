@@ -12,7 +12,8 @@ from torch import nn
 from granite4_neuron.config import MAMBA
 from granite4_neuron.layers.step import DenseStep
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
-from granite4_neuron.state import MambaState, mamba_state_shapes
+from granite4_neuron.sizes import mamba_state_shapes
+from granite4_neuron.state import MambaState
 
 
 class NeuronStep(DenseStep):

@@ -15,16 +15,13 @@ from granite4_neuron.ops.mamba_kernels import MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
-from granite4_neuron.ops.quantization import QUANTIZATIONS, dequantize, linear, quantize_per_channel
+from granite4_neuron.ops.quantization import dequantize, linear, quantize_per_channel
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
-from granite4_neuron.ops.selection import DECODE_KERNELS, PREFILL_SCANS, select_operators
+from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
 
 __all__ = [
-    "DECODE_KERNELS",
-    "PREFILL_SCANS",
-    "QUANTIZATIONS",
     "TORCH",
     "LaunchParameters",
     "MambaKernels",

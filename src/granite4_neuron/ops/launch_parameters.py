@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import platform
 import re
@@ -26,14 +25,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from importlib import resources
 from pathlib import Path
 
 import torch
 
+from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.errors import UserError
 
-FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 # What each parameter may be; chunks of the fused kernels are a multiple of every vector's width.
 CHOICES = {
     "chunk_size": (32, 64, 128),
@@ -41,7 +39,6 @@ CHOICES = {
     "torch_chunk_size": (32, 64, 128, 256),
 }
 _ANY_CPU = "cpu"
-_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,30 +102,21 @@ def pinned_launch_parameters(parameters: LaunchParameters) -> Iterator[None]:
 def find_launch_table(head_dim: int, d_state: int, cache_dtype: torch.dtype, folder: Path | None = None) -> LaunchTable:
     """The table for layers of this size on this machine's processor.
 
-    It is the first of these files that exists; one that is broken is refused, not passed over:
-
-    1. in the user's folder, for this processor;
-    2. in the user's folder, for any processor (device=cpu);
-    3. in the package, for this processor;
-    4. in the package, for any processor.
-
-    Where there is none, `HEURISTIC` is for every batch, which a warning says once per process and size.
+    It is the one in the folder for this processor, or else the one there for any (device=cpu); one that is broken is
+    refused, not passed over. Where there is none, `HEURISTIC` is for every batch.
 
     Args:
         head_dim, d_state: of a Mamba-2 layer.
         cache_dtype: of its ssm_state.
-        folder: the user's, see `tuned_config_folder`; None for the package's tables only.
+        folder: the user's, see `tuned_config_folder`; None for none.
 
     Raises:
         UserError: the file is not a table; the message has its name.
     """
-    names = [table_name(head_dim, d_state, cache_dtype, device) for device in (device_name(), _ANY_CPU)]
-    folders = [bundled_folder()] if folder is None else [folder, bundled_folder()]
-    for file in (folder / name for folder in folders for name in names):
-        table = read_table(file)
+    for device in (device_name(), _ANY_CPU) if folder is not None else ():
+        table = read_table(folder / table_name(head_dim, d_state, cache_dtype, device))
         if table is not None:
             return table
-    _warn_of_heuristic(names[0])
     return LaunchTable({1: HEURISTIC})
 
 
@@ -144,7 +132,9 @@ def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
     if not os.path.isdir(folder):
         origin = "tuned_configs" if argument is not None else FOLDER_VARIABLE
         example = table_name(64, 128, torch.float32, _ANY_CPU)
-        raise UserError(f"{origin} is {str(folder)!r}, which is no folder; it must be one of files like {example}.")
+        raise UserError(
+            f"{origin} is {str(folder)!r}, which is not a folder; it must be one with files like {example}."
+        )
     return Path(folder)
 
 
@@ -168,11 +158,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def bundled_folder() -> Path:
-    """The package's own tables."""
-    return Path(str(resources.files("granite4_neuron.ops") / "tuned_configs"))
 
 
 def read_table(file: Path) -> LaunchTable | None:
@@ -232,12 +217,3 @@ def _entries(stored: object) -> dict[int, LaunchParameters]:
         except ValueError as error:
             raise ValueError(f"entry {size}: {error}") from None
     return entries
-
-
-@functools.cache
-def _warn_of_heuristic(name: str) -> None:
-    _LOGGER.warning(
-        "granite4-neuron: nobody has measured launch parameters for layers of this size (there is no table %s); a "
-        "guess is used, with which they may run slower than they could. benchmark_latency.py --tune measures.",
-        name,
-    )

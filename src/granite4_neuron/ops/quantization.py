@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-QUANTIZATIONS = ("int8",)
 _LARGEST = 127
 _PART = 2**16  # values that are quantized at a time, in cache
 

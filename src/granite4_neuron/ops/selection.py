@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
+from granite4_neuron.choices import DECODE_KERNELS, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
-
-NKI_PREFILL_SCANS = ("scan", "ssd")
-PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
-DECODE_KERNELS = ("torch", "nki")
 
 
 def select_operators(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron import memory
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
@@ -19,6 +20,7 @@ from granite4_neuron.ops.launch_parameters import (
     find_launch_table,
     tuned_config_folder,
 )
+from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
@@ -64,6 +66,7 @@ class CPURuntime:
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
     ):
+        survive_forks()
         degree = model.parallel.degree
         operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
         self.model = model.bind(operators)
@@ -95,9 +98,10 @@ class CPURuntime:
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """As `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
-        return HybridState.allocate(
-            self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
-        )
+        with memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
+            return HybridState.allocate(
+                self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
+            )
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:

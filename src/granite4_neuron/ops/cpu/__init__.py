@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
@@ -21,10 +22,7 @@ from granite4_neuron.ops.cpu.functions import (
 )
 from granite4_neuron.ops.operators import TORCH, Operators
 
-CPU_KERNELS = ("fused", "torch")
-
 __all__ = [
-    "CPU_KERNELS",
     "FeedForwardBlock",
     "MambaBlock",
     "cached_attention",

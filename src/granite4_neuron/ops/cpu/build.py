@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
-import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -19,6 +21,8 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
+_ONE_OPERATOR = "few_rows"
+_LOGGER = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -26,23 +30,17 @@ def load_kernels() -> str | None:
     """Register `torch.ops.granite4_neuron`, compiling it at first use into the user's cache folder.
 
     Returns:
-        None, or why that is not possible here, which is said on standard error as well.
+        None, or why that is not possible here, which is logged as a warning as well.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    sources = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
-    library = _cache_folder() / f"kernels-{_key(sources)}.so"
     try:
-        if not library.is_file():
-            if compiler is None:
-                return _refuse("no C++ compiler (c++) was found")
-            _say("compiling the CPU kernels for this machine, once; this takes about half a minute ...")
-            _compile(compiler, sources / "kernels.cpp", library)
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(_library()))
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
         return _refuse(f"they do not compile here ({reason.strip()})")
-    except OSError as error:
+    except (_Unavailable, OSError) as error:
         return _refuse(f"they cannot be built or loaded ({error})")
+    if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
+        return _refuse("the library that was loaded does not have them")
     return None
 
 
@@ -51,25 +49,70 @@ def _refuse(reason: str) -> str:
     return reason
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
-    """Beside `library` first: another process sees all of it or nothing."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder) / library.name
+class _Unavailable(Exception):
+    """There are no kernels to load; the message says why."""
+
+
+def _library() -> Path:
+    """The compiled kernels. What is in the cache is looked at before it may run: whose it is, and whether it is whole.
+
+    Raises:
+        _Unavailable: there is no place for it, or nothing to compile it with.
+        CalledProcessError: it does not compile.
+    """
+    sources = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
+    folder, name = _private_folder(_cache_folder()), f"kernels-{_key(sources)}"
+    for library in folder.glob(f"{name}-*.so"):
+        if _is_ours(library) and library.stem == f"{name}-{_digest(library)}":
+            return library
+        _say(f"{library} is damaged or may be written to by others; it is compiled again.")
+        library.unlink()
+    _say("compiling the CPU kernels for this machine, once; this takes about half a minute ...")
+    return _compile(_compiler(), sources / "kernels.cpp", folder, name)
+
+
+def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> Path:
+    """Compile into a folder of its own first: another process, or one after a crash, sees all of it or nothing."""
+    with tempfile.TemporaryDirectory(dir=folder) as building:
+        built = Path(building) / name
         paths = (f"-isystem{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}")
-        libraries = ("-ltorch_cpu", "-lc10")
-        command = (
-            *shlex.split(compiler),
-            *_FLAGS,
-            *_processor_flags(),
-            *paths,
-            str(source),
-            "-o",
-            str(built),
-            *libraries,
-        )
+        flags = (*_FLAGS, *_processor_flags())
+        command = (*compiler, *flags, *paths, str(source), "-o", str(built), "-ltorch_cpu", "-lc10")
         subprocess.run(command, check=True, capture_output=True, text=True)
-        built.replace(library)
+        built.chmod(0o700)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+        return built.replace(folder / f"{name}-{_digest(built)}.so")
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CXX")
+    try:
+        command = shlex.split(chosen or shutil.which("c++") or shutil.which("g++") or "")
+    except ValueError as error:
+        raise _Unavailable(f"the environment variable CXX is {chosen!r}, which is not a command: {error}") from None
+    if not command:
+        raise _Unavailable("there is no C++ compiler (c++)")
+    return command
+
+
+def _private_folder(folder: Path) -> Path:
+    """`folder`, there and nobody else's: whoever can write to it can have this process run anything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise _Unavailable(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
+    folder.chmod(0o700)
+    return folder
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether the file is this user's, and nobody else may write to it."""
+    about = file.lstat()
+    return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:32]
 
 
 def _processor_flags() -> list[str]:
@@ -99,8 +142,12 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "granite4-neuron"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no HOME, and the user has no entry in the system's list, as in a container
+        return Path(tempfile.gettempdir()) / f"granite4-neuron-{os.getuid()}"
+    return cache / "granite4-neuron"
 
 
 def _say(message: str) -> None:
-    print(f"granite4-neuron: {message}", file=sys.stderr, flush=True)
+    _LOGGER.warning("granite4-neuron: %s", message)

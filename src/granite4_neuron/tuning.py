@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import LaunchParameters, cpu, mamba_chunk_scan_combined
-from granite4_neuron.ops.launch_parameters import CHOICES, find_launch_table
+from granite4_neuron.ops.launch_parameters import CHOICES, LaunchTable, find_launch_table, write_table
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import HybridState
 
@@ -65,6 +66,19 @@ def tune(
             ("torch_chunk_size", _prefill_in_torch(config, dtype, batch_size), rounds // 10 + 1),
         ):
             yield _choose(batch_size, name, getattr(default, name), run, times)
+
+
+def write_choices(file: Path, before: LaunchTable | None, choices: Iterable[Choice], num_heads: int) -> None:
+    """Write the chosen launch parameters into a table, in which entries of other batches stay as they are in `before`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    chosen: dict[int, dict[str, int]] = {}
+    for choice in choices:
+        chosen.setdefault(choice.batch_size * num_heads, {})[choice.name] = choice.chosen
+    tuned = {batch_heads: LaunchParameters(**values) for batch_heads, values in chosen.items()}
+    write_table(file, LaunchTable({**(before.entries if before else {}), **tuned}))
 
 
 def _choose(batch_size: int, name: str, default: int, run: Callable[[int], None], rounds: int) -> Choice:

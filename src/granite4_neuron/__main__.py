@@ -1,0 +1,19 @@
+"""Where the command starts: Ctrl-C is answered from here on."""
+
+import os
+import signal
+import sys
+
+_EXIT_INTERRUPTED = 130
+
+
+def main() -> int:
+    """See `cli.main`; until that takes over, Ctrl-C ends the process without a word."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
+    from granite4_neuron import cli
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

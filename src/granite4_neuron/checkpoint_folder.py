@@ -1,0 +1,138 @@
+"""Where a checkpoint is: in a folder, in this package, or on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from importlib import resources
+from pathlib import Path
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+
+CONFIG = "config.json"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+_SECONDS_TO_CONNECT = 2.0
+_OTHER_FORMATS = {
+    "*.gguf": "GGUF files, which llama.cpp reads",
+    "pytorch_model*.bin": "weights as pickled by torch (pytorch_model.bin)",
+    "consolidated*.pth": "weights as pickled by torch (consolidated.pth)",
+}
+
+
+def bundled_checkpoint() -> Path:
+    """The small trained checkpoint that comes with the package; its README.md says what it is."""
+    return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
+
+
+def find(model: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
+
+    Raises:
+        UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite 4
+            hybrid.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        raise UserError(f"the model is {model!r}; give the folder of a checkpoint or a Hugging Face id.")
+    name = os.fspath(model)
+    if os.path.isdir(name):
+        return _checked(Path(name))
+    if os.path.exists(name):
+        raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint.{_format_of(name)}")
+    if not _HUB_ID.fullmatch(name):
+        shown = name if name.isprintable() and name else repr(name)
+        raise UserError(f"{shown} is not a folder{_suggestion(name)}")
+    return _from_hub(name)
+
+
+def what_else_is_in(folder: Path) -> str:
+    """A sentence on why `folder` has no weights or no config, where its other files tell; else nothing."""
+    if any(folder.glob("snapshots/*/config.json")):
+        newest = max(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
+        return f" It is a folder of the Hugging Face cache; give {newest.parent}."
+    if any((folder.parent.parent / "blobs").glob("*.incomplete")):
+        return " It is a download that was not completed; give the Hugging Face id again to complete it."
+    for pattern, what in _OTHER_FORMATS.items():
+        if any(folder.glob(pattern)):
+            return f" It holds {what}; this package reads safetensors."
+    if folder.parent.name == "snapshots":
+        return " It is an incomplete copy in the Hugging Face cache; give the Hugging Face id to download the rest."
+    return ""
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / CONFIG).exists():
+        raise UserError(
+            f"{folder / CONFIG} does not exist; a checkpoint folder holds a {CONFIG}.{what_else_is_in(folder)}"
+        )
+    return folder
+
+
+def _format_of(name: str) -> str:
+    return " It is a GGUF file; this package reads safetensors." if name.endswith(".gguf") else ""
+
+
+def _suggestion(name: str) -> str:
+    """How a sentence goes on that says that `name` is not a folder."""
+    if address := _HUB_ADDRESS.fullmatch(name):
+        return f"; did you mean {address[1]}?"
+    if GraniteMoeHybridConfig.is_family_member(name):
+        return f" on this machine; did you mean ibm-granite/granite-4.0-{name.removeprefix('granite-4.0-')}?"
+    return "; give the folder of a checkpoint or a Hugging Face id (owner/name)."
+
+
+def _from_hub(name: str) -> Path:
+    # Not at the top: a folder needs no hub.
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    unreachable = None if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
+    local = constants.HF_HUB_OFFLINE or unreachable is not None
+    try:
+        # The config first: a model that this package does not run is not worth the download of its weights.
+        GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, local_files_only=local))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=local))
+    except LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
+        raise UserError(
+            f"{name} is not a folder, and cannot be had from Hugging Face: {why}, and there is no copy of it in the "
+            "cache. On a machine without a network copy the checkpoint's folder there; with HF_HUB_OFFLINE=1 only the "
+            "cache is looked at."
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"{name} is not a folder, and cannot be had from Hugging Face ({reason}).") from None
+
+
+def _why_unreachable(address: str) -> str | None:
+    """Why nothing answers at a web address, or at the proxy on the way there; None if something does.
+
+    huggingface_hub would try for half a minute, and say so after each time.
+    """
+    # Not at the top: it takes longer to import than all else that --help needs.
+    import urllib.request
+
+    url = urllib.parse.urlsplit(address)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    place = (url.hostname, url.port or (443 if url.scheme == "https" else 80))
+    outcome: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
+            outcome.append(None)
+        except OSError as error:
+            outcome.append(f"cannot be reached ({error.strerror or error})")
+
+    # In a thread of its own, for looking up a name has no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_CONNECT)
+    return outcome[0] if outcome else f"does not answer within {_SECONDS_TO_CONNECT:.0f} seconds"

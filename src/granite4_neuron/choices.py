@@ -1,0 +1,21 @@
+"""What options may be: names that the command line offers and that the modules behind it check.
+
+They are in a module of their own, which imports nothing, so that the command line knows them without importing torch.
+"""
+
+BACKENDS = ("cpu", "xla", "nxdi")
+CPU_KERNELS = ("fused", "torch")
+QUANTIZATIONS = ("int8",)
+
+NKI_PREFILL_SCANS = ("scan", "ssd")
+PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
+DECODE_KERNELS = ("torch", "nki")
+
+# Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
+INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
+
+# The environment variable that names a folder of tuned launch parameters.
+FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
+
+# Of logits in float32, against transformers'.
+FLOAT32_TOLERANCE = 1e-4

@@ -1,0 +1,75 @@
+"""How different writers of config.json spell the same: transformers 4.57, transformers 5.x, and the published files."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from granite4_neuron.errors import UserError
+
+MAMBA = "mamba"
+ATTENTION = "attention"
+
+_LAYER_TYPE_SPELLINGS = {
+    "mamba": MAMBA,
+    "linear_attention": MAMBA,
+    "attention": ATTENTION,
+    "full_attention": ATTENTION,
+}
+
+
+def one_spelling(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename and unwrap what transformers 5.x writes differently from 4.57, and 4.57 from the published files."""
+    values = dict(values)
+    if values.get("layer_types") is None:
+        values["layer_types"] = values.get("layers_block_type")
+    if values.get("torch_dtype") is None:
+        values["torch_dtype"] = values.get("dtype")
+    if values.get("mamba_d_head") == "auto":
+        values["mamba_d_head"] = None
+    if isinstance(values.get("torch_dtype"), str):
+        values["torch_dtype"] = values["torch_dtype"].removeprefix("torch.")
+    if values.get("layer_types") is not None:
+        values["layer_types"] = _layer_types(values["layer_types"])
+    if values.get("time_step_limit") is not None:
+        values["time_step_limit"] = _time_step_limit(values["time_step_limit"])
+    if isinstance(values.get("eos_token_id"), list):
+        values["eos_token_id"] = tuple(values["eos_token_id"])
+    if values.get("position_embedding_type") == "rope":
+        values["rope_theta"] = _rope_theta(values)
+    return values
+
+
+def _layer_types(spelled: Any) -> tuple[str, ...]:
+    if not isinstance(spelled, list) or not all(isinstance(name, str) for name in spelled):
+        raise UserError(f"layer_types is {reprlib.repr(spelled)}, and must be a list with one name per layer.")
+    unknown = sorted({name for name in spelled if name not in _LAYER_TYPE_SPELLINGS})
+    if unknown:
+        raise UserError(
+            f"layer_types has unknown names ({', '.join(unknown)}); known are {', '.join(_LAYER_TYPE_SPELLINGS)}."
+        )
+    return tuple(_LAYER_TYPE_SPELLINGS[name] for name in spelled)
+
+
+def _time_step_limit(spelled: Any) -> tuple[float, float]:
+    if not isinstance(spelled, (list, tuple)) or len(spelled) != 2:
+        raise UserError(f"time_step_limit is {reprlib.repr(spelled)}, and must be a pair of numbers.")
+    # JSON has no infinity: transformers 5.x writes {"__float__": "Infinity"}.
+    plain = [bound["__float__"] if isinstance(bound, dict) and "__float__" in bound else bound for bound in spelled]
+    try:
+        lower, upper = (float(bound) for bound in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"time_step_limit is {reprlib.repr(spelled)}, and must be a pair of numbers.") from None
+    return lower, upper
+
+
+def _rope_theta(values: dict[str, Any]) -> Any:
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"the rope parameters are {reprlib.repr(parameters)}, and must be an object.")
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type != "default" or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(
+            f"the rope parameters {reprlib.repr(parameters)} are not supported; rope_type must be 'default'."
+        )
+    return parameters.get("rope_theta", values.get("rope_theta"))

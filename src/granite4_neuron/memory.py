@@ -1,0 +1,102 @@
+"""How much memory there is, and what to say when it is not enough."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from granite4_neuron.errors import UserError
+
+# Under which torch's allocator reports it: a RuntimeError like any other.
+_TORCH_MESSAGES = ("can't allocate memory", "not enough memory")
+
+
+def available_bytes() -> int | None:
+    """The memory that this process can still take: of the machine, its container and its own limit; None if unknown."""
+    known = [size for size in (_of_machine(), _of_container(), _of_limit()) if size is not None]
+    return max(0, min(known)) if known else None
+
+
+def check_available(needed: int, what: str, advice: str) -> None:
+    """See, before it is taken, whether there is enough memory.
+
+    Args:
+        needed: bytes.
+        what: needs them; the subject of a sentence, in the plural.
+        advice: what else could be done.
+
+    Raises:
+        UserError: there is not; the message has both numbers.
+    """
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise UserError(
+            f"{what} need {needed / 1e9:.2f} GB of memory, and {available / 1e9:.2f} GB are available; {advice}."
+        )
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Whether an exception says that there is no more memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return any(message in str(error) for message in _TORCH_MESSAGES)
+    return isinstance(error, MemoryError)
+
+
+@contextmanager
+def enough_for(what: str) -> Iterator[None]:
+    """Within it, running out of memory is an error that names what the memory was for.
+
+    Raises:
+        UserError: there was no memory for it.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_exhausted(error):
+            raise
+        available = available_bytes()
+        left = "" if available is None else f"; {available / 1e9:.2f} GB are available"
+        raise UserError(f"there is not enough memory for {what}{left}.") from None
+
+
+def _of_machine() -> int | None:
+    return _field_of(Path("/proc/meminfo"), "MemAvailable:", 1024)
+
+
+def _of_container() -> int | None:
+    """Of the control group that a container runs in. Files in memory count as used there, and can be dropped."""
+    for folder, most, used in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, current = _number(folder / most), _number(folder / used)
+        if limit is not None and current is not None:
+            droppable = _field_of(folder / "memory.stat", "inactive_file ", 1) or 0
+            return limit - current + droppable
+    return None
+
+
+def _of_limit() -> int | None:
+    """Of the address space, as prlimit --as and ulimit -v limit it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _field_of(Path("/proc/self/status"), "VmSize:", 1024)
+    return None if limit == resource.RLIM_INFINITY or taken is None else limit - taken
+
+
+def _field_of(file: Path, name: str, unit: int) -> int | None:
+    if not file.is_file():
+        return None
+    for line in file.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.removeprefix(name).split()[0]) * unit
+    return None
+
+
+def _number(file: Path) -> int | None:
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,28 @@
+"""What becomes of threads when a process that has computed is forked, as gunicorn --preload and multiprocessing do.
+
+OpenMP's threads are not in the child, and OpenMP does not know: the child would wait for them for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@functools.cache
+def survive_forks() -> None:
+    """Have every child that this process is forked into compute in one thread, and say so."""
+    os.register_at_fork(after_in_child=_compute_in_one_thread)
+
+
+def _compute_in_one_thread() -> None:
+    torch.set_num_threads(1)
+    _LOGGER.warning(
+        "granite4-neuron: this process was forked from one that had loaded a model, and computes in one thread; to use "
+        "more, start processes with the method spawn, or load the model in each of them."
+    )

@@ -1,0 +1,129 @@
+"""Arguments that make no sense: of the functions, and of the command."""
+
+import math
+
+import pytest
+import torch
+
+from granite4_neuron import UserError, generate, load
+from granite4_neuron.generation import chat_prompt
+
+PROMPTS = {
+    "None": None,
+    "a number": 3.5,
+    "bytes": b"abc",
+    "a tensor": torch.tensor([1, 2]),
+    "a generator": (token for token in [1, 2]),
+    "a dictionary": {1: 2},
+    "fractions": [1.5],
+    "nothings": [None],
+    "booleans": [True],
+    "tensors in a list": [torch.tensor([1])],
+    "bytes in a list": [b"a"],
+    "text and a number": ["a", 3],
+    "nothing": [],
+    "an empty prompt": [[]],
+    "an empty text": "",
+    "lone surrogates": "a\udcff",
+    "a token outside": [10**6],
+    "a negative token": [-1],
+    "too long": "x" * 600,
+}
+
+OPTIONS = {
+    "max_tokens": (None, 2.5, "3", True, 0, -1),
+    "temperature": ("hot", math.inf, math.nan, -1, True),
+    "top_k": (1.5, -1, "3"),
+    "top_p": (math.nan, 2, "half", -0.1),
+    "min_p": (2, -1, math.nan),
+    "repetition_penalty": ("2", 0, -1, math.inf),
+    "seed": (1.5, "1", -1, 2**63),
+    "stop": (None, [1], b"x", "", [""], 3),
+    "stop_token_ids": (None, ["a"], 3, [1.5]),
+}
+
+LOADS = {
+    "model": (3, b"x", "", "no-such-folder", "a/b/c", "x" * 5000, "a\0b"),
+    "dtype": ("bfloat16", torch.int8, torch.float64),
+    "prefill_scan": ("fast", None),
+    "decode_kernel": ("fast", None),
+    "cpu_kernels": ("fast", None),
+    "backend": ("gpu", None),
+    "quantize": ("int4", 8),
+    "compiled": ("folder",),
+    "tuned_configs": (3, "no-such-folder"),
+}
+
+MODELS = {
+    "h-350m": "did you mean ibm-granite/granite-4.0-h-350m?",
+    "granite-4.0-h-small": "did you mean ibm-granite/granite-4.0-h-small?",
+    "https://huggingface.co/ibm-granite/granite-4.0-h-350m": "did you mean ibm-granite/granite-4.0-h-350m?",
+    "huggingface.co/ibm-granite/granite-4.0-h-1b/tree/main": "did you mean ibm-granite/granite-4.0-h-1b?",
+    "./nothing/here": "is not a folder; give the folder of a checkpoint or a Hugging Face id",
+    "": "'' is not a folder",
+}
+
+
+def each(table):
+    return [pytest.param(name, value, id=f"{name}={str(value)[:20]!r}") for name in table for value in table[name]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS.keys())
+def test_a_prompt(texting, prompt):
+    with pytest.raises(UserError, match=r"prompt.*\.$"):
+        generate(*texting, prompt)
+
+
+@pytest.mark.parametrize("name, value", each(OPTIONS))
+def test_an_option(texting, name, value):
+    with pytest.raises(UserError, match=rf"({name.removeprefix('repetition_')}|stop string).*\.$"):
+        generate(*texting, "A", **{name: value})
+
+
+@pytest.mark.parametrize("name, value", each(LOADS))
+def test_a_load(texting_folder, name, value):
+    with pytest.raises(UserError, match=r"\.$"):
+        load(**{"model": texting_folder, name: value})
+
+
+@pytest.mark.parametrize("message", [None, 3, b"x", "a\udcff"], ids=repr)
+def test_a_message(texting, message):
+    with pytest.raises(UserError, match="the message is"):
+        chat_prompt(texting[1], message)
+
+
+@pytest.mark.parametrize("name, answer", MODELS.items(), ids=MODELS.keys())
+def test_a_name_of_a_model(refuses, name, answer):
+    assert answer in refuses("generate", "--model", name, "x")
+
+
+def test_a_file_of_weights(refuses, folder):
+    assert "is not a folder but a file" in refuses("generate", "--model", folder / "model.safetensors", "x")
+    (folder / "granite.gguf").write_bytes(b"GGUF")
+    assert "It is a GGUF file" in refuses("generate", "--model", folder / "granite.gguf", "x")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("sing",), "invalid choice: 'sing'"),
+        ((), "the following arguments are required: command"),
+        (("generate", "--max-tokens", "0", "x"), "argument --max-tokens: 0 is not a whole number of at least 1"),
+        (("generate", "--temperature", "inf", "x"), "argument --temperature: inf is not a number at least 0"),
+        (("generate", "--threads", "0", "x"), "argument --threads: 0 is not a whole number of at least 1"),
+        (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),
+        (("generate", "--file", "."), "cannot be read (Is a directory)"),
+        (("generate", "--tuned-configs", "x" * 5000, "x"), "which is not a folder"),
+        (("convert", "--output", "x" * 5000), "could not be written (File name too long)"),
+        (("convert", "--output", "/no/such/place/x"), "there is no folder /no/such/place"),
+        (("graphs", "--json", "/no/such/place/x"), "there is no such folder"),
+        (("graphs", "--json", "x" * 5000 + "/y"), "there is no such folder"),
+        (("graphs", "--buckets", "4096"), "--max-length must be at least as large"),
+        (("--log-level", "loud", "info"), "argument --log-level: invalid choice: 'loud'"),
+        (("--print-completion", "cmd"), "argument --print-completion: invalid choice: 'cmd'"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_a_command(refuses, folder, arguments, message):
+    model = ("--model", folder) if arguments and arguments[0] in ("generate", "convert") else ()
+    assert message in refuses(*arguments, *model)

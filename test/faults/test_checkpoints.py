@@ -1,0 +1,288 @@
+"""Checkpoints that are damaged, contradict themselves, or were made to do harm. Each gets one sentence that helps.
+
+To add one: a function that damages a good folder, and a part of the sentence.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from granite4_neuron.checkpoint import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.stored_tensors import INDEX, WEIGHTS
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+DEEP = "[" * 200_000 + "]" * 200_000
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 680664424\n"
+
+
+def text_of(name, text):
+    """Damage: the file has this text."""
+    return lambda folder: (folder / name).write_text(text)
+
+
+def values_of(name, **changes):
+    """Damage: the JSON object in the file has other values; `1e400` and the like are put in as they stand."""
+
+    def damage(folder):
+        file = folder / name
+        values = json.loads(file.read_text()) if file.exists() else {}
+        text = json.dumps({**values, **{key: f"<{key}>" for key in changes}})
+        for key, value in changes.items():
+            text = text.replace(f'"<{key}>"', value if isinstance(value, str) else json.dumps(value))
+        file.write_text(text)
+
+    return damage
+
+
+def pipe(name):
+    """Damage: the file is a named pipe, which nobody writes to."""
+
+    def damage(folder):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def tensors(change):
+    """Damage: `change` edits the dictionary of stored tensors."""
+
+    def damage(folder):
+        stored = load_file(folder / WEIGHTS)
+        change(stored)
+        save_file(stored, folder / WEIGHTS)
+
+    return damage
+
+
+def shards(change_index=None, change_folder=None):
+    """Damage to a checkpoint of several shards: `change_index` edits the weight_map, `change_folder` the folder."""
+
+    def damage(folder):
+        model = load_model(folder)
+        shutil.rmtree(folder / "shards", ignore_errors=True)
+        save_model(model, folder / "shards", max_shard_size="200KB")
+        (folder / WEIGHTS).unlink()
+        for file in (folder / "shards").glob("model*"):
+            file.rename(folder / file.name)
+        shutil.rmtree(folder / "shards")
+        index = json.loads((folder / INDEX).read_text())
+        if change_index is not None:
+            change_index(index["weight_map"])
+        (folder / INDEX).write_text(json.dumps(index))
+        if change_folder is not None:
+            change_folder(folder)
+
+    return damage
+
+
+def in_two_shards(folder):
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    one = load_file(first)
+    name = next(iter(one))
+    save_file({**load_file(second), name: one[name]}, second)
+
+
+def under_both_spellings(stored):
+    for name in list(stored):
+        if name.endswith("input_linear.weight") and "block_sparse_moe" in name:
+            new = name.replace("input_linear.weight", "experts.gate_up_proj")
+            stored[new] = stored[name] + 1
+
+
+def only(name, content=b"x"):
+    """Damage: all weights are gone, and there is a file of another format."""
+
+    def damage(folder):
+        (folder / WEIGHTS).unlink()
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def hub_cache(folder):
+    """The folder of the Hugging Face cache, and not the snapshot in it."""
+    snapshot = folder / "snapshots" / "0123456789"
+    snapshot.mkdir(parents=True)
+    for file in list(folder.iterdir()):
+        if file.is_file():
+            file.rename(snapshot / file.name)
+
+
+def swapped(weight_map):
+    names = sorted(set(weight_map.values()))
+    for name, file in weight_map.items():
+        weight_map[name] = {names[0]: names[1], names[1]: names[0]}.get(file, file)
+
+
+FAULTS = {
+    # Files that are something else
+    "config is a pipe": (pipe(CONFIG), "is not a regular file"),
+    "generation config is a pipe": (pipe(GENERATION_CONFIG), "is not a regular file"),
+    "tokenizer config is a pipe": (pipe(TOKENIZER_CONFIG), "is not a regular file"),
+    "tokenizer is a pipe": (pipe("tokenizer.json"), "has no tokenizer.json"),
+    "weights are a pipe": (pipe(WEIGHTS), f"has no {WEIGHTS}"),
+    "config is a folder": (
+        lambda folder: ((folder / CONFIG).unlink(), (folder / CONFIG).mkdir()),
+        "is not a regular file",
+    ),
+    "config is not text": (lambda folder: (folder / CONFIG).write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
+    "config is a list": (text_of(CONFIG, "[]"), "holds a JSON list; it must hold an object"),
+    "config is huge": (lambda folder: os.truncate(folder / CONFIG, 2**30), "too many for a file of settings"),
+    # JSON that is made to hurt
+    "deep config": (text_of(CONFIG, DEEP), "nested too deeply"),
+    "deep generation config": (text_of(GENERATION_CONFIG, DEEP), "nested too deeply"),
+    "deep tokenizer config": (text_of(TOKENIZER_CONFIG, DEEP), "nested too deeply"),
+    "deep tokenizer": (text_of("tokenizer.json", DEEP), "the tokenizer in"),
+    "deep index": (
+        lambda folder: ((folder / WEIGHTS).unlink(), (folder / INDEX).write_text(DEEP)),
+        "nested too deeply",
+    ),
+    "an integer of 5,000 digits": (values_of(CONFIG, vocab_size="9" * 5000), "is not valid JSON"),
+    "an integer of 4,000 digits": (values_of(CONFIG, vocab_size="9" * 4000), "vocab_size is 99999"),
+    "vocab_size 2**62": (values_of(CONFIG, vocab_size=2**62), "vocab_size is 4611686018427387904, and can be at most"),
+    "10**8 layers": (values_of(CONFIG, num_hidden_layers=10**8), "num_hidden_layers is 100000000, and can be at most"),
+    "10**8 layers of the default kind": (
+        values_of(CONFIG, num_hidden_layers=10**8, layer_types=None),
+        "num_hidden_layers is 100000000, and can be at most",
+    ),
+    "10**9 experts": (values_of(CONFIG, num_local_experts=10**9), "num_local_experts is 1000000000"),
+    "hidden_size 2**40": (values_of(CONFIG, hidden_size=2**40), "hidden_size is 1099511627776"),
+    "mamba_expand 10**9": (values_of(CONFIG, mamba_expand=10**9), "mamba_expand is 1000000000"),
+    "hidden_size 1e400": (values_of(CONFIG, hidden_size="1e400"), "hidden_size is inf, and must be a whole number"),
+    "rms_norm_eps NaN": (values_of(CONFIG, rms_norm_eps="NaN"), "rms_norm_eps is nan, and must be a number"),
+    "logits_scaling 1e400": (values_of(CONFIG, logits_scaling="1e400"), "logits_scaling is inf"),
+    "hidden_size of the wrong type": (values_of(CONFIG, hidden_size="[64]"), "hidden_size is [64]"),
+    "eos_token_id of the wrong type": (
+        values_of(CONFIG, eos_token_id='"two"'),
+        "eos_token_id is 'two', and must be a whole number or a list of them",
+    ),
+    "a long wrong value is cut": (values_of(CONFIG, hidden_act=json.dumps("x" * 10_000)), "hidden_act is 'xxxx"),
+    # Quantized by others
+    "gptq": (values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantized ('gptq')"),
+    "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized ('fp8')"),
+    "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized ('yes')"),
+    # Tokenizers
+    "a tokenizer of a later version": (
+        text_of("tokenizer.json", '{"version": "9.0", "model": {"type": "FromTheFuture"}}'),
+        "the tokenizer in",
+    ),
+    "an empty tokenizer": (text_of("tokenizer.json", ""), "the tokenizer in"),
+    "a tokenizer that is a list": (text_of("tokenizer.json", "[]"), "the tokenizer in"),
+    "model_max_length is text": (
+        values_of(TOKENIZER_CONFIG, model_max_length='"x"'),
+        "model_max_length is 'x', and must be a number",
+    ),
+    "tokenizer config is a list": (text_of(TOKENIZER_CONFIG, "[]"), "holds a JSON list"),
+    "special tokens are numbers": (values_of(TOKENIZER_CONFIG, eos_token="17"), "the tokenizer in"),
+    # Sampling
+    "top_p NaN": (values_of(GENERATION_CONFIG, do_sample=True, top_p="NaN"), "top_p is nan, and must be a number"),
+    "temperature 1e400": (
+        values_of(GENERATION_CONFIG, do_sample=True, temperature="1e400"),
+        "temperature is inf, and must be a number of at least 0",
+    ),
+    "negative temperature": (values_of(GENERATION_CONFIG, temperature=-1), "temperature is -1"),
+    "top_k is a fraction": (values_of(GENERATION_CONFIG, top_k=1.5), "top_k is 1.5, and must be a whole number"),
+    "min_p above 1": (values_of(GENERATION_CONFIG, min_p=2), "min_p is 2, and must be a number from 0 to 1"),
+    "repetition_penalty 0": (values_of(GENERATION_CONFIG, repetition_penalty=0), "repetition_penalty is 0"),
+    "eos_token_id is text": (values_of(GENERATION_CONFIG, eos_token_id='"end"'), "eos_token_id is 'end'"),
+    "generation config is a list": (text_of(GENERATION_CONFIG, "[]"), "holds a JSON list"),
+    # Weights
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS} and no {INDEX}."),
+    "empty weights": (text_of(WEIGHTS, ""), "is damaged or incomplete"),
+    "weights of zeros": (lambda folder: (folder / WEIGHTS).write_bytes(bytes(10_000)), "is damaged or incomplete"),
+    "weights cut off": (lambda folder: os.truncate(folder / WEIGHTS, 5000), "is damaged or incomplete"),
+    "a pointer of Git LFS": (text_of(WEIGHTS, LFS_POINTER), "is a pointer of Git LFS; git lfs pull downloads"),
+    "only GGUF": (only("granite-Q4_K_M.gguf"), "It holds GGUF files, which llama.cpp reads; this package reads safe"),
+    "only pytorch_model.bin": (only("pytorch_model.bin"), "It holds weights as pickled by torch (pytorch_model.bin)"),
+    "a folder of the Hugging Face cache": (hub_cache, "snapshots/0123456789"),
+    "a tensor too many": (tensors(lambda stored: stored.update(extra=torch.zeros(1))), "not of this model: extra"),
+    "a tensor under both spellings": (tensors(under_both_spellings), "hold one tensor twice"),
+    "a tensor in two shards": (shards(change_folder=in_two_shards), "hold one tensor twice"),
+    # The index of shards
+    "an index without weight_map": (
+        lambda folder: ((folder / WEIGHTS).unlink(), (folder / INDEX).write_text("{}")),
+        "is not an index of shards",
+    ),
+    "a shard outside": (
+        shards(lambda index: index.update({next(iter(index)): "../../secret.safetensors"})),
+        "names files outside of its folder (../../secret.safetensors), which are not opened",
+    ),
+    "a shard at an absolute path": (
+        shards(lambda index: index.update({next(iter(index)): "/etc/passwd"})),
+        "names files outside of its folder (/etc/passwd)",
+    ),
+    "a shard on another drive": (
+        shards(lambda index: index.update({next(iter(index)): "C:\\weights.safetensors"})),
+        "names files outside of its folder",
+    ),
+    "an index that mixes up the shards": (shards(swapped), "is not the index of these shards"),
+    "an index with a tensor that is nowhere": (
+        shards(lambda index: index.update({"model.more": next(iter(index.values()))})),
+        "model.more is in no shard",
+    ),
+    "an index that lacks a tensor": (
+        shards(lambda index: index.pop("model.norm.weight")),
+        "and by the index in none",
+    ),
+    "a shard that is absent": (
+        shards(change_folder=lambda folder: min(folder.glob("model-*")).unlink()),
+        "lacks 1 of its",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage, message", FAULTS.values(), ids=FAULTS.keys())
+def test_a_damaged_checkpoint(folder, refuses, damage, message):
+    damage(folder)
+    said = refuses("generate", "--model", folder, "--max-tokens", 1, "x")
+    assert message in said
+    assert len(said) < 1000
+
+
+def test_sharded_as_it_should_be_is_read(folder, capsys):
+    """What the damage to shards starts from."""
+    shards()(folder)
+    load_model(folder)
+
+
+def test_an_incomplete_download(folder, refuses):
+    """As a download that was stopped leaves the Hugging Face cache behind."""
+    cache = folder / "models--somebody--model"
+    snapshot = cache / "snapshots" / "0123456789"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "0a1b2c.incomplete").write_bytes(b"")
+    for name in (CONFIG, "tokenizer.json", TOKENIZER_CONFIG):
+        shutil.copy(folder / name, snapshot / name)
+    said = refuses("generate", "--model", snapshot, "x")
+    assert "download that was not completed; give the Hugging Face id again" in said
+
+
+TEMPLATES = {
+    "divides by zero": ("{{ 1 / 0 }}", "division by zero"),
+    "adds text to a number": ("{{ 'a' + 1 }}", "can only concatenate str"),
+    "calls what is not there": ("{{ nothing() }}", "'nothing' is undefined"),
+    "does not parse": ("{% for %}", "Expected an expression"),
+    "reaches into Python": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 3 seconds"),
+    "fills the memory": ("{{ 'x' * 10**11 }}", "MemoryError"),
+    "pads a text to a gigabyte": ("{{ '%99999999999d' | format(1) }}", "MemoryError"),
+    "makes a huge text": ("{{ 'x' * 10**8 }}", "it makes a text of 100,000,000 characters"),
+    "wants a huge range": ("{{ range(10**9) | list }}", "Range too big"),
+    "raises": ("{{ raise_exception('no system message, please') }}", "no system message, please"),
+}
+
+
+@pytest.mark.parametrize("template, message", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_a_chat_template(folder, refuses, template, message):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    values_of(TOKENIZER_CONFIG, chat_template=json.dumps(template))(folder)
+    said = refuses("generate", "--model", folder, "--chat", "hello")
+    assert "this checkpoint's chat template does not render the conversation" in said and message in said

@@ -1,0 +1,287 @@
+"""Surroundings that are not as they should be: memory, disks, closed streams, signals, users, forks, the network.
+
+Most need a process of their own.
+"""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from granite4_neuron import UserError, checkpoint_folder, memory
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.ops.cpu import build
+from granite4_neuron.output_folder import complete_or_absent, remove_leftovers
+from granite4_neuron.random_weights import random_model
+from test.faults.conftest import sentence
+from test.support.checkpoints import small_config
+
+COMMAND = [sys.executable, "-m", "granite4_neuron"]
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+needs_fused_kernels = pytest.mark.skipif(
+    build.load_kernels() is not None, reason="the fused kernels need a C++ compiler"
+)
+
+
+def run(*arguments):
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
+
+
+class TestMemory:
+    def test_a_model_that_does_not_fit_is_refused_with_the_numbers(self, folder, refuses, monkeypatch):
+        monkeypatch.setattr(memory, "available_bytes", lambda: 1_000_000)
+        said = refuses("generate", "--model", folder, "x")
+        assert "the weights in" in said and "GB of memory, and 0.00 GB are available; bfloat16 takes half" in said
+
+    def test_a_state_that_does_not_fit(self, texting):
+        """So large that the system refuses it at once."""
+        with pytest.raises(UserError, match="not enough memory for the state of 1,000,000,000 sequences of up to 600"):
+            texting[0].allocate(10**9, 600)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit of the address space")
+    @pytest.mark.parametrize("gigabytes", [1, 2])
+    def test_a_small_address_space(self, texting_folder, gigabytes):
+        """It may be enough, or it may not; Python and torch alone take most of it."""
+        limit = f"ulimit -v {gigabytes * 2**20}; exec {sys.executable} -m granite4_neuron"
+        command = f"{limit} generate --model {texting_folder} --max-tokens 3 --cpu-kernels torch x"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        assert done.returncode in (0, 2) and "Traceback" not in done.stderr
+        if done.returncode == 2:
+            assert "not enough memory" in done.stderr
+
+    @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")], ids=repr)
+    def test_memory_that_runs_out_elsewhere(self, texting_folder, refuses, monkeypatch, error):
+        def fail(*_, **__):
+            raise error
+
+        monkeypatch.setattr("granite4_neuron.generation.stream_generate", fail)
+        assert refuses("generate", "--model", texting_folder, "x") == "there is not enough memory."
+
+    def test_what_is_available(self, monkeypatch):
+        assert 10**6 < memory.available_bytes() < 10**14
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+        assert memory.available_bytes() == 0
+
+
+class TestStreams:
+    @needs_full
+    @pytest.mark.parametrize("command", [("info",), ("plan", "--tp-degree", "1"), ("generate", "x")], ids=" ".join)
+    def test_a_full_disk_under_standard_output(self, command):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([*COMMAND, *command], stdout=full, stderr=subprocess.PIPE, text=True)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert last == "granite4-neuron: the output cannot be written (No space left on device)."
+
+    @pytest.mark.parametrize("command", ["info --model h-350m", "generate x"])
+    def test_standard_output_is_closed(self, command):
+        line = f"{sys.executable} -m granite4_neuron {command} >&-"
+        done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == "granite4-neuron: the output cannot be written (it is closed)."
+
+    def test_standard_error_is_closed(self):
+        line = f"{sys.executable} -m granite4_neuron info 2>&-"
+        done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True)
+        assert done.returncode == 0 and "parameters" in done.stdout and "Using the small" not in done.stdout
+
+    def test_standard_input_is_closed(self, texting_folder):
+        line = f"{sys.executable} -m granite4_neuron generate --model {texting_folder} <&-"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+        assert "there is no prompt" in sentence(done.returncode, done.stdout, done.stderr)
+
+    @needs_full
+    def test_the_benchmark_cannot_write_its_numbers(self):
+        script = Path(__file__).parents[2] / "benchmark_latency.py"
+        options = "--prompt-length 5 --output-length 2 --repeats 1 --warmup 0 --json /dev/full"
+        done = subprocess.run([sys.executable, script, *options.split()], capture_output=True, text=True)
+        assert done.returncode == 2 and "prefill tok/s" in done.stdout, done.stderr
+        assert done.stderr.endswith("/dev/full cannot be written (No space left on device).\n")
+        assert "Traceback" not in done.stderr
+
+
+class TestInterrupts:
+    @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.5, 3])
+    def test_ctrl_c(self, seconds):
+        """While Python starts it is Python's own matter; so the clock runs from the first line of the package's."""
+        marker = "import granite4_neuron.__main__ as main, sys; print('started', flush=True); sys.exit(main.main())"
+        command = [sys.executable, "-c", marker, "generate", "x", "--max-tokens", "100000", "--ignore-eos"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "started\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 130 and "Traceback" not in error
+        assert error in ("", "Using the small model that comes with the package; --model chooses another.\n")
+
+
+class TestConvert:
+    def test_a_place_in_use_is_refused_before_anything_is_loaded(self, folder, refuses, monkeypatch):
+        monkeypatch.setattr("granite4_neuron.checkpoint.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+        assert "not an empty folder" in refuses("convert", "--model", folder, "--output", folder)
+        assert "there is no folder" in refuses("convert", "--model", folder, "--output", folder / "none" / "x")
+
+    def test_a_conversion_that_was_killed_is_cleared_away(self, folder, tmp_path, capsys):
+        program = f"""
+import os, signal
+from pathlib import Path
+from granite4_neuron.output_folder import complete_or_absent
+with complete_or_absent(Path({str(tmp_path / "new")!r})) as partial:
+    (partial / "model.safetensors").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+        assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+        (leftover,) = tmp_path.glob(".new.*")
+        done = run("convert", "--model", folder, "--output", tmp_path / "new")
+        assert done.returncode == 0 and f"removed {leftover}" in done.stderr
+        assert not list(tmp_path.glob(".new.*")) and load_model(tmp_path / "new")
+
+    def test_a_conversion_that_still_runs_is_left_alone(self, tmp_path):
+        with complete_or_absent(tmp_path / "new") as partial:
+            assert remove_leftovers(tmp_path / "new") == []
+            assert partial.is_dir()
+
+    def test_folders_of_others_are_left_alone(self, tmp_path):
+        (tmp_path / ".new.backup").mkdir()
+        (tmp_path / ".new.backup" / "file").write_text("precious")
+        assert remove_leftovers(tmp_path / "new") == []
+        save_model(random_model(small_config()), tmp_path / "new")
+        assert (tmp_path / ".new.backup" / "file").exists()
+
+
+@needs_fused_kernels
+class TestKernelCache:
+    """What is compiled is loaded into this process: it must be whole, and nobody else's."""
+
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        """A cache with the real library in it, and no compiler that would be of any use."""
+        real = build._library()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setenv("CXX", "false")
+        folder = tmp_path / "granite4-neuron"
+        folder.mkdir(mode=0o700)
+        (folder / real.name).write_bytes(real.read_bytes())
+        (folder / real.name).chmod(0o700)
+        return folder / real.name
+
+    def test_a_whole_one_is_loaded(self, cache):
+        assert build._library() == cache
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda file: os.truncate(file, file.stat().st_size // 2),
+            lambda file: os.truncate(file, 0),
+            lambda file: file.write_bytes(os.urandom(10_000)),
+            lambda file: file.write_bytes(b"\x7fELF" + file.read_bytes()[5:]),
+            lambda file: file.chmod(0o777),
+            lambda file: (file.rename(file.with_suffix(".moved")), file.symlink_to(file.with_suffix(".moved"))),
+        ],
+        ids=["truncated", "empty", "random", "one byte", "writable by all", "a link"],
+    )
+    def test_a_bad_one_is_compiled_again(self, cache, caplog, damage):
+        damage(cache)
+        with pytest.raises(subprocess.CalledProcessError):
+            build._library()
+        assert f"{cache} is damaged or may be written to by others; it is compiled again" in caplog.text
+        assert not cache.exists() and not cache.is_symlink()
+
+    def test_a_library_of_something_else(self, monkeypatch, caplog):
+        monkeypatch.setattr(build, "_ONE_OPERATOR", "an_operator_that_it_does_not_have")
+        assert build.load_kernels.__wrapped__()
+        assert "the library that was loaded does not have them" in caplog.text
+
+    @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+    def test_the_folder_is_private(self, tmp_path, umask):
+        before = os.umask(umask)
+        try:
+            folder = build._private_folder(tmp_path / "cache")
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+    def test_a_folder_of_somebody_else(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        with pytest.raises(build._Unavailable, match="belongs to another user"):
+            build._private_folder(tmp_path)
+
+    def test_a_compiler_that_is_no_command(self, cache, monkeypatch, caplog):
+        cache.unlink()
+        monkeypatch.setenv("CXX", 'g++ "')
+        assert build.load_kernels.__wrapped__()
+        assert "CXX is 'g++ \"', which is not a command" in caplog.text
+
+    def test_neither_home_nor_name(self, monkeypatch):
+        """As with docker run --user."""
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+        def nobody():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", nobody)
+        assert build._cache_folder().name == f"granite4-neuron-{os.getuid()}"
+
+    def test_what_is_compiled_is_whole_before_it_has_its_name(self, cache, tmp_path):
+        compiler = tmp_path / "compiler"
+        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf built >"$2"\n')
+        compiler.chmod(0o755)
+        built = build._compile([str(compiler)], Path("kernels.cpp"), cache.parent, "kernels-key")
+        assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
+        assert built.stat().st_mode & 0o777 == 0o700
+
+
+FORKS = """
+import os, sys, warnings
+from granite4_neuron import generate, load
+runtime, tokenizer = load(sys.argv[1], cpu_kernels=sys.argv[2])
+expected = generate(runtime, tokenizer, "Some text", max_tokens=5, temperature=0)
+child = os.fork()
+if child == 0:
+    os._exit(0 if generate(runtime, tokenizer, "Some text", max_tokens=5, temperature=0) == expected else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_a_fork_after_a_generation(texting_folder, kernels):
+    command = [sys.executable, "-c", FORKS, str(texting_folder), kernels]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "was forked from one that had loaded a model, and computes in one thread" in done.stderr
+
+
+class TestNetwork:
+    def test_offline(self, refuses, monkeypatch):
+        """It says so at once, and nothing else; huggingface_hub alone would try for half a minute."""
+        monkeypatch.setattr(socket, "create_connection", no_network)
+        said = refuses("generate", "--model", "somebody/some-model", "x")
+        assert "cannot be reached (Network is unreachable)" in said and "HF_HUB_OFFLINE" in said
+
+    def test_an_address_that_never_answers(self, monkeypatch):
+        monkeypatch.setattr(checkpoint_folder, "_SECONDS_TO_CONNECT", 0.01)
+        monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(5))
+        assert "does not answer within" in checkpoint_folder._why_unreachable("https://huggingface.co")
+
+    def test_a_proxy_is_asked_instead(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(socket, "create_connection", lambda place, **_: asked.append(place) or no_network())
+        monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+        monkeypatch.delenv("no_proxy", raising=False)
+        checkpoint_folder._why_unreachable("https://huggingface.co")
+        assert asked == [("proxy.example", 3128)]
+
+    def test_offline_on_purpose(self, refuses, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        said = refuses("generate", "--model", "somebody/some-model", "x")
+        assert "HF_HUB_OFFLINE is set, and there is no copy of it in the cache" in said
+
+
+def no_network(*_, **__):
+    raise OSError(101, "Network is unreachable")

@@ -1,0 +1,123 @@
+"""A checkpoint from the Hugging Face Hub: downloaded, or found in huggingface_hub's own cache."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from granite4_neuron import checkpoint_folder
+from granite4_neuron.checkpoint import load_model
+
+NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
+PROGRAM = f"""
+from granite4_neuron.checkpoint_folder import find
+print(find({NAME!r}))
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub as a download needs: one repository, its files' sizes and hashes, and the files."""
+
+    asked: list
+
+    def __init__(self, folder, asked, *arguments):
+        self.folder, self.asked = folder, asked
+        super().__init__(*arguments)
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        if path.startswith(f"/api/models/{NAME}/tree/"):
+            entries = [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
+                for file in sorted(self.folder.iterdir())
+            ]
+            return self.answer(json.dumps(entries).encode(), {})
+        if path.startswith(f"/api/models/{NAME}"):
+            files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
+            return self.answer(json.dumps({"id": NAME, "sha": REVISION, "siblings": files}).encode(), {})
+        file = self.folder / path.rpartition("/")[2]
+        if not path.startswith(f"/{NAME}/resolve/") or not file.is_file():
+            self.send_error(404)
+            return None
+        data = file.read_bytes()
+        tag = hashlib.sha256(data).hexdigest()
+        return self.answer(data, {"ETag": f'"{tag}"', "X-Repo-Commit": REVISION})
+
+    def answer(self, data, headers):
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(texting_folder, tmp_path):
+    """(environment for a process that asks it, what it was asked for)"""
+    asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, texting_folder, asked))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    address = f"http://127.0.0.1:{server.server_port}"
+    yield {**environment, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}, asked
+    server.shutdown()
+    server.server_close()
+
+
+def find(environment):
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def test_a_download(hub, texting_folder):
+    environment, asked = hub
+    folder = find(environment)
+    assert folder.parent.name == "snapshots" and folder.name == REVISION
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (texting_folder / name).read_bytes()
+    load_model(folder)
+    files = [path.rpartition("/")[2] for path in asked if "/resolve/" in path]
+    assert files.index("config.json") < files.index("model.safetensors"), "the config tells whether the rest is wanted"
+
+
+def test_what_is_in_the_cache_is_found_without_the_hub(hub):
+    environment, asked = hub
+    folder = find(environment)
+    asked.clear()
+    assert find({**environment, "HF_HUB_OFFLINE": "1"}) == folder and not asked
+    assert find({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}) == folder and not asked
+
+
+def test_a_model_that_is_not_run_here_is_not_downloaded(hub, texting_folder, tmp_path, monkeypatch):
+    environment, asked = hub
+    config = texting_folder / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps({**json.loads(before), "model_type": "llama"}))
+    try:
+        command = [sys.executable, "-m", "granite4_neuron", "generate", "--model", NAME, "x"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finally:
+        config.write_text(before)
+    assert done.returncode == 2 and "model_type is 'llama'" in done.stderr
+    assert not any(path.endswith("safetensors") for path in asked)
+
+
+def test_where_the_bundled_one_is():
+    assert (checkpoint_folder.find(checkpoint_folder.bundled_checkpoint()) / "config.json").is_file()

@@ -1,0 +1,80 @@
+"""Text that comes piece by piece is the text of all tokens."""
+
+import pytest
+
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine.text import TextStream
+from granite4_neuron.generation.loading import load_tokenizer
+
+WORD = "日本"  # of three bytes each
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    folder = bundled_checkpoint()
+    return load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer):
+    """A function from bytes to the tokens of single bytes."""
+    named = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 has it: the others come after 255
+    others = [byte for byte in range(256) if byte not in named]
+    character = {byte: chr(byte) for byte in named} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return lambda data: tokenizer.convert_tokens_to_ids([character[byte] for byte in data])
+
+
+def text_of(tokenizer, tokens, prompt=(), stop=()):
+    stream = TextStream(tokenizer, stop, prompt)
+    text = ""
+    for token in tokens:
+        text += stream.add(token)
+        if stream.stopped:
+            break
+    return text + stream.finish()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "abc é 日本 🎉".encode(),
+        WORD.encode()[:-1],
+        WORD.encode()[:-2],
+        WORD.encode()[1:],
+        b"\xa9",
+        b"\x82\xac",
+        b"ab\xff\xff\xff",
+        b"ab\xff\xffcd",
+        b"\xe2\x82a",
+        "🎉".encode()[:3],
+        "\N{REPLACEMENT CHARACTER}".encode(),
+    ],
+    ids=repr,
+)
+def test_all_pieces_are_the_whole(tokenizer, ids, data):
+    tokens = ids(data)
+    assert text_of(tokenizer, tokens) == tokenizer.decode(tokens) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_prompt_that_ends_in_the_middle_of_a_character(tokenizer, ids, cut):
+    """What the prompt began is given out whole; what it had whole is not given out again."""
+    tokens = ids(("ab" + WORD + "cd").encode())
+    whole = 2 + cut // 3 * 3
+    expected = ("ab" + WORD + "cd").encode()[whole:].decode()
+    assert text_of(tokenizer, tokens[2 + cut :], prompt=tokens[: 2 + cut]) == expected
+
+
+def test_a_prompt_that_ends_with_a_replacement_character(tokenizer):
+    prompt = tokenizer.encode("a\N{REPLACEMENT CHARACTER}", add_special_tokens=False)
+    assert text_of(tokenizer, tokenizer.encode("bc", add_special_tokens=False), prompt) == "bc"
+    assert text_of(tokenizer, [], prompt) == ""
+
+
+def test_a_prompt_that_is_all_there_is(tokenizer, ids):
+    assert text_of(tokenizer, [], prompt=ids(WORD.encode()[:4])) == ""
+
+
+def test_a_stop_string_across_characters(tokenizer, ids):
+    assert text_of(tokenizer, ids("a日本c".encode()), stop=("本",)) == "a日"
