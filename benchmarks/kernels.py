@@ -5,7 +5,8 @@
 
 The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
 logical one (LNC=2). Of one core: instructions by engine; the time each engine and HBM need by themselves, the longest
-of which is a lower bound; and how the bytes moved compare with every argument read and every result written once.
+of which is a lower bound; and how the bytes moved compare with every argument read and every result written once. Of
+the experts, the weights of those that a token chose count as arguments; which ones they are is drawn.
 
 Prefill of more than 256 tokens is extended from 128 and 256: every further 128 tokens are the same instructions.
 """
@@ -17,7 +18,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from granite4_neuron import UserError
 from granite4_neuron.cli import EXIT_BAD_INPUT
 from granite4_neuron.commands.options import check_folder_of
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
 from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
@@ -133,6 +135,26 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     for batch in BATCH_SIZES:
         x, conv_states, weight, bias, _ = conv_inputs(batch, 1, **channels).values()
         yield _row(conv1d_update, f"batch {batch}", cost_of(conv1d_update, [x[:, 0], conv_states, weight, bias]))
+    if config.num_local_experts:
+        yield from experts(config, rank.intermediate_size)
+
+
+def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
+    """The lines of experts of `width`, a rank's share."""
+    from granite4_neuron.ops.nki.experts_decode import experts_decode
+
+    num_experts, hidden, dtype = config.num_local_experts, config.hidden_size, torch.bfloat16
+    gate_up_proj = torch.zeros(num_experts, hidden, 2 * width, dtype=dtype)
+    down_proj = torch.zeros(num_experts, width, hidden, dtype=dtype)
+    for batch in BATCH_SIZES:
+        logits = torch.rand(batch, num_experts, generator=torch.Generator().manual_seed(0))
+        topk_weights, topk_ids = logits.topk(config.num_experts_per_tok)
+        distinct = topk_ids.unique().numel()
+        x = torch.zeros(batch, hidden, dtype=dtype)
+        arguments = [x, gate_up_proj, down_proj, *expert_slots(topk_ids, topk_weights, num_experts)]
+        cost = cost_of(experts_decode, arguments)
+        minimum = experts_hbm_bytes(batch, distinct, hidden, width, dtype.itemsize)
+        yield _row(experts_decode, f"batch {batch}, {distinct} experts", replace(cost, minimum_bytes=minimum))
 
 
 def _prefill(kernel: Callable, inputs: Callable[[int], list[torch.Tensor]]) -> Iterator[Row]:

@@ -14,7 +14,7 @@ MAX_RANK = 4
 _INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%(?P<name>[\w.-]+) = (?P<result>\(.*?\)|\S+) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$"
 )
-_SHAPE = re.compile(r"\b(?P<dtype>pred|bf16|[a-z]\d\w*)\[(?P<dimensions>[\d,]*)\]")
+_SHAPE = re.compile(r"\b(?P<dtype>pred|bf16|[a-z]\d\w*)\[(?P<dimensions>[\d,<=]*)\]")
 _FORBIDDEN = {
     "infeed": "talks to the host inside a graph",
     "outfeed": "talks to the host inside a graph",
@@ -22,13 +22,20 @@ _FORBIDDEN = {
     "recv": "talks to the host inside a graph",
     "while": "is a loop on the device; a scan is written as matrix products over chunks",
     "convolution": "is a convolution; a depthwise one is written as shifted multiply-adds",
+    "reduce-window": "is a running sum; it is written as a product with a triangle",
+    "sort": "is a sort; the largest values are found by comparison",
+    "topk": "is a sort; the largest values are found by comparison",
 }
 _WIDE_DTYPES = ("f64", "c128")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO text. `operands` are names; `attributes` is all that follows them; `parameter` is a number."""
+    """One line of HLO text.
+
+    operands: names. attributes: all that follows them. parameter: its number. is_dynamic: whether a dimension is known
+    only while the graph runs; `shapes` have its bound.
+    """
 
     name: str
     opcode: str
@@ -36,6 +43,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     parameter: int | None
+    is_dynamic: bool = False
 
 
 def instructions(hlo_text: str) -> dict[str, Instruction]:
@@ -46,23 +54,27 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
         if match:
             operands, _, attributes = match["rest"].partition(")")
             shapes = tuple(
-                (shape["dtype"], tuple(int(size) for size in shape["dimensions"].split(",") if size))
+                (shape["dtype"], tuple(int(size) for size in re.findall(r"\d+", shape["dimensions"])))
                 for shape in _SHAPE.finditer(match["result"])
             )
             names = tuple(re.findall(r"%([\w.-]+)", operands))
             number = int(operands) if match["opcode"] == "parameter" else None
-            found[match["name"]] = Instruction(match["name"], match["opcode"], shapes, names, attributes, number)
+            is_dynamic = "<=" in match["result"]
+            found[match["name"]] = Instruction(
+                match["name"], match["opcode"], shapes, names, attributes, number, is_dynamic
+            )
     return found
 
 
 def findings(hlo_text: str) -> list[str]:
     """One sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
-    The rules: no tensor of rank above 4; no 64-bit floating point; nothing that talks to the host; no loop; no
-    convolution; a gather picks whole rows of its first axis (a slot, an expert, a token's embedding) and never places
-    in a sequence; no gather or scatter at places that are known when the graph is made, where a slice would do. A
-    scatter at places that depend on data is how a cache is written, and is let through. A loop over tokens that was
-    unrolled while tracing cannot be told from other instructions: count them for two lengths.
+    The rules: no tensor of rank above 4; no shape that is known only while the graph runs; no 64-bit floating point;
+    nothing that talks to the host; no loop; no convolution; no running sum (reduce-window, as cumsum is traced); no
+    sort; a gather picks whole rows of its first axes (a slot, an expert, a token's embedding) and never places in a
+    sequence; no gather or scatter at places that are known when the graph is made, where a slice would do. A scatter at
+    places that depend on data is how a cache is written, and is let through. A loop over tokens that was unrolled while
+    tracing cannot be told from other instructions: count them for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
@@ -77,10 +89,17 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
             yield f"({instruction.opcode}) has rank {len(dimensions)}, above {MAX_RANK}"
         if dtype in _WIDE_DTYPES and dimensions:  # a scalar is a Python number, folded by every compiler
             yield f"({instruction.opcode}) is {dtype}"
+    if instruction.is_dynamic:
+        yield f"({instruction.opcode}) has a shape that is known only while the graph runs"
     if instruction.opcode in _FORBIDDEN:
         yield _FORBIDDEN[instruction.opcode]
-    if instruction.opcode == "custom-call" and "host" in instruction.attributes.lower():
-        yield _FORBIDDEN["send"]
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        name = target[1].lower() if target else ""
+        if "host" in name:
+            yield _FORBIDDEN["send"]
+        if "topk" in name or "sort" in name:
+            yield _FORBIDDEN["topk"]
     if instruction.opcode in ("gather", "scatter") and not _depends_on_input(instruction.operands[1], module):
         yield f"is a {instruction.opcode} at places that do not depend on any input, where a slice would do"
     elif instruction.opcode == "gather" and not _picks_rows(instruction, module):
@@ -100,8 +119,10 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
 
 
 def _picks_rows(gather: Instruction, module: dict[str, Instruction]) -> bool:
-    """Whether it takes whole entries of the operand's first axis."""
-    indexed = re.search(r"start_index_map=\{([\d,]*)\}", gather.attributes)[1]
-    sizes = re.search(r"slice_sizes=\{([\d,]*)\}", gather.attributes)[1].split(",")
-    operand = module[gather.operands[0]].shapes[0][1]
-    return indexed == "0" and [int(size) for size in sizes[1:]] == list(operand[1:])
+    """Whether it takes whole entries of the operand's first axis, or of its first axes together."""
+    indexed, sizes = (
+        [int(number) for number in re.search(rf"{name}=\{{([\d,]*)\}}", gather.attributes)[1].split(",")]
+        for name in ("start_index_map", "slice_sizes")
+    )
+    operand, axes = module[gather.operands[0]].shapes[0][1], len(indexed)
+    return indexed == list(range(axes)) and axes < len(operand) and sizes == [1] * axes + list(operand[axes:])

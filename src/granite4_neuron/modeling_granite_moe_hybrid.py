@@ -121,10 +121,13 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """
         if kv_length is None:
             kv_length = state.max_length
-        step = _step(
-            (positions, lengths, slots, kv_length),
+        step = step_of(
+            positions,
+            lengths,
+            slots,
+            kv_length,
             state,
-            launch_parameters=launch_parameters,
+            launch_parameters,
             sources=sources,
             kept_inputs=kept_inputs,
         )
@@ -132,9 +135,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
+        return self.parallel.all_gather(self.head(hidden_states))
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the logits: [..., hidden_size] to [..., vocab_size of the rank], float32."""
         head = self.lm_head
-        logits = self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
-        return self.parallel.all_gather(logits)
+        return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
 
     def advance(
         self,
@@ -153,22 +159,24 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             lengths: [batch], int64, 0 to those of that step: how many tokens of each row.
             state, launch_parameters: as for `forward`.
         """
-        step = _step((positions, lengths, slots, 0), state, launch_parameters=launch_parameters)
+        step = step_of(positions, lengths, slots, 0, state, launch_parameters)
         mamba = [pair for pair in zip(self.model.layers, state.layers, strict=True) if pair[0].is_mamba]
         for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
             layer.advance(inputs, step, layer_state)
 
 
-def _step(
-    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int],
+def step_of(
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor | None,
+    kv_length: int,
     state: HybridState,
+    launch_parameters: LaunchParameters = HEURISTIC,
     *,
-    launch_parameters: LaunchParameters,
     sources: torch.Tensor | None = None,
     kept_inputs: list[torch.Tensor] | None = None,
 ) -> Step:
-    """Of the kind that goes with the state. `where`: positions, lengths, slots and kv_length."""
-    positions, lengths, slots, kv_length = where
+    """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
     in_order = slots is None
     if in_order:
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
@@ -197,12 +205,16 @@ class _Decoder(nn.Module):
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
         hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-        rotary = None
-        if self.config.uses_rope:
-            rotary = rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
+        rotary = self.rotary(step)
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
             hidden_states = layer(hidden_states, step, layer_state, rotary)
         return self.norm(hidden_states)
+
+    def rotary(self, step: Step) -> RotaryTables | None:
+        """For the step's positions; None for a model without rotary positions."""
+        if not self.config.uses_rope:
+            return None
+        return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
 
 
 class _DecoderLayer(nn.Module):

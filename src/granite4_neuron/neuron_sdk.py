@@ -12,6 +12,9 @@ CONTINUATION_TOKENS = 512
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
+# Who multiplies with the experts' weights in NxD Inference: this package in torch; that, and its NKI kernel where there
+# are few tokens; or NxD, with what neuron_config.blockwise_matmul_config names.
+EXPERT_PATHS = ("torch", "nki", "nxd")
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
 

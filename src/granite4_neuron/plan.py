@@ -11,6 +11,7 @@ import torch
 from granite4_neuron import graphs
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.hlo_cost import ToolsMissing
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
@@ -152,7 +153,7 @@ def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -
     try:
         prefill, decode = graphs.report(layers, torch.float32, tp_degree, few, (min(PREFILL_TOKENS, context),), context)
         (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
-    except graphs.ToolsMissing:
+    except ToolsMissing:
         return None
     of_a_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
     return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * of_a_sequence, of_a_sequence)

@@ -136,8 +136,11 @@ class HybridState:
 
 
 def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
-    """A layer's tensors by field; of keys and values, the part of positions start to length - 1."""
-    if isinstance(layer, MambaState):
+    """A layer's tensors by field; of keys and values, the part of positions start to length - 1.
+
+    The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.
+    """
+    if isinstance(layer, MambaState) or (start, length) == (0, layer.key.shape[2]):
         return vars(layer)
     return {field: tensor[:, :, start:length] for field, tensor in vars(layer).items()}
 

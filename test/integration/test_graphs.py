@@ -10,8 +10,8 @@ from granite4_neuron.checkpoint import set_parameter
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.graphs import analyse, hlo_proto, report, tracer
-from granite4_neuron.hlo_lint import instructions
+from granite4_neuron.graphs import report
+from granite4_neuron.hlo_cost import count, hlo_proto, tracer
 from granite4_neuron.layers.binding import bind
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.parallel import Parallel
@@ -38,11 +38,11 @@ def test_sizes_and_order():
     weights = sum(parameter.numel() * 4 for parameter in random_model(config).parameters())
     assert prefill.weight_bytes == longer.weight_bytes == decode.weight_bytes == weights
     assert prefill.state_bytes == decode.state_bytes
-    assert decode.flops < prefill.flops < longer.flops
+    assert decode.cost.flops < prefill.cost.flops < longer.cost.flops
 
 
 def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
-    """Counted again where the runtime hands them to XLA."""
+    """Counted again where the runtime hands them to XLA, with all layers."""
     import torch_xla
 
     config = small_config()
@@ -50,8 +50,7 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
     state, counted = runtime.allocate(3, 50), []
 
     def run(outputs, *arguments, **options):
-        flops, accessed, _, text = analyse(hlo_proto(outputs))
-        counted.append((flops, accessed, len(instructions(text))))
+        counted.append(count(hlo_proto(outputs)))
         sync(outputs, *arguments, **options)
 
     sync = torch_xla._XLAC._xla_sync_multi
@@ -59,7 +58,10 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
     runtime.step(state, [Row(2, 0, [3] * 9)])
     runtime.step(state, [Row(2, 9, [3])])
     graphs = graphs_of(config, batch_size=3, buckets=(16,), max_length=state.max_length)
-    assert counted == [(graph.flops, graph.bytes_accessed, graph.instructions) for graph in graphs]
+    assert [cost.instructions for cost in counted] == [graph.cost.instructions for graph in graphs]
+    for cost, graph in zip(counted, graphs, strict=True):  # XLA adds up in float32
+        assert cost.flops == pytest.approx(graph.cost.flops, rel=1e-5)
+        assert cost.bytes_accessed == pytest.approx(graph.cost.bytes_accessed, rel=1e-5)
     assert {graph.state_bytes for graph in graphs} == {sum(tensor.nbytes for tensor in state.tensors())}
 
 
@@ -72,8 +74,8 @@ def test_decode_advances_the_recurrent_state_where_it_lies():
 def test_no_loop_over_tokens():
     """Within a chunk the number of instructions does not depend on the number of tokens; a chunk adds a constant."""
     one, one_too, two, three, four = graphs_of(small_config(**DENSE), buckets=(65, 128, 256, 384, 512))[:5]
-    assert one.instructions == one_too.instructions
-    assert four.instructions - three.instructions == three.instructions - two.instructions
+    assert one.cost.instructions == one_too.cost.instructions
+    assert four.cost.instructions - three.cost.instructions == three.cost.instructions - two.cost.instructions
 
 
 def test_temporaries_grow_linearly_with_the_bucket():
@@ -108,7 +110,7 @@ class TestOneMambaLayer:
     CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 
     def counted(self, tokens):
-        """FLOPs and bytes accessed by the whole layer, as prefill graphs have it; with one token, the decode graph."""
+        """The whole layer, as prefill graphs have it; with one token, as the decode graph has it."""
         placeholder = tracer()
         with torch.device("meta"):
             layer = bind(Mamba2(self.CONFIG, Parallel(0, 4)), XLA)
@@ -122,25 +124,24 @@ class TestOneMambaLayer:
         hidden_states = placeholder((1, tokens, self.CONFIG.hidden_size), torch.bfloat16)
         with torch.no_grad():
             output = layer(hidden_states, step, state)
-        flops, accessed, _, _ = analyse(hlo_proto([output, state.conv_state, state.ssm_state]))
-        return flops, accessed
+        return count(hlo_proto([output, state.conv_state, state.ssm_state]))
 
     def test_prefill(self):
-        flops, _ = self.counted(128)
-        assert flops <= 7.2e9
-        flops, accessed = self.counted(512)
-        assert flops <= 29e9 and accessed <= 9.0e8
+        assert self.counted(128).flops <= 7.2e9
+        cost = self.counted(512)
+        assert cost.flops <= 29e9 and cost.bytes_accessed <= 9.0e8
 
     def test_decode(self):
-        _, accessed = self.counted(1)
-        assert accessed <= 6.8e7  # weights are 5.3e7 of it, and the state, read and written, 2.1e6
+        assert (
+            self.counted(1).bytes_accessed <= 6.8e7
+        )  # weights are 5.3e7 of it, and the state, read and written, 2.1e6
 
 
 def test_a_rank_does_its_share():
     config = GraniteMoeHybridConfig.from_family("h-350m")
     whole, part = (graphs_of(config, degree, dtype=torch.bfloat16)[0] for degree in (1, 4))
     assert 0.25 <= part.weight_bytes / whole.weight_bytes < 0.27
-    assert 0.25 <= part.flops / whole.flops < 0.28
+    assert 0.25 <= part.cost.flops / whole.cost.flops < 0.28
     with pytest.raises(UserError, match="tp_degree is 3"):
         graphs_of(config, 3)
 

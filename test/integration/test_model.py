@@ -127,6 +127,30 @@ def state_of(model):
     return model.token_generation_model.model.kv_mgr.past_key_values
 
 
+CAPTURE = dict(
+    on_device_sampling_config={"do_sample": False},
+    tensor_capture_config=dict(
+        modules_to_capture=["layers.1", "layers.3"], capture_inputs=True, max_intermediate_tensors=1
+    ),
+)
+
+
+def reference_hidden_states(folder, tokens):
+    """transformers' after each layer but the last [layers, batch, tokens, hidden_size]; the first is the embedding."""
+    from transformers import GraniteMoeHybridForCausalLM
+
+    reference = GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return torch.stack(reference(tokens, use_cache=False, output_hidden_states=True).hidden_states[:-1])
+
+
+def check_captured(output, num_tokens, expected):
+    """Of CAPTURE: what leaves and what enters each of the layers, for the first tokens of a step; NaN for nothing."""
+    *hidden_states, nothing = output.captured_tensors
+    assert nothing.isnan().all()
+    for captured, index in zip(hidden_states, (2, 1, 4, 3), strict=True):
+        assert (captured[:, :num_tokens] - expected[index]).abs().max() <= TOLERANCE
+
+
 def reference_texts(folder, tokenizer, texts, new_tokens):
     """transformers' greedy continuations, as token ids."""
     from transformers import GraniteMoeHybridForCausalLM
@@ -183,6 +207,35 @@ class TestCpuMode:
         for seed, lengths in enumerate(RAGGED[:3]):
             assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
 
+    @pytest.mark.parametrize(
+        "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
+    )
+    def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
+        """In decode, where each of its rows has a sequence and where only some have."""
+        from granite4_neuron.nxdi import feed_forward
+
+        sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
+        folder = random_checkpoints(Case("kernel_for_experts", sizes))
+        model = nxdi.cpu_model(folder, {"expert_path": "nki"}, batch_size=3, **options)
+        launches = []
+        launch = feed_forward.launch
+        monkeypatch.setattr(feed_forward, "launch", lambda *a, **k: launches.append(a) or launch(*a, **k))
+        for seed, lengths in enumerate(RAGGED[:3]):
+            assert difference(folder, model, lengths, seed=seed) <= TOLERANCE, lengths
+        assert launches
+        if options:
+            assert difference(folder, model, [50], [1]) <= TOLERANCE
+            _, x, *_, slots, _ = launches[-1]
+            assert len(x) == 3 and (slots < 8).sum() <= model.config.granite.num_experts_per_tok
+
+    def test_experts_by_nxd(self, moe_folder):
+        """NxD's own module, which in CPU mode multiplies block by block in torch."""
+        model = nxdi.cpu_model(
+            moe_folder, {"expert_path": "nxd"}, blockwise_matmul_config=dict(use_torch_block_wise=True)
+        )
+        for length in (3, 40, 128, 200):
+            assert difference(moe_folder, model, [length]) <= TOLERANCE, length
+
     @pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
     def test_continuous_batching(self, moe_folder, continuous, seq_ids):
         """A slot for each sequence, in any order."""
@@ -226,6 +279,21 @@ class TestCpuMode:
         decode(3)
         decode(3, 0)
 
+    @torch.inference_mode()
+    @pytest.mark.parametrize("length", PROMPTS)
+    def test_without_an_attention_mask(self, moe_folder, continuous, length):
+        """As vLLM runs it: positions tell a prompt's length, and then how many tokens come before the next one."""
+        tokens = random_tokens(continuous.config.vocab_size, 1, length + STEPS, seed=length)
+        positions = torch.arange(length + STEPS)[None]
+        logits = []
+        for start, end in [(0, length), *((step, step + 1) for step in range(length, length + STEPS))]:
+            output = continuous(
+                input_ids=tokens[:, start:end], position_ids=positions[:, start:end], seq_ids=torch.tensor([1])
+            )
+            logits.append(output.logits[:, -1])
+        expected = nxdi.at(reference_logits(moe_folder, tokens), [length], STEPS)
+        assert (torch.stack(logits, dim=1) - expected).abs().max() <= TOLERANCE
+
     @pytest.mark.parametrize("length", [20, 200])
     def test_prefill_leaves_other_slots_alone(self, continuous, length):
         tokens = random_tokens(continuous.config.vocab_size, 3, 200)
@@ -241,7 +309,7 @@ class TestCpuMode:
         nxdi.prefill(continuous, [row[:30] for row in tokens], [0, 1, 2])
         before = [tensor.clone() for tensor in state_of(continuous)]
         nxdi.decode(continuous, [5], [30], [1])
-        length = continuous.neuron_config.max_length  # beyond it lies what no sequence reads
+        length = continuous.neuron_config.max_length - 1  # the last place is read by no later token
         for old, new in zip(before, state_of(continuous), strict=True):
             assert torch.equal(old[[0, 2], :, :length], new[[0, 2], :, :length])
             assert not torch.equal(old[1], new[1])
@@ -312,6 +380,33 @@ class TestCpuMode:
             assert (output.logits[:, -1] - expected).abs().max() <= TOLERANCE
             assert torch.equal(output.tokens.view(-1), expected.argmax(-1))
 
+    @torch.inference_mode()
+    def test_captured_tensors(self, moe_folder, monkeypatch):
+        """Hidden states of every step; of a prompt longer than the bucket, those of its last step."""
+        from granite4_neuron.nxdi import application
+
+        monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
+        model = nxdi.cpu_model(moe_folder, batch_size=2, **CAPTURE)
+        tokens = random_tokens(model.config.vocab_size, 2, 202)
+        expected = reference_hidden_states(moe_folder, tokens)
+        step = dict(input_ids=tokens[:, :40], position_ids=torch.arange(40).expand(2, -1))
+        check_captured(model(**step), 40, expected[:, :, :40])
+        for length in (40, 41):
+            step = dict(input_ids=tokens[:, length, None], position_ids=torch.full((2, 1), length))
+            check_captured(model(**step), 1, expected[:, :, length, None])
+        step = dict(input_ids=tokens[:, :200], position_ids=torch.arange(200).expand(2, -1))
+        check_captured(model(**step), 200 - 192, expected[:, :, 192:200])
+
+    @torch.inference_mode()
+    def test_captured_tensors_have_the_order_of_the_rows(self, moe_folder):
+        slots = dict(batch_size=2, ctx_batch_size=1, is_continuous_batching=True)
+        model = nxdi.cpu_model(moe_folder, **slots, **CAPTURE)
+        tokens, seq_ids = random_tokens(model.config.vocab_size, 2, 31), torch.tensor([1, 0])
+        for row, slot in zip(tokens[:, None, :30], seq_ids, strict=True):
+            model(input_ids=row, position_ids=torch.arange(30)[None], seq_ids=slot[None])
+        output = model(input_ids=tokens[:, 30:], position_ids=torch.full((2, 1), 30), seq_ids=seq_ids)
+        check_captured(output, 1, reference_hidden_states(moe_folder, tokens)[:, :, 30:])
+
     def test_buckets(self, moe_folder):
         """Of context encoding, of token generation and of continuations; a small one pads less and gives the same."""
         model = nxdi.cpu_model(
@@ -323,8 +418,20 @@ class TestCpuMode:
         )
         assert model.prefill_continuation_model.neuron_config.buckets == [160, 256]
         assert model.prefill_continuation_model.neuron_config.n_active_tokens == 64
-        for lengths in ((5, 20), (33, 63), (64, 1), (65, 3), (240, 129)):
+        for lengths in ((5, 20), (32, 7), (33, 63), (64, 1), (65, 3), (160, 2), (240, 129)):
             assert difference(moe_folder, model, lengths) <= TOLERANCE, lengths
+
+    def test_a_prompt_that_fills_a_bucket_runs_in_it(self, moe_folder, monkeypatch):
+        model = nxdi.cpu_model(moe_folder, enable_bucketing=True, context_encoding_buckets=[32, 64, 128])
+        graph, seen = model.context_encoding_model.model, []
+        monkeypatch.setattr(
+            graph,
+            "get_model_output",
+            lambda *a, call=graph.get_model_output, **k: seen.append(a[0] if a else k["input_ids"]) or call(*a, **k),
+        )
+        for length in (31, 32, 33, 64, 65, 128):
+            nxdi.run(model, random_tokens(model.config.vocab_size, 1, length), [length], 0)
+        assert [tokens.shape[1] for tokens in seen] == [32, 32, 64, 64, 128, 128]
 
     @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
     def test_longest_prompts(self, context_length, moe_folder):
@@ -413,8 +520,13 @@ def state_not_reset(model, patch):
 
 
 def router_softmax_over_all_experts(model, patch):
-    for layer in model.token_generation_model.model.layers:
-        patch.setattr(layer.block_sparse_moe.router, "apply_act_fn_over_topk", False)
+    from granite4_neuron.nxdi import feed_forward
+
+    def over_all(logits, top_k):
+        weights, chosen = logits.softmax(-1).topk(top_k)
+        return weights, chosen
+
+    patch.setattr(feed_forward, "topk_softmax", over_all)
 
 
 BUGS = (
@@ -446,16 +558,18 @@ RESULTS = {
     "logits": dict(batch_size=2),
     "tokens": dict(on_device_sampling_config={"do_sample": False}, batch_size=2),
     "tokens and logits": dict(on_device_sampling_config={"do_sample": False}, output_logits=True, batch_size=2),
+    "captured tensors": dict(**CAPTURE, batch_size=2),
     "continuous batching": dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True),
 }
 
 
 def check_aliases(wrapper):
-    """Each state tensor has an output of its own, after the tokens or logits, in order."""
+    """Each state tensor has an output of its own, after the tokens, logits and captured tensors, in order."""
     instance = wrapper.get_model_instance()
     instance.load_module()
     module, aliases = instance.get(0)
-    states, first = list(module.kv_mgr.past_key_values), 2 if wrapper.neuron_config.output_logits else 1
+    states, capture = list(module.kv_mgr.past_key_values), wrapper.neuron_config.tensor_capture_config
+    first = (2 if wrapper.neuron_config.output_logits else 1) + (capture.get_offset() if capture else 0)
     assert len(states) == 2 * wrapper.config.num_hidden_layers == len(aliases)
     assert [aliases.get(state) for state in states] == list(range(first, first + len(states)))
     with torch.inference_mode():
@@ -507,7 +621,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("graph", GRAPHS)
     def test_what_the_compiler_sees_of_the_mamba_layers(self, graph, cpu_mode, tmp_path):
-        """Traced without attention and experts, which are NxD Inference's. Its gather of each last token is left."""
+        """Traced from a model that was made for CPU mode."""
         import torch_xla
 
         config = small_config(layer_types=("mamba",) * 2, mamba_n_groups=2, **DENSE)
@@ -519,9 +633,7 @@ class TestGraphs:
         torch_xla.sync()
         with torch.no_grad():
             outputs = model(*inputs)
-        found = findings(torch_xla._XLAC._get_xla_tensors_hlo(outputs))
-        assert len(found) == (graph != "token_generation_model")
-        assert all("gather" in finding for finding in found)
+        assert findings(torch_xla._XLAC._get_xla_tensors_hlo(outputs)) == []
 
 
 NEURON_DEVICE = Path("/dev/neuron0")

@@ -21,7 +21,6 @@ NEURON_NAMES = {  # ours: NxD Inference's, and whether it is transposed there
     "self_attn.k_proj": ("self_attn.qkv_proj.k_proj", False),
     "self_attn.v_proj": ("self_attn.qkv_proj.v_proj", False),
     "self_attn.o_proj": ("self_attn.o_proj.o_proj", False),
-    "block_sparse_moe.router.layer": ("block_sparse_moe.router.linear_router", False),
     "block_sparse_moe.input_linear": ("block_sparse_moe.expert_mlps.mlp_op.gate_up_proj", True),
     "block_sparse_moe.output_linear": ("block_sparse_moe.expert_mlps.mlp_op.down_proj", True),
 }

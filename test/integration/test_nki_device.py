@@ -11,6 +11,9 @@ from test.support.nki_cases import (
     decode_inputs,
     decode_oracle,
     error,
+    experts_arguments,
+    experts_inputs,
+    experts_oracle,
     scan_inputs,
     scan_oracle,
 )
@@ -70,3 +73,15 @@ def test_convolutions(device, dtype):
     exact_y, exact_states = conv_oracle(inputs)
     x, conv_states, weight, bias, _ = inputs.values()
     check(device, conv1d_update, (x[:, 0], conv_states, weight, bias), (exact_y[:, 0], exact_states), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+def test_experts(device, tokens, dtype):
+    """Also with tokens that choose nothing: the last slots are skipped, and some are from the start."""
+    from granite4_neuron.ops.nki.experts_decode import experts_decode
+
+    inputs = experts_inputs(tokens, 32, 4096, 192, 10, dtype)
+    check(device, experts_decode, experts_arguments(inputs), experts_oracle(inputs), dtype)
+    idle = experts_inputs(tokens + 1, 32, 4096, 192, 2, dtype, idle=tuple(range(tokens)))
+    check(device, experts_decode, experts_arguments(idle), experts_oracle(idle), dtype)

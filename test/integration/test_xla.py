@@ -21,7 +21,6 @@ from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
-from test.support.verification import LONGEST, Round, streams, verified_error
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
 import torch_xla
@@ -189,124 +188,6 @@ def test_all_logits(random_checkpoints):
             assert (ours - theirs)[: len(row.tokens)].abs().max() <= 1e-5
 
 
-class TestSlots:
-    """Copy, snapshot and restore, over poisoned memory; a sequence goes on bit by bit as the original does."""
-
-    LENGTH = 37
-
-    @pytest.fixture
-    def runtime(self):
-        return XLARuntime(random_model(small_config()), GenerationConfig(), BUCKETS)
-
-    @pytest.fixture
-    def begun(self, runtime):
-        """A state with sequences in slots 1 and 2."""
-        state = runtime.allocate(3, 60)
-        poison(state)
-        runtime.step(state, [Row(slot, 0, random_tokens(160, self.LENGTH, seed=slot).tolist()) for slot in (1, 2)])
-        return state
-
-    def go_on(self, runtime, state, slot):
-        steps = [[3] * 5, [4], [5]]
-        starts = [self.LENGTH, self.LENGTH + 5, self.LENGTH + 6]
-        return [runtime.step(state, [Row(slot, *step)]) for step in zip(starts, steps, strict=True)]
-
-    def test_copy(self, runtime, begun):
-        runtime.copy(begun, 2, 3, self.LENGTH)
-        runtime.copy(begun, 1, 1, self.LENGTH)
-        before = compilations()
-        runtime.copy(begun, 2, 1, self.LENGTH)
-        assert compilations() == before, "one graph for all slots"
-        expected = self.go_on(runtime, begun, 2)
-        for slot in (3, 1):
-            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
-
-    def test_snapshot_and_restore(self, runtime, begun):
-        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
-        chain = [runtime.snapshot(begun, 2, 20), runtime.snapshot(begun, 2, self.LENGTH, start=20)]
-        expected = self.go_on(runtime, begun, 2)
-        poison(begun)
-        for slot, snapshots in ((3, [snapshot]), (1, chain)):
-            runtime.restore(begun, snapshots, slot)
-            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
-
-    def test_snapshots_are_those_of_the_cpu(self, runtime, begun):
-        """So a file that one runtime wrote is good for the other."""
-        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
-        cpu = CPURuntime(random_model(small_config()), GenerationConfig())
-        state = cpu.allocate(1, 60)
-        cpu.restore(state, [snapshot], 1)
-        for ours, theirs in zip(self.go_on(runtime, begun, 2), self.go_on(cpu, state, 1), strict=True):
-            assert (ours - theirs).abs().max() <= 1e-5
-
-
-class TestVerify:
-    """As test/unit/test_verify.py has it for the CPU."""
-
-    ROUNDS = (
-        Round((5, 3, 5, 1), (0, 0, 0, 0)),
-        Round((5, 3, 5, 1), (2, 3, 1, 1)),
-        Round((4, 1, 2, 4), (4, 1, 2, 0)),
-        Round((3, 8, 6, 2), (1, 5, 6, 2)),
-    )
-
-    @pytest.mark.parametrize("changes", [{}, DENSE], ids=["moe", "dense"])
-    def test_whatever_is_accepted(self, changes):
-        cpu, xla = runtimes(lambda: random_model(small_config(**changes, layer_types=("mamba", "attention", "mamba"))))
-        rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(160, 4))]
-        uncut = cpu.step(cpu.allocate(4, LONGEST), rows, all_logits=True)
-        error = verified_error(
-            xla, uncut, (0, 1, 2, 40), self.ROUNDS, prepare=poison, after_commit=lambda state, lengths: None
-        )
-        assert error <= 1e-5
-
-    def test_the_graphs_are_few_and_the_state_does_not_move(self):
-        """One graph that verifies and one that commits for each bucket; the state's memory stays where it is."""
-        runtime = XLARuntime(random_model(small_config(**DENSE, vocab_size=164)), GenerationConfig(), BUCKETS)
-        state = runtime.allocate(2, 60)
-        runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
-        before = compilations()
-        for counts, accepted in (((4, 2), (3, 0)), ((1, 4), (1, 4)), ((3, 3), (0, 3))):
-            rows = [Row(slot, 20, [5] * count) for slot, count in zip((1, 2), counts, strict=True)]
-            runtime.commit(state, runtime.verify(state, rows), accepted)
-        assert compilations() - before == 2
-        runtime.commit(state, runtime.verify(state, [Row(2, 30, [5] * 7)]), [5])
-        assert compilations() - before == 4
-
-    def test_a_verification_changes_no_recurrent_state(self):
-        runtime = XLARuntime(random_model(small_config(**DENSE)), GenerationConfig(), BUCKETS)
-        state = runtime.allocate(2, 60)
-        runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
-
-        def recurrent():
-            layers = [layer for layer in state.layers if isinstance(layer, MambaState)]
-            return [tensor.cpu() for layer in layers for tensor in vars(layer).values()]
-
-        before = recurrent()
-        verification = runtime.verify(state, [Row(1, 9, [5] * 3)])
-        assert all(map(torch.equal, before, recurrent()))
-        runtime.commit(state, verification, [0])
-        assert all(map(torch.equal, before, recurrent()))
-        runtime.commit(state, verification, [2])
-        for old, new in zip(before, recurrent(), strict=True):
-            assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
-
-    def test_a_row_reads_its_state_in_another_slot(self):
-        cpu, xla = runtimes(lambda: random_model(small_config(**DENSE)))
-        tokens = streams(160, 1)[0]
-        expected = cpu.step(cpu.allocate(1, 60), [Row(1, 0, tokens[:40])], all_logits=True)[0]
-        state = xla.allocate(2, 60)
-        poison(state)
-        xla.step(state, [Row(1, 0, tokens[:20])])
-        xla.copy(state, 1, 2, 20)
-        xla.step(state, [Row(2, 20, tokens[20:25])])  # so that its recurrent state is another
-        for count in (1, 5):
-            logits = xla.step(state, [Row(2, 20, tokens[20 : 20 + count], source=1)])
-            assert (logits[0] - expected[19 + count]).abs().max() <= 1e-5
-        logits = xla.step(state, [Row(1, 20, tokens[20:40])])
-        assert (logits[0] - expected[39]).abs().max() <= 1e-5
-
-
 def test_the_bundled_model_prints_the_same_text():
     prompts = ["An assignment statement", "The import statement is used to find a module and"]
     tokens = {}
@@ -413,8 +294,12 @@ if sys.argv[1] == "drop":
 runtime = XLARuntime(random_model(small_config()), GenerationConfig(), (16,))
 state = runtime.allocate(2, 50)
 runtime.step(state, [Row(1, 0, [3] * 9)])
-if sys.argv[1] != "drop":
+if sys.argv[1] == "all":
     runtime.step(state, [Row(1, 9, [3])])
+if sys.argv[1] == "slots":
+    runtime.commit(state, runtime.verify(state, [Row(1, 9, [3, 4])]), [1])
+    runtime.copy(state, 1, 2, 10)
+    runtime.restore(state, [runtime.snapshot(state, 1, 10)], 2)
 print(len(list(state.tensors())))
 """
 
@@ -439,6 +324,14 @@ def donated_parameters(folder, variant):
 def test_every_state_tensor_is_donated(tmp_path):
     tensors, donated = donated_parameters(tmp_path, "all")
     assert tensors == 2 * 6 and donated == [tensors, tensors]
+
+
+def test_state_is_donated_when_it_is_verified_committed_copied_and_restored(tmp_path):
+    """A verification writes keys and values only, a commit recurrent state only; a snapshot's graph writes nothing."""
+    tensors, donated = donated_parameters(tmp_path, "slots")
+    keys_and_values = 2 * 2
+    commit = tensors - keys_and_values
+    assert donated == [tensors, keys_and_values, commit, tensors, 0, tensors]
 
 
 def test_a_dropped_alias_is_seen(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn import functional as F
 
+from granite4_neuron.ops.expert_slots import expert_slots
 from test.support import oracles
 
 
@@ -101,3 +103,41 @@ def error(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 def nbytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def experts_inputs(
+    tokens: int = 4,
+    num_experts: int = 8,
+    hidden: int = 256,
+    width: int = 96,
+    top_k: int = 3,
+    dtype: torch.dtype = torch.float32,
+    idle: tuple[int, ...] = (),
+) -> dict[str, torch.Tensor]:
+    """Tokens, the experts' weights, and each token's choice; the tokens in `idle` choose nothing."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=g).to(dtype)
+    gate_up_proj = (torch.randn(num_experts, hidden, 2 * width, generator=g) / hidden**0.5).to(dtype)
+    down_proj = (torch.randn(num_experts, width, hidden, generator=g) / width**0.5).to(dtype)
+    logits, topk_ids = torch.randn(tokens, num_experts, generator=g).topk(top_k)
+    topk_ids[list(idle)] = num_experts
+    return dict(x=x, gate_up_proj=gate_up_proj, down_proj=down_proj, topk_ids=topk_ids, topk_weights=logits.softmax(-1))
+
+
+def experts_arguments(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Arguments of experts_decode."""
+    x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
+    return [x, gate_up_proj, down_proj, *expert_slots(topk_ids, topk_weights, len(down_proj))]
+
+
+def experts_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sums in float64, choice by choice: of the first, third... distinct expert, and of the others."""
+    x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
+    distinct = sorted(set(topk_ids.flatten().tolist()) - {len(down_proj)})
+    y = torch.zeros(2, *x.shape, dtype=torch.float64)
+    for slot, expert in enumerate(distinct):
+        gate_up, down = gate_up_proj[expert].double(), down_proj[expert].double()
+        for token, choice in (topk_ids == expert).nonzero().tolist():
+            gate, up = (x[token].double() @ gate_up).chunk(2)
+            y[slot % 2, token] += topk_weights[token, choice].double() * (F.silu(gate) * up @ down)
+    return y[0], y[1]

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from test.support import neuron_stand_ins
+from granite4_neuron.neuron_stand_ins import why_not_importable
 from test.support.stepping import random_tokens
 
-SDK = "torch_neuronx"
-SOURCES = ("NXDI_SRC", "NXD_SRC")
+__all__ = ["why_not_importable"]
+
 BUCKET = 128
 MAX_LENGTH = 256
-
-
-def why_not_importable() -> str | None:
-    """Why NxD Inference cannot be used here; None after making sure that it can be imported."""
-    if importlib.util.find_spec("torch_xla") is None:
-        return "torch_xla is not installed (requirements-nxdi.txt)"
-    if importlib.util.find_spec(SDK) is None:
-        if any(name not in os.environ for name in SOURCES):
-            return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"
-        neuron_stand_ins.install(*(Path(os.environ[name]) for name in SOURCES))
-    return None
 
 
 def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **options):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from test.support.stepping import random_tokens
@@ -99,3 +100,46 @@ def verified_error(
     for _ in range(2):
         step([1] * len(prefixes))
     return max(errors)
+
+
+@dataclass
+class Stand:
+    """A runtime on the CPU, its sequences by slot from 1 on, and their uncut logits, [sequences, LONGEST, vocab_size]."""
+
+    runtime: CPURuntime
+    tokens: list[list[int]]
+    uncut: torch.Tensor
+
+    def begin(self, *lengths: int) -> HybridState:
+        """A poisoned state, with the first tokens of a sequence in each slot."""
+        state = self.runtime.allocate(len(self.tokens), LONGEST)
+        poison(state)
+        self.runtime.step(state, [self.row(slot, 0, length) for slot, length in enumerate(lengths, start=1)])
+        return state
+
+    def row(self, slot: int, start: int, stop: int, number: int | None = None, source: int | None = None) -> Row:
+        """Tokens of sequence `number`, by default that of the slot."""
+        return Row(slot, start, self.tokens[(number or slot) - 1][start:stop], source)
+
+    def error(self, state: HybridState, *rows: Row, number: int | None = None) -> float:
+        """How far the logits of a step are from those of the uncut sequences."""
+        logits = self.runtime.step(state, rows)
+        expected = [self.uncut[(number or row.slot) - 1][row.start + len(row.tokens) - 1] for row in rows]
+        return number_of(logits - torch.stack(expected))
+
+
+def number_of(difference: torch.Tensor) -> float:
+    largest = difference.abs().max().item()
+    return math.inf if math.isnan(largest) else largest
+
+
+def changed(before: list[torch.Tensor], state: HybridState, *slots: int) -> float:
+    """Whether anything of these slots is other than it was: 0 or 1."""
+    pairs = zip(before, state.tensors(), strict=True)
+    return float(
+        not all(torch.equal(old[slot].nan_to_num(), new[slot].nan_to_num()) for old, new in pairs for slot in slots)
+    )
+
+
+def copies(state: HybridState) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.tensors()]

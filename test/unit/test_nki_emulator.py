@@ -1,63 +1,16 @@
 """The NKI emulator: what it computes, and that it refuses what the hardware or the compiler would."""
 
 import ml_dtypes
-import nki
 import nki.isa as nisa
 import nki.language as nl
 import numpy as np
 import pytest
 
-emulation = pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
+pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
 
+from nki import emulation
 
-def tile(*shape, dtype=nl.float32, buffer=nl.sbuf, value=None):
-    """An on-chip tensor inside a kernel; with a value, written."""
-    tensor = nl.ndarray(shape, dtype=dtype, buffer=buffer)
-    if value is not None:
-        nisa.memset(dst=tensor, value=value)
-    return tensor
-
-
-def run(body, *arrays, programs=1):
-    """Run a function of HBM tensors as a kernel."""
-    return nki.simulate(nki.jit(body)[programs])(*arrays)
-
-
-def out(*shape, dtype=nl.float32):
-    return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
-
-
-def stored(tensor):
-    result = out(*tensor.shape, dtype=tensor.dtype)
-    nisa.dma_copy(dst=result, src=tensor)
-    return result
-
-
-def loaded(hbm, dtype=None):
-    tensor = tile(*hbm.shape, dtype=dtype or hbm.dtype)
-    nisa.dma_copy(dst=tensor, src=hbm)
-    return tensor
-
-
-def product(stationary, moving, **more):
-    dst = tile(stationary.free_size, moving.free_size, buffer=nl.psum)
-    nisa.nc_matmul(dst=dst, stationary=stationary, moving=moving, **more)
-    return dst
-
-
-def on_sbuf(psum):
-    copied = tile(*psum.shape)
-    nisa.tensor_copy(dst=copied, src=psum)
-    return copied
-
-
-def random(*shape):
-    return np.random.default_rng(0).standard_normal(shape, np.float32)
-
-
-def refuses(message, body, *arrays):
-    with pytest.raises(emulation.NkiError, match=message):
-        run(body, *arrays)
+from test.support.nki_bodies import loaded, on_sbuf, out, product, random, refuses, run, stored, tile
 
 
 class TestArithmetic:
@@ -232,6 +185,15 @@ class TestMemory:
         np.testing.assert_array_equal(swapped, x.transpose(0, 2, 1))
         np.testing.assert_array_equal(flat, x.reshape(2, 12))
         np.testing.assert_array_equal(split, x.reshape(2, 3, 2, 2))
+
+    def test_view_of_another_dtype(self):
+        def kernel():
+            halves = tile(2, 4, 6, dtype=nl.bfloat16)
+            nisa.memset(dst=halves.view(nl.float32), value=0.0)
+            return stored(halves)
+
+        assert (run(kernel) == 0).all() and emulation.last_launch().instructions[0].elements == 12
+        refuses("is no view of float32", lambda: tile(2, 3, dtype=nl.bfloat16).view(nl.float32))
 
     def test_counts_and_bytes(self):
         x = np.zeros((4, 8), ml_dtypes.bfloat16)

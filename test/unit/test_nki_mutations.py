@@ -5,7 +5,14 @@ import types
 
 import pytest
 
-from granite4_neuron.ops.nki import conv1d_prefill, conv1d_update, selective_scan, ssd_chunk_scan, ssm_decode
+from granite4_neuron.ops.nki import (
+    conv1d_prefill,
+    conv1d_update,
+    experts_decode,
+    selective_scan,
+    ssd_chunk_scan,
+    ssm_decode,
+)
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import (
     conv_inputs,
@@ -13,6 +20,9 @@ from test.support.nki_cases import (
     decode_inputs,
     decode_oracle,
     error,
+    experts_arguments,
+    experts_inputs,
+    experts_oracle,
     scan_inputs,
     scan_oracle,
 )
@@ -128,6 +138,43 @@ UPDATE = {
         "pass",
     ),
 }
+EXPERTS = {
+    "memory not zeroed before the first expert": (
+        "nisa.memset(dst=tile_sb[:, half : shape[1], :].view(nl.float32), value=0.0, engine=nisa.engine.vector)",
+        "pass",
+    ),
+    "half of the memory not zeroed": (
+        "nisa.memset(dst=tile_sb[:, 0:half, :].view(nl.float32), value=0.0, engine=nisa.engine.gpsimd)",
+        "pass",
+    ),
+    "only gate and up zeroed": (
+        "down_sbs = _zeros(buffers, (rows, width // rows, hidden), dtype)",
+        "down_sbs = [nl.ndarray((rows, width // rows, hidden), dtype, nl.sbuf) for _ in range(buffers)]",
+    ),
+    "slots without an expert not skipped": ("oob_mode=nisa.oob_mode.skip", "oob_mode=nisa.oob_mode.error"),
+    "gate and up of the next expert": (
+        "load_expert(gate_up_sb, gate_up_proj, ids_sb[:, slot : slot + 1]",
+        "load_expert(gate_up_sb, gate_up_proj, ids_sb[:, slot + 1 : slot + 2]",
+    ),
+    "down of the expert before": (
+        "load_expert(down_sb, down_proj, ids_sb[:, slot : slot + 1]",
+        "load_expert(down_sb, down_proj, ids_sb[:, max(slot, 1) - 1 : max(slot, 1)]",
+    ),
+    "weights of another slot": ("combine_sb[:, slot : slot + 1]", "combine_sb[:, slots - 1 - slot : slots - slot]"),
+    "not weighted": ("operand0=weights,", "operand0=1.0,"),
+    "gate and up swapped": ("gate, up = both[:, 0:width], both[:, width", "up, gate = both[:, 0:width], both[:, width"),
+    "silu dropped": ("op=nl.silu", "op=nl.copy"),
+    "sum over hidden not carried": ("accumulate=column > 0,", "accumulate=False,"),
+    "sum over experts not carried": ("accumulate=not (is_first and block == 0)", "accumulate=block > 0"),
+    "sum begins again with every block": ("accumulate=not (is_first and block == 0)", "accumulate=not is_first"),
+    "rows of weights in another order than tokens": ("slot + 1], columns, 1)", "slot + 1], 1, MAX_PARTITIONS)"),
+    "blocks of the width in another order": ("slot + 1], 1, rows)", "slot + 1], width // rows, 1)"),
+    "one part for both": ("_store(outputs[part], y_psums)", "_store(outputs[0], y_psums)"),
+    "uninitialised tile": (
+        "nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.engine.scalar)",
+        "pass",
+    ),
+}
 
 
 def mutations(of_kernel):
@@ -138,6 +185,8 @@ def mutations(of_kernel):
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 DECODE_INPUTS = decode_inputs(2, heads=4, head_dim=32, groups=2, d_state=64)
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
+# Fewer distinct experts than there is memory for, and a width of two blocks.
+EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
 
 
 @mutations(SSD)
@@ -169,14 +218,32 @@ def test_conv1d_update(old, new):
     check_fails(mutated(conv1d_update, old, new), arguments, (exact_y[:, 0], exact_states))
 
 
+@mutations(EXPERTS)
+def test_experts_decode(old, new):
+    check_fails(mutated(experts_decode, old, new), experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS))
+
+
+def test_an_expert_that_is_read_twice():
+    """The result is right; the traffic is not, which the budgets limit to 1.05."""
+    arguments = experts_arguments(EXPERTS_INPUTS)
+    bytes_read = []
+    load = "load_expert(down_sb, down_proj, ids_sb[:, slot : slot + 1], 1, rows)"
+    for new in (load, f"{load}; {load}"):
+        outputs = launch(mutated(experts_decode, load, new), *arguments, programs=1)
+        assert error(sum(outputs), sum(experts_oracle(EXPERTS_INPUTS))) <= 1e-5
+        bytes_read.append(emulation.last_launch().hbm_bytes)
+    assert bytes_read[1] > 1.3 * bytes_read[0]
+
+
 def test_the_sources_as_they_are_pass():
     """What the mutations are compared on passes without them, by the same steps."""
-    for module, inputs, oracle in (
-        (ssd_chunk_scan, SCAN_INPUTS, scan_oracle),
-        (selective_scan, SCAN_INPUTS, scan_oracle),
-        (ssm_decode, DECODE_INPUTS, decode_oracle),
-        (conv1d_prefill, CONV_INPUTS, conv_oracle),
+    for module, arguments, exact in (
+        (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
+        (selective_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
+        (ssm_decode, DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS)),
+        (conv1d_prefill, CONV_INPUTS.values(), conv_oracle(CONV_INPUTS)),
+        (experts_decode, experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS)),
     ):
-        outputs = launch(mutated(module, "@nki.jit", "@nki.jit"), *inputs.values(), programs=1)
-        for output, expected in zip(outputs, oracle(inputs), strict=True):
+        outputs = launch(mutated(module, "@nki.jit", "@nki.jit"), *arguments, programs=1)
+        for output, expected in zip(outputs, exact, strict=True):
             assert error(output, expected) <= 1e-5

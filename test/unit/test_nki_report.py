@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed, which counts nothing")
 
 from benchmarks import kernels
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
@@ -40,6 +41,14 @@ def test_report(capsys, tmp_path):
         times = [row["microseconds"][name] for name in (*kernels.CLOCK, "hbm")]
         assert row["bound_microseconds"] == max(times) > 0
         assert 1 <= row["traffic_ratio"] <= 1.5
+
+
+def test_experts():
+    config = GraniteMoeHybridConfig.from_family("h-tiny")
+    rows = list(kernels.experts(config, config.rank_dimensions(4).intermediate_size))
+    assert [row.shape.split(",")[0] for row in rows] == ["batch 1", "batch 4", "batch 8"]
+    for row in rows:
+        assert row.bound == "hbm" and 1 <= row.traffic_ratio <= 1.05
 
 
 def test_model_without_mamba_layers(capsys):

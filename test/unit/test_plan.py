@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron import graphs, plan
+from granite4_neuron import graphs, hlo_cost, plan
 from granite4_neuron.checkpoint import rank_slice
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
@@ -99,7 +99,7 @@ def test_temporaries_come_from_the_graphs():
 
 def test_graphs_may_be_missing(monkeypatch):
     def missing(*arguments):
-        raise graphs.ToolsMissing("torch_xla is not installed")
+        raise hlo_cost.ToolsMissing("torch_xla is not installed")
         yield
 
     monkeypatch.setattr(graphs, "report", missing)

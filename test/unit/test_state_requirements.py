@@ -26,7 +26,17 @@ from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
 from test.support.checkpoints import DENSE, small_config
-from test.support.verification import LONGEST, Round, poison, poison_behind, streams, verified_error
+from test.support.verification import (
+    LONGEST,
+    Round,
+    Stand,
+    changed,
+    copies,
+    number_of,
+    poison_behind,
+    streams,
+    verified_error,
+)
 
 TOLERANCE = 1e-5
 SEEN = 1e-2  # what a planted fault does at the least
@@ -56,52 +66,9 @@ def uncut(model, tokens):
     return runtime.step(runtime.allocate(SEQUENCES, LONGEST), rows, all_logits=True)
 
 
-@dataclasses.dataclass
-class Stand:
-    """What a scenario has to hand."""
-
-    runtime: CPURuntime
-    tokens: list[list[int]]
-    uncut: torch.Tensor
-
-    def begin(self, *lengths: int) -> HybridState:
-        """A poisoned state, with the first tokens of a sequence in each slot."""
-        state = self.runtime.allocate(SEQUENCES, LONGEST)
-        poison(state)
-        self.runtime.step(state, [self.row(slot, 0, length) for slot, length in enumerate(lengths, start=1)])
-        return state
-
-    def row(self, slot: int, start: int, stop: int, number: int | None = None, source: int | None = None) -> Row:
-        """Tokens of sequence `number`, by default that of the slot."""
-        return Row(slot, start, self.tokens[(number or slot) - 1][start:stop], source)
-
-    def error(self, state: HybridState, *rows: Row, number: int | None = None) -> float:
-        """How far the logits of a step are from those of the uncut sequences."""
-        logits = self.runtime.step(state, rows)
-        expected = [self.uncut[(number or row.slot) - 1][row.start + len(row.tokens) - 1] for row in rows]
-        return number_of(logits - torch.stack(expected))
-
-
 @pytest.fixture
 def stand(runtime, tokens, uncut):
     return Stand(runtime, tokens, uncut)
-
-
-def number_of(difference: torch.Tensor) -> float:
-    largest = difference.abs().max().item()
-    return math.inf if math.isnan(largest) else largest
-
-
-def changed(before: list[torch.Tensor], state: HybridState, *slots: int) -> float:
-    """Whether anything of these slots is other than it was: 0 or 1."""
-    pairs = zip(before, state.tensors(), strict=True)
-    return float(
-        not all(torch.equal(old[slot].nan_to_num(), new[slot].nan_to_num()) for old, new in pairs for slot in slots)
-    )
-
-
-def copies(state: HybridState) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in state.tensors()]
 
 
 def verified(stand: Stand, *rounds: Round, prefixes=(20, 1, 2)) -> float:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from granite4_neuron import checkpoint, neuron_sdk
-from granite4_neuron.commands.options import add_arithmetic, add_ranks_and_sequences, chosen_dtype
+from granite4_neuron.commands.options import add_arithmetic, add_expert_path, add_ranks_and_sequences, chosen_dtype
 from granite4_neuron.errors import UserError
 
 
@@ -20,6 +20,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
     add_arithmetic(compiler)
+    add_expert_path(compiler)
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = checkpoint.find(options.model)
     dtype = chosen_dtype(options) or checkpoint.stored_dtype(folder)
-    kernels = dict(prefill_scan=options.prefill_scan, decode_kernel=options.decode_kernel)
+    kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
     compile_model(folder, options.output, dtype=dtype, **counts, **kernels)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -15,6 +15,7 @@ from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint, load
 from granite4_neuron.generation.loading import BACKENDS
+from granite4_neuron.neuron_sdk import EXPERT_PATHS
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.ops.cpu import CPU_KERNELS
 from granite4_neuron.ops.launch_parameters import FOLDER_VARIABLE
@@ -54,6 +55,16 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         choices=DECODE_KERNELS,
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
+    )
+
+
+def add_expert_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expert-path",
+        choices=EXPERT_PATHS,
+        default=EXPERT_PATHS[0],
+        help="how NxD Inference multiplies with the experts' weights: in torch, with an NKI kernel where there are few "
+        "tokens, or with NxD's kernels (default: %(default)s)",
     )
 
 

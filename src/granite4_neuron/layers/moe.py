@@ -11,7 +11,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import TORCH, Operators, router_logits, topk_softmax
+from granite4_neuron.ops import TORCH, Operators, router_logits
 
 
 def feed_forward(
@@ -66,7 +66,7 @@ class SparseMoe(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        chosen = topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
+        chosen = self.operators.topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
         input_weight, output_weight, *scales = _weights(self)
         output = self.operators.fused_experts(tokens, input_weight, output_weight, *chosen, *scales)
         return self.parallel.all_reduce(output.view(hidden_states.shape))

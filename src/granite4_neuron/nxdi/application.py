@@ -6,7 +6,9 @@ import copy
 from pathlib import Path
 
 import torch
+from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.models.model_wrapper import TOKEN_GENERATION_MODEL_TAG, ModelWrapper
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
 from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM
@@ -22,12 +24,22 @@ CONTINUATION_MODEL_TAG = "prefill_continuation_model"
 Outputs = torch.Tensor | list[torch.Tensor]
 
 
+class NeuronModelWrapper(ModelWrapper):
+    """One kind of graph, in all its buckets."""
+
+    def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
+        """The smallest bucket that holds a prompt; NxD Inference takes the next one where a prompt fills it."""
+        if self.tag != TOKEN_GENERATION_MODEL_TAG and input_len in buckets:
+            return input_len
+        return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
+
+
 class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     """A Granite 4 hybrid for NxD Inference.
 
     Beside the graphs for context encoding and token generation there is one more kind: a continuation takes further
     tokens of a prompt that is longer than the largest bucket for context encoding. With it a prompt may be as long as
-    neuron_config.seq_len.
+    neuron_config.seq_len. What tensor_capture_config captures of such a prompt is of the last of these steps.
 
     Give the attention mask: without it NxD Inference takes one from the positions, and if those of padding are 1, a
     prompt of one token looks like one of two.
@@ -48,8 +60,21 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     @property
     def _num_results(self) -> int:
-        """How many of a graph's outputs come before the state: tokens or logits, or both."""
-        return 2 if self.neuron_config.output_logits else 1
+        """How many of a graph's outputs are for the caller: tokens or logits or both, and the captured tensors."""
+        return (2 if self.neuron_config.output_logits else 1) + self._get_captured_tensors_offset()
+
+    def to_cpu(self) -> None:
+        """Load the weights and run on the CPU; tensor_capture_config holds there as well."""
+        super().to_cpu()
+        wanted = self.neuron_config.tensor_capture_config
+        if wanted:
+            for module in dict.fromkeys(model.model for model in self.models):  # they may share one
+                enable_tensor_capture(
+                    module, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
+                )
+
+    def get_model_wrapper_cls(self) -> type[NeuronModelWrapper]:
+        return NeuronModelWrapper
 
     def enable_prefill_continuation(self) -> None:
         """Add the graphs for further tokens of a prompt, one for each bucket of the cache that can hold any."""
@@ -103,7 +128,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         outputs, is_run_on_neuron = super()._get_model_outputs(*(tensor[order] for tensor in per_row), *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
-        results = [result[order.argsort()] for result in results]
+        # A captured tensor may be something else than one row per sequence.
+        results = [result[order.argsort()] if len(result) == len(order) else result for result in results]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
@@ -131,11 +157,11 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
                 *rest[:2],
             )
             new_results, state = self._results_and_state(outputs, is_run_on_neuron)
-            # A row that ended in an earlier piece has its results from there.
-            results = [
-                new.where((lengths > start).view(-1, *[1] * (new.dim() - 1)), old)
-                for new, old in zip(new_results, results, strict=True)
-            ]
+            # A row that ended in an earlier piece has its token and logits from there. Captured are the last piece's.
+            for index, old in enumerate(results[: self._num_results - self._get_captured_tensors_offset()]):
+                is_new = (lengths > start).view(-1, *[1] * (old.dim() - 1))
+                new_results[index] = new_results[index].where(is_new, old)
+            results = new_results
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _results_and_state(
@@ -155,6 +181,13 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
                 states = model.model.kv_mgr.past_key_values
                 for parameter, new in zip(states, outputs[self._num_results :], strict=True):
                     parameter.data = new
+
+    def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """The mask [batch, n] for a caller that gives none, such as vLLM, from position_ids [batch, tokens]."""
+        if position_ids.shape[1] == 1 and self._is_prefill(position_ids):
+            # Prompts of one token. NxD Inference takes them for decode, whose mask has the tokens before this one.
+            return torch.ones_like(position_ids)
+        return super()._infer_attention_mask(position_ids, *args, **kwargs)
 
     @classmethod
     def get_config_cls(cls) -> type[GraniteMoeHybridInferenceConfig]:

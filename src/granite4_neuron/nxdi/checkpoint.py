@@ -11,11 +11,10 @@ from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
 # Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.
 _SLICED = re.compile(r"layers\.\d+\.(mamba|shared_mlp)\.")
-# Layers of NxD, which slices them itself: its names, and whether its weights are transposed.
+# Parts of the experts, which NxD slices itself: its names for them. Its weights are transposed.
 _EXPERTS = {
-    "block_sparse_moe.router.layer.weight": ("block_sparse_moe.router.linear_router.weight", False),
-    "block_sparse_moe.input_linear.weight": ("block_sparse_moe.expert_mlps.mlp_op.gate_up_proj.weight", True),
-    "block_sparse_moe.output_linear.weight": ("block_sparse_moe.expert_mlps.mlp_op.down_proj.weight", True),
+    "input_linear.weight": "expert_mlps.mlp_op.gate_up_proj.weight",
+    "output_linear.weight": "expert_mlps.mlp_op.down_proj.weight",
 }
 
 
@@ -33,9 +32,8 @@ def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferen
         layer, _, part = name.partition(".block_sparse_moe.")
         if _SLICED.match(name):
             converted[name] = rank_slices(f"model.{name}", tensor, granite, degree)
-        elif part:
-            neuron_name, is_transposed = _EXPERTS[f"block_sparse_moe.{part}"]
-            converted[f"{layer}.{neuron_name}"] = tensor.transpose(1, 2).contiguous() if is_transposed else tensor
+        elif part in _EXPERTS:
+            converted[f"{layer}.block_sparse_moe.{_EXPERTS[part]}"] = tensor.transpose(1, 2).contiguous()
         else:
             converted[name] = tensor
         if name.endswith("self_attn.o_proj.weight"):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import DECODE_KERNELS, PREFILL_SCANS, Operators, select_operators
+from granite4_neuron.ops.expert_slots import num_slots
+from granite4_neuron.ops.nki.experts_decode import check_experts_decode
 from granite4_neuron.ops.selection import uses_nki
-from granite4_neuron.ops.xla import XLA
+from granite4_neuron.ops.xla import XLA, expert_path
+
+# Up to here the kernel reads fewer experts than there are.
+KERNEL_TOKENS = 16
+# NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
+_INTERMEDIATE_BLOCK = 256
 
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
 # value of each that the recurrent state is written for.
@@ -49,6 +55,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     Args:
         prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
+        expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
 
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
@@ -57,6 +64,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     prefill_scan = "chunked"
     decode_kernel = "torch"
+    expert_path = "torch"
 
     @property
     def granite(self) -> GraniteMoeHybridConfig:
@@ -68,6 +76,17 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """What this package's layers compute with, with the kernels that prefill_scan and decode_kernel name."""
         return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
+    def notes(self, tokens: int) -> tuple[str, ...]:
+        """What was chosen for a graph of that many tokens, and why: a sentence each."""
+        if not self.granite.num_local_experts:
+            return ()
+        if self.expert_path == "nxd":
+            return ("experts: NxD's, by neuron_config.blockwise_matmul_config.",)
+        if self.expert_path == "nki" and tokens <= KERNEL_TOKENS:
+            return (f"experts: by the NKI kernel, which reads each distinct one of {tokens} tokens once.",)
+        path = expert_path(tokens, self.granite.num_experts_per_tok, self.granite.num_local_experts)
+        return (f"experts: {path}, in torch, as {path.reason}.",)
+
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""
         super().add_derived_config()
@@ -76,9 +95,9 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         self.n_shared_experts = 0
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
-            neuron_config.router_config.act_fn = "softmax"
-            neuron_config.router_config.dtype = torch.float32
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+        # Else the compiler gets, with each collective, a look-up of one of its elements.
+        neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
             neuron_config.attn_kernel_enabled = False  # the kernel is the device's
         if neuron_config.is_continuous_batching:
@@ -102,6 +121,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         self._check_sizes()
         self.granite.rank_dimensions(neuron_config.tp_degree)
         self._check_kernels()
+        if self.granite.num_local_experts:
+            self._check_experts()
 
     def _check_sizes(self) -> None:
         neuron_config, longest = self.neuron_config, self.granite.max_position_embeddings
@@ -117,14 +138,52 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             raise UserError("neuron_config.kv_cache_batch_size must be what it is by default, the batch size.")
 
     def _check_kernels(self) -> None:
-        for name, choices in (("prefill_scan", PREFILL_SCANS), ("decode_kernel", DECODE_KERNELS)):
+        choices_of = {"prefill_scan": PREFILL_SCANS, "decode_kernel": DECODE_KERNELS, "expert_path": EXPERT_PATHS}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
         cores = self.neuron_config.logical_nc_config
-        if uses_nki(self.prefill_scan, self.decode_kernel) and cores != LOGICAL_CORE_SIZE:
+        is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self.expert_path == "nki"
+        if is_nki and cores != LOGICAL_CORE_SIZE:
             raise UserError(
                 f"neuron_config.logical_nc_config is {cores}; with NKI kernels it must be {LOGICAL_CORE_SIZE}, as they "
                 "are launched."
+            )
+
+    def _check_experts(self) -> None:
+        if self.expert_path == "nxd":
+            self._check_kernel_of_nxd()
+        elif self.expert_path == "nki":
+            self._check_kernel_for_experts()
+
+    def _check_kernel_for_experts(self) -> None:
+        granite, neuron_config = self.granite, self.neuron_config
+        tokens = min(neuron_config.max_batch_size, KERNEL_TOKENS)
+        slots = num_slots(tokens, granite.num_experts_per_tok, granite.num_local_experts)
+        width = granite.rank_dimensions(neuron_config.tp_degree).intermediate_size
+        check_experts_decode(tokens, slots, granite.hidden_size, width, neuron_config.torch_dtype.itemsize)
+
+    def _check_kernel_of_nxd(self) -> None:
+        config, tokens = self.neuron_config.blockwise_matmul_config, self.neuron_config.max_context_length
+        if config.use_torch_block_wise or tokens * self.granite.num_experts_per_tok < config.block_size:
+            return  # torch throughout, or all experts for every token
+        if self.neuron_config.logical_nc_config != LOGICAL_CORE_SIZE:
+            raise UserError(f"NxD's kernels for experts need neuron_config.logical_nc_config={LOGICAL_CORE_SIZE}.")
+        if config.use_shard_on_intermediate_dynamic_while:
+            if config.block_size % _INTERMEDIATE_BLOCK:
+                raise UserError(
+                    f"neuron_config.blockwise_matmul_config has block_size={config.block_size}; with "
+                    f"use_shard_on_intermediate_dynamic_while it must be a multiple of {_INTERMEDIATE_BLOCK}."
+                )
+        elif not config.use_shard_on_block_dynamic_while:
+            raise UserError(
+                "neuron_config.blockwise_matmul_config asks for NxD's default kernel for experts, which is not in the "
+                "Neuron SDK; set use_shard_on_intermediate_dynamic_while=True in it, or leave expert_path at 'torch'."
+            )
+        elif "PING_PONG" not in str(config.block_sharding_strategy):
+            raise UserError(
+                "neuron_config.blockwise_matmul_config has use_shard_on_block_dynamic_while, which needs "
+                "block_sharding_strategy='PING_PONG' beside it."
             )
 
     @classmethod

@@ -31,6 +31,7 @@ def compile_model(
     seq_len: int,
     prefill_scan: str = "chunked",
     decode_kernel: str = "torch",
+    expert_path: str = "torch",
 ) -> None:
     """Compile the graphs that `load_compiled` runs; weights stay where they are.
 
@@ -41,7 +42,7 @@ def compile_model(
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
-        prefill_scan, decode_kernel: see `ops.select_operators`.
+        prefill_scan, decode_kernel, expert_path: see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
         UserError: the folder is in use, or the model cannot be split so.
@@ -61,6 +62,7 @@ def compile_model(
         load_config=load_pretrained_config(str(folder)),
         prefill_scan=prefill_scan,
         decode_kernel=decode_kernel,
+        expert_path=expert_path,
     )
     model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
     with complete_or_absent(output) as partial:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
+from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
 from neuronx_distributed_inference.models.model_base import NeuronBaseModel
-from neuronx_distributed_inference.modules.attention.attention_base import NeuronAttentionBase
-from neuronx_distributed_inference.modules.attention.utils import RotaryEmbedding
 from neuronx_distributed_inference.modules.generation.sampling import create_sampler
-from neuronx_distributed_inference.modules.moe_v2 import initialize_moe_module
 from torch import nn
 
 from granite4_neuron.config import MAMBA
 from granite4_neuron.layers.binding import bind
 from granite4_neuron.layers.mamba2 import Mamba2
-from granite4_neuron.layers.moe import SharedMLP
 from granite4_neuron.layers.norm import RMSNorm
+from granite4_neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.nxdi.parallel import NeuronParallel, split_over_ranks
 from granite4_neuron.nxdi.state import HybridCacheManager, NeuronStep
 
@@ -89,7 +88,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def get_model_output(
         self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final hidden states [batch, tokens, hidden_size], and the new value of each state tensor."""
+        """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor."""
         lengths = (position_ids >= 0).sum(1)
         slots = seq_ids.long()
         sequences = None if len(slots) == self.kv_mgr.num_slots else slots
@@ -101,7 +100,22 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer.
         kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-        return super().get_model_output(input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs)
+        hidden_states, state = super().get_model_output(
+            input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
+        )
+        # Selected by a mask and not by an index: what a compiler for static shapes handles well.
+        self.sliced_hidden = True
+        return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True), state
+
+    def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors that tensor_capture_config names."""
+        captured = super()._get_captured_tensors(device)
+        # That made the registry forget the names, and the next step or the next bucket's graph needs them again.
+        wanted = self.neuron_config.tensor_capture_config
+        TensorRegistry.get_instance().configure(
+            True, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
+        )
+        return captured
 
 
 class NeuronDecoderLayer(nn.Module):
@@ -120,8 +134,9 @@ class NeuronDecoderLayer(nn.Module):
         else:
             self.self_attn = NeuronAttention(config)
         self.is_mamba = layer_type == MAMBA
-        self.block_sparse_moe = _experts(config) if granite.num_local_experts else None
-        self.shared_mlp = SharedMLP(granite, parallel).to(dtype)
+        self.parallel = parallel
+        self.block_sparse_moe = NeuronExperts(config) if granite.num_local_experts else None
+        self.shared_mlp = NeuronSharedMLP(granite, parallel).to(dtype)
         split_over_ranks(self.shared_mlp, "shared_mlp", granite, degree)
 
     def forward(
@@ -131,7 +146,6 @@ class NeuronDecoderLayer(nn.Module):
         step: NeuronStep,
         idx: int,
         kv_mgr: HybridCacheManager,
-        padding_mask: torch.Tensor | None,
         cos_cache: torch.Tensor | None,
         sin_cache: torch.Tensor | None,
         **attention_arguments,
@@ -148,31 +162,11 @@ class NeuronDecoderLayer(nn.Module):
         hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
 
         x = self.post_attention_layernorm(hidden_states)
-        hidden_states = torch.add(hidden_states, self.shared_mlp(x), alpha=self.residual_multiplier)
+        partial = self.shared_mlp(x, self.residual_multiplier)
         if self.block_sparse_moe is not None:
-            mixed = self.block_sparse_moe(x, padding_mask)[0]
-            hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
-        return hidden_states, state, cos_cache, sin_cache, None
-
-
-class NeuronAttention(NeuronAttentionBase):
-    """NxD Inference's attention with Granite's scale, and rotary positions where the model has them."""
-
-    def __init__(self, config: GraniteMoeHybridInferenceConfig):
-        granite = config.granite
-        rotary = RotaryEmbedding(granite.head_dim, granite.max_position_embeddings, granite.rope_theta)
-        super().__init__(
-            config,
-            hidden_size=granite.hidden_size,
-            num_attention_heads=granite.num_attention_heads,
-            num_key_value_heads=granite.num_key_value_heads,
-            head_dim=granite.head_dim,
-            rotary_emb=rotary if granite.uses_rope else None,
-            rms_norm_eps=granite.rms_norm_eps,
-            qkv_bias=granite.attention_bias,
-            o_bias=granite.attention_bias,
-            softmax_scale=1.0 / granite.attention_multiplier,  # the scores are divided by it
-        )
+            partial = partial + self.block_sparse_moe(x, step.is_real, self.residual_multiplier)
+        # One message for both.
+        return hidden_states + self.parallel.all_reduce(partial), state, cos_cache, sin_cache, None
 
 
 class _ScaledHead(ColumnParallelLinear):
@@ -185,10 +179,6 @@ class _ScaledHead(ColumnParallelLinear):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states).float() / self.logits_scaling
-
-
-def _experts(config: GraniteMoeHybridInferenceConfig) -> nn.Module:
-    return initialize_moe_module(config, apply_act_fn_over_topk=True)
 
 
 def _positions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 
 import torch
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
@@ -22,9 +23,20 @@ class NeuronStep(DenseStep):
     """
 
     @property
+    def is_context_encoding(self) -> bool:
+        """Whether the step has the first tokens of its sequences."""
+        return 1 < self.positions.shape[1] == self.kv_length
+
+    @property
     def is_continuation(self) -> bool:
         """Whether the step has several tokens, and comes after others of the same sequences."""
         return 1 < self.positions.shape[1] < self.kv_length
+
+    @cached_property
+    def cache_rows(self) -> torch.Tensor:
+        """[batch], where each row's keys and values are."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)
+        return rows if self.sequences is None else self.sequences
 
 
 class HybridCacheManager(KVCacheManager):
@@ -39,6 +51,9 @@ class HybridCacheManager(KVCacheManager):
         layer_types = config.granite.layer_types
         attention_layers = copy.copy(config)
         attention_layers.num_hidden_layers = len(layer_types) - layer_types.count(MAMBA)
+        # Rows without a sequence write to the last place, see `_with_tokens`: a cache needs no room for them.
+        attention_layers.neuron_config = copy.copy(config.neuron_config)
+        attention_layers.neuron_config.apply_seq_ids_mask = False
         super().__init__(attention_layers, num_kv_head, global_rank)
         self.config = config
         self.layer_types = layer_types
@@ -77,9 +92,11 @@ class HybridCacheManager(KVCacheManager):
         """The new state of a layer, of all slots: of a Mamba layer what it returned, for attention that of the rows."""
         if self.layer_types[idx] == MAMBA:
             return kv_per_layer
-        if step.is_continuation:
-            return tuple(_with_tokens(*pair, step) for pair in zip(self._fetch_cache(idx), kv_per_layer, strict=True))
-        return super().update_kv_by_layer_id(idx, *args, kv_per_layer=kv_per_layer, **kwargs)
+        # What is read with the weight 0 must be finite, and a cache is not cleared between two sequences.
+        kv_per_layer = tuple(torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
+        if step.is_context_encoding:
+            return super().update_kv_by_layer_id(idx, *args, kv_per_layer=kv_per_layer, **kwargs)
+        return tuple(_with_tokens(*pair, step) for pair in zip(self._fetch_cache(idx), kv_per_layer, strict=True))
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
         """Keeps the SSM states in float32 when a model is cast to the dtype of its weights."""
@@ -94,9 +111,10 @@ class HybridCacheManager(KVCacheManager):
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
     """A cache [slots, kv_heads, length, head_dim] with a batch's tokens [batch, kv_heads, tokens, head_dim] added.
 
-    Padding goes to the last place: what is there is read by tokens after it, and there are none.
+    Padding, and rows without a sequence, go to the last place: what is there is read by tokens after it, and there are
+    none.
     """
     positions = step.positions.where(step.is_real, cache.shape[2] - 1)
     heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
-    places = (step.slots[:, None, None], heads, positions[:, None, :])
+    places = (step.cache_rows[:, None, None], heads, positions[:, None, :])
     return torch.index_put(cache, places, new.to(cache.dtype))

@@ -16,9 +16,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 
     Returns:
         [..., channels] in weight's dtype; arithmetic is float32.
     """
-    grouped = x.float().unflatten(-1, (n_groups, -1))
-    scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
-    return ((grouped * scale).flatten(-2) * weight.float()).to(weight.dtype)
+    if n_groups > 1:
+        groups = zip(x.chunk(n_groups, dim=-1), weight.chunk(n_groups), strict=True)
+        return torch.cat([rms_norm(*group, eps) for group in groups], dim=-1)
+    x = x.float()
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return (x * scale * weight.float()).to(weight.dtype)
 
 
 def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.mamba_kernels import CHUNKED, SINGLE_TOKEN, MambaKernels
-from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul
+from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import linear
 
@@ -72,6 +72,7 @@ class Operators:
     residual_add: Operator = residual_add
     silu_and_mul: Operator = silu_and_mul
     mlp: Operator = mlp
+    topk_softmax: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_softmax
     fused_experts: Operator = fused_experts
     write_cache: Callable[..., None] = write_cache
     cached_attention: Operator = cached_attention

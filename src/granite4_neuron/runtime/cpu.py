@@ -19,7 +19,7 @@ from granite4_neuron.ops.launch_parameters import (
     find_launch_table,
     tuned_config_folder,
 )
-from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, sources, step_inputs
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
@@ -100,7 +100,7 @@ class CPURuntime:
             kv_length=_kv_length(rows),
             all_logits=all_logits,
             launch_parameters=self._launch_parameters(rows),
-            sources=torch.tensor([row.read_slot for row in rows]),
+            sources=sources(rows),
         )
 
     @torch.inference_mode()

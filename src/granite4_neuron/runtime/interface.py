@@ -37,10 +37,6 @@ class Row:
     tokens: Sequence[int]
     source: int | None = None
 
-    @property
-    def read_slot(self) -> int:
-        return self.slot if self.source is None else self.source
-
 
 @dataclass(frozen=True)
 class Verification:
@@ -155,6 +151,13 @@ def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.T
     positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
     lengths = torch.tensor([len(row.tokens) for row in rows])
     return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
+
+
+def sources(rows: Sequence[Row]) -> torch.Tensor | None:
+    """The slots that rows read their recurrent state from, [rows]; None where each reads its own."""
+    if all(row.source is None for row in rows):
+        return None
+    return torch.tensor([row.slot if row.source is None else row.source for row in rows])
 
 
 def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:

@@ -19,7 +19,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, step_inputs
+from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, sources, step_inputs
 from granite4_neuron.snapshot import (
     Snapshot,
     check_chain,
@@ -172,8 +172,9 @@ class XLARuntime:
     def _run_looked_up(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """The graph of a length bucket, which looks its one sequence up in the state."""
         inputs = step_inputs([row], _bucket(len(row.tokens), self.prefill_buckets))
-        source = torch.tensor([row.read_slot]).to(self.device)
-        options = dict(kv_length=_kv_length([row], state), all_logits=all_logits, sources=source)
+        options = dict(kv_length=_kv_length([row], state), all_logits=all_logits)
+        if row.source is not None:
+            options["sources"] = sources([row]).to(self.device)
         return self._run(state, inputs, options)
 
     def _run(
@@ -187,8 +188,8 @@ class XLARuntime:
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`, in a graph of its own; nothing passes through the host."""
-        state.copy(self._slot(source), self._slot(destination), _bucket(length, cache_buckets(state.max_length)))
+        """As `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
+        state.copy(self._slot(source), self._slot(destination), state.max_length)
         _run_graph(list(state.input_output_aliases(first=0)))
 
     @torch.no_grad()
@@ -222,7 +223,7 @@ def cache_buckets(max_length: int) -> list[int]:
 
 
 def _is_decode(row: Row) -> bool:
-    return row.start > 0 and len(row.tokens) == 1 and row.read_slot == row.slot
+    return row.start > 0 and len(row.tokens) == 1 and row.source is None
 
 
 def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:

@@ -6,8 +6,11 @@ What has no form of its own here is the plain definition.
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention
 from granite4_neuron.ops.xla.mamba import CHUNKED
-from granite4_neuron.ops.xla.moe import fused_experts
+from granite4_neuron.ops.xla.moe import ExpertPath, expert_path, fused_experts
+from granite4_neuron.ops.xla.topk import topk_softmax
 
-XLA = Operators(fused_experts=fused_experts, cached_attention=cached_attention, mamba_prefill=CHUNKED)
+XLA = Operators(
+    topk_softmax=topk_softmax, fused_experts=fused_experts, cached_attention=cached_attention, mamba_prefill=CHUNKED
+)
 
-__all__ = ["XLA", "cached_attention", "fused_experts"]
+__all__ = ["XLA", "ExpertPath", "cached_attention", "expert_path", "fused_experts", "topk_softmax"]

@@ -1,11 +1,85 @@
-"""Mixture of experts with static shapes: which weights are read depends on the router, how many does not."""
+"""Mixture of experts with static shapes: which weights are read depends on the router, how many does not.
+
+Three paths give the same sums (`expert_path` chooses among them):
+
+* chosen: the weights of each choice are fetched. For so few tokens that this is less than all weights.
+* all: every expert for every token, with the weight 0 where it was not chosen. For few tokens otherwise.
+* blocks: every expert has room for a fixed number of tokens, its capacity. What goes beyond that is put into further
+  blocks of as many, each of which fetches the weights of its expert. There are enough of them for every possible
+  choice, so that no token is ever dropped.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops.moe import silu_and_mul
+
+CHOSEN, ALL, BLOCKS = "chosen", "all", "blocks"
+# Rows on which a systolic array works at a time, and tokens that are counted at a time: a count of that many is exact
+# in every dtype that a compiler may choose for a product.
+_ROWS = 128
+# An expert's capacity is a multiple of it.
+_CAPACITY_STEP = 16
+# Fetched weights are read, written and read again.
+_FETCHED = 3
+
+
+@dataclass(frozen=True)
+class ExpertPath:
+    """How the experts are computed.
+
+    name: "chosen", "all" or "blocks".
+    capacity: of "blocks", rows of each expert and of each further block.
+    num_blocks: of "blocks", how many further blocks there are.
+    """
+
+    name: str
+    capacity: int = 0
+    num_blocks: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why this one, to follow "as"."""
+        return {
+            CHOSEN: "so few tokens choose less than all weights",
+            ALL: "blocks would save too little",
+            BLOCKS: "that is the least arithmetic that drops no token",
+        }[self.name]
+
+    def __str__(self) -> str:
+        if self.name != BLOCKS:
+            return f"{self.name} experts"
+        return f"{self.capacity} tokens per expert, {self.num_blocks} further blocks of {self.capacity}"
+
+
+def expert_path(tokens: int, top_k: int, num_experts: int) -> ExpertPath:
+    """The path for a step of `tokens` tokens that choose `top_k` of `num_experts` experts each.
+
+    A large capacity is filled with padding, a small one makes many blocks, whose weights are copied: it is the
+    geometric mean of an expert's average load and of 128. Blocks have to save a third of the rows of all experts.
+    """
+    choices = tokens * top_k
+    if _FETCHED * choices < num_experts:
+        return ExpertPath(CHOSEN)
+    capacity = math.ceil(math.sqrt(_ROWS * choices / num_experts) / _CAPACITY_STEP) * _CAPACITY_STEP
+    path = with_capacity(choices, capacity)
+    rows = capacity * (num_experts + path.num_blocks)
+    return path if 3 * rows <= 2 * num_experts * tokens else ExpertPath(ALL)
+
+
+def with_capacity(choices: int, capacity: int) -> ExpertPath:
+    """Blocks of `capacity` rows, as many as any `choices` choices can fill.
+
+    An expert that has q further blocks was chosen more than q * capacity times. So there are less than
+    (choices + 1) / capacity of them, counting the row that `_places` sets aside, and if there are as many as here the
+    last one is not full.
+    """
+    return ExpertPath(BLOCKS, capacity, max(1, (choices + 1) // capacity))
 
 
 def fused_experts(
@@ -16,42 +90,165 @@ def fused_experts(
     topk_ids: torch.Tensor,
     w1_scale: None = None,
     w2_scale: None = None,
+    path: ExpertPath | None = None,
+    input_first: bool = False,
 ) -> torch.Tensor:
-    """`ops.fused_experts` of weights that are not quantized: no graph has others."""
-    if topk_ids.numel() < w1.shape[0]:
-        return chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids)
-    return all_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+    """`ops.fused_experts` of weights that are not quantized: no graph has others.
 
-
-def chosen_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """For few tokens: fetch the weights of each choice."""
-    tokens, top_k = topk_ids.shape
-    flat_ids = topk_ids.reshape(-1)
-    x = hidden_states[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, -1, 1)
-    gate, up = (w1.index_select(0, flat_ids) @ x).chunk(2, dim=1)
-    y = w2.index_select(0, flat_ids) @ (F.silu(gate) * up)
-    weighted = y.float().view(tokens, top_k, -1) * topk_weights[..., None]
-    return weighted.sum(1).to(hidden_states.dtype)
-
-
-def all_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
-    """For many tokens: every expert for every token, with the weight 0 where it was not chosen.
-
-    The second product sums over the experts too: a result per expert would be the largest tensor of the model.
+    Args:
+        path: None for `expert_path`'s.
+        input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size] and
+            w2 [num_experts, intermediate_size, hidden_size].
     """
-    experts = torch.arange(w1.shape[0], device=topk_ids.device)
-    weights = (topk_weights[..., None] * (topk_ids[..., None] == experts)).sum(1)  # [tokens, num_experts]
-    activated = silu_and_mul(torch.einsum("th,efh->etf", hidden_states, w1)).float() * weights.T[..., None]
-    return torch.einsum("etf,ehf->th", activated.to(w2.dtype), w2)
+    path = path or expert_path(*topk_ids.shape, num_experts=w1.shape[0])
+    weights = _Weights(w1, w2, input_first)
+    if path.name == CHOSEN:
+        return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
+    if path.name == ALL:
+        return _all_experts(hidden_states, weights, topk_weights, topk_ids)
+    return _experts_in_blocks(hidden_states, weights, topk_weights, topk_ids, path)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Of some or all experts. They are multiplied in the order in which they lie, and never turned round."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    input_first: bool
+
+    @property
+    def num_experts(self) -> int:
+        return self.w1.shape[0]
+
+    def of(self, experts: torch.Tensor) -> _Weights:
+        return _Weights(self.w1.index_select(0, experts), self.w2.index_select(0, experts), self.input_first)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of [experts, rows, hidden_size]: [experts, rows, intermediate_size]."""
+        return silu_and_mul(torch.bmm(x, self.w1 if self.input_first else self.w1.transpose(1, 2)))
+
+    def first_of_all(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of [rows, hidden_size], which all experts share."""
+        return silu_and_mul(torch.einsum("th,ehf->etf" if self.input_first else "th,efh->etf", x, self.w1))
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        """[experts, rows, intermediate_size] to [experts, rows, hidden_size]."""
+        return torch.bmm(x, self.w2 if self.input_first else self.w2.transpose(1, 2))
+
+    def sum_of_second(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `second` over all experts: a result per expert would be the largest tensor of the model."""
+        return torch.einsum("etf,efh->th" if self.input_first else "etf,ehf->th", x, self.w2)
+
+
+def _chosen_experts(
+    hidden_states: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    tokens, top_k = topk_ids.shape
+    fetched = weights.of(topk_ids.reshape(-1))
+    x = hidden_states[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, 1, -1)
+    y = fetched.second(fetched.first(x)).view(tokens, top_k, -1)
+    return (y.float() * topk_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _all_experts(
+    hidden_states: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    of_experts = (topk_weights[..., None] * _one_hot(topk_ids, weights.num_experts)).sum(1)  # [tokens, num_experts]
+    activated = weights.first_of_all(hidden_states).float() * of_experts.T[..., None]
+    return weights.sum_of_second(activated.to(hidden_states.dtype))
+
+
+def _experts_in_blocks(
+    hidden_states: torch.Tensor,
+    weights: _Weights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    path: ExpertPath,
+) -> torch.Tensor:
+    own, further, block_experts = _places(topk_ids, weights.num_experts, path)
+    # Rows of nobody hold a token of zeros, and so they stay zeros.
+    x = F.pad(hidden_states, (0, 0, 0, 1))
+    output = [
+        _sum_of_choices(x, blocks, topk_weights, places, path.capacity)
+        for blocks, places in ((weights, own), (weights.of(block_experts), further))
+    ]
+    return output[0] + output[1]
+
+
+def _sum_of_choices(
+    x: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, places: _Places, capacity: int
+) -> torch.Tensor:
+    """[tokens, hidden_size], of the choices that have a place; the sum is a product, which adds in float32.
+
+    Args:
+        x: [tokens + 1, hidden_size], the last one zeros.
+    """
+    nobody = len(x) - 1
+    tokens = torch.arange(nobody, device=x.device)[:, None].where(places.is_here, nobody)
+    row_tokens = tokens.new_full((weights.num_experts, capacity), nobody).index_put((places.block, places.row), tokens)
+    y = weights.second(weights.first(x[row_tokens]))
+    return torch.einsum("tk,tkh->th", topk_weights.to(y.dtype), y[places.block, places.row])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where each choice's row is, [tokens, top_k] each; where it is not among these rows, one that is nobody's."""
+
+    block: torch.Tensor
+    row: torch.Tensor
+    is_here: torch.Tensor
+
+
+def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple[_Places, _Places, torch.Tensor]:
+    """(places in the experts' own blocks, those in the further blocks, the expert of each further block).
+
+    Nobody's are the first row of the first expert, and the last row of the last further block.
+    """
+    capacity, last = path.capacity, path.num_blocks - 1
+    chosen = _one_hot(topk_ids, num_experts)  # [tokens, top_k, num_experts]
+    per_token = chosen.sum(1)
+    set_aside = (torch.arange(num_experts, device=chosen.device) == 0).float()
+    up_to = _running_sum(per_token) + set_aside
+    blocks = torch.ceil((up_to[-1] - capacity).clamp(min=0) / capacity)
+    blocks_up_to = _running_sum(blocks[:, None])[:, 0]
+
+    # Among the choices of the same expert, and from the first of its further blocks on.
+    place = (chosen * (up_to - per_token)[:, None]).sum(-1)
+    first_block = (chosen * (blocks_up_to - blocks)).sum(-1)
+    is_own = place < capacity
+    beyond = place - capacity
+    full_blocks = torch.floor(beyond / capacity)
+
+    def index(values: torch.Tensor, is_here: torch.Tensor, otherwise: int) -> torch.Tensor:
+        return values.to(topk_ids.dtype).where(is_here, otherwise)
+
+    own = _Places(index(topk_ids, is_own, 0), index(place, is_own, 0), is_own)
+    further = _Places(
+        index(first_block + full_blocks, ~is_own, last),
+        index(beyond - full_blocks * capacity, ~is_own, capacity - 1),
+        ~is_own,
+    )
+    at = torch.arange(path.num_blocks, device=chosen.device)[:, None]
+    return own, further, (blocks_up_to <= at).sum(-1).clamp(max=num_experts - 1)
+
+
+def _one_hot(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[..., num_experts] in float32."""
+    return (topk_ids[..., None] == torch.arange(num_experts, device=topk_ids.device)).float()
+
+
+def _running_sum(values: torch.Tensor) -> torch.Tensor:
+    """values[0] + ... + values[i], [rows, columns] in float32, as products with triangles of 128 rows."""
+    rows, columns = values.shape
+    chunks = F.pad(values, (0, 0, 0, -rows % _ROWS)).view(-1, _ROWS, columns)
+    within = _triangle(_ROWS, values).expand(len(chunks), -1, -1) @ chunks
+    if len(chunks) > 1:
+        totals = within[:, -1]
+        within = within + (_running_sum(totals) - totals)[:, None]
+    return within.reshape(-1, columns)[:rows]
+
+
+def _triangle(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Ones on and below the diagonal."""
+    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()

@@ -274,6 +274,28 @@ class NkiTensor:
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return self._view(np.broadcast_to(self.array, shape))
 
+    def ap(
+        self,
+        pattern: Sequence[Sequence[int]],
+        offset: int = 0,
+        scalar_offset: NkiTensor | None = None,
+        vector_offset: NkiTensor | None = None,
+        indirect_dim: int = 0,
+    ) -> NkiTensor:
+        """HBM at places that indices name when the kernel runs: see `nki.indirect.IndirectView`."""
+        from nki.indirect import IndirectView
+
+        require((scalar_offset is None) != (vector_offset is None), "ap takes a scalar_offset or a vector_offset")
+        indices = vector_offset if scalar_offset is None else scalar_offset
+        return IndirectView(self, pattern, offset, indices, scalar_offset is None, indirect_dim)
+
+    def view(self, dtype: str) -> NkiTensor:
+        """The same bytes read as another dtype, with the last dimension's size to match."""
+        last = self.shape[-1] * self.array.itemsize
+        require(last % DTYPES[dtype].itemsize == 0, f"{self.shape} of {self.dtype} is no view of {dtype}")
+        require(self.buffer is not Memory.PSUM, "PSUM keeps its dtype")
+        return self._view(self.array.view(DTYPES[dtype]))
+
     def _view(self, array: np.ndarray) -> NkiTensor:
         require(array.ndim <= MAX_RANK, f"{array.ndim} dimensions; an access pattern has at most {MAX_RANK}")
         return NkiTensor(array, self.storage, self.start_partition)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from nki import language as nl
 from nki.emulation import DTYPES, Memory, NkiTensor, cast, last_launch, require
+from nki.indirect import IndirectView
 from nki.language import Operator
 
 MAX_STATIONARY = 128
@@ -28,19 +30,68 @@ class engine(enum.Enum):
     gpsimd = "gpsimd"
 
 
-def dma_copy(dst: NkiTensor, src: NkiTensor) -> None:
-    """Move between HBM and SBUF, casting through float32 where the dtypes differ."""
+class dge_mode(enum.Enum):
+    """Who makes a DMA's descriptors: GpSimd (swdge), a block of its own (hwdge), or the host before the run (none)."""
+
+    unknown = "unknown"
+    none = "none"
+    swdge = "swdge"
+    hwdge = "hwdge"
+
+
+class oob_mode(enum.Enum):
+    """What an index out of range does: an error, or nothing is moved for it."""
+
+    error = "error"
+    skip = "skip"
+
+
+def dma_copy(
+    dst: NkiTensor,
+    src: NkiTensor,
+    oob_mode: oob_mode = oob_mode.error,
+    dge_mode: dge_mode = dge_mode.unknown,
+) -> None:
+    """Move between HBM and SBUF, casting through float32 where the dtypes differ.
+
+    Either side can be an `IndirectView`. What its indices leave out is neither read nor written, nor counted.
+    """
     for tensor in (dst, src):
         require(tensor.buffer is not Memory.PSUM, "DMA does not reach PSUM")
         if tensor.buffer.is_on_chip:
             last_launch().use(tensor.storage)
+    require(dge_mode.value != "hwdge" or dst.dtype == src.dtype, "dge_mode.hwdge does not cast")
     _same_sizes(dst, src)
-    values = src.array if dst.dtype == src.dtype else cast(np.asarray(src.array, np.float32), dst.dtype)
-    dst.array[...] = values.reshape(dst.shape)
-    moved = {} if src.buffer.is_on_chip else {"hbm_read": src.array.size * src.array.itemsize}
-    if not dst.buffer.is_on_chip:
-        moved["hbm_written"] = dst.array.size * dst.array.itemsize
+    moved = Counter()
+    for to, values in _transfers(dst, src, oob_mode.value, dge_mode.value):
+        cast_values = values if dst.dtype == src.dtype else cast(np.asarray(values, np.float32), dst.dtype)
+        to[...] = cast_values.reshape(to.shape)
+        if not src.buffer.is_on_chip:
+            moved["hbm_read"] += values.nbytes
+        if not dst.buffer.is_on_chip:
+            moved["hbm_written"] += to.nbytes
     last_launch().record("dma", "dma_copy", dst.partitions, dst.free_size, **moved)
+
+
+def _transfers(dst: NkiTensor, src: NkiTensor, oob: str, dge: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of memory to write and to read."""
+    indirect = [tensor for tensor in (dst, src) if isinstance(tensor, IndirectView)]
+    if not indirect:
+        require(oob == "error", "oob_mode.skip is for an indirect access")
+        yield dst.array, src.array
+        return
+    require(len(indirect) == 1, "dst and src are both indirect")
+    require(dst.shape == src.shape, f"dst is {dst.shape}, src is {src.shape}")
+    possible = ("unknown", "swdge") if indirect[0].is_vector else ("unknown", "swdge", "hwdge")
+    require(dge in possible, f"dge_mode.{dge} does not do this, only {' or '.join(possible)}")
+    if src is indirect[0]:
+        for part, memory in src.places(oob == "skip"):
+            yield dst.array[part], memory
+        return
+    indices = dst.indices.array[dst.indices.array < dst.limit]
+    require(len(set(indices.tolist())) == len(indices), "two rows are written to one place")
+    for part, memory in dst.places(oob == "skip"):
+        yield memory, src.array[part]
 
 
 def memset(dst: NkiTensor, value: float, engine: engine = engine.unknown) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import os
 import sys
 import types
 from pathlib import Path
@@ -16,6 +18,19 @@ import torch
 
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
 PLATFORM = "trn2"
+# Environment variables that name checkouts of neuronx-distributed-inference and of neuronx-distributed.
+SOURCES = ("NXDI_SRC", "NXD_SRC")
+
+
+def why_not_importable() -> str | None:
+    """Why NxD Inference cannot be used here; None after making sure that it can be imported."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return "torch_xla is not installed (requirements-nxdi.txt)"
+    if importlib.util.find_spec("torch_neuronx") is None:
+        if any(name not in os.environ for name in SOURCES):
+            return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"
+        install(*(Path(os.environ[name]) for name in SOURCES))
+    return None
 
 
 def install(nxdi_source: Path, nxd_source: Path) -> None:

@@ -1,0 +1,63 @@
+"""What kernels cost. In a graph they are custom calls, of which XLA knows nothing but shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+Shape = tuple[str, tuple[int, ...]]  # HLO's name of the dtype, dimensions
+# Of dtypes in HLO.
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+
+
+def kernel_cost(name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[float, float]:
+    """FLOPs, and bytes read and written: every operand and every result once, and no FLOPs, where nothing is known."""
+    cost = _COSTS.get(name)
+    everything = float(sum(size_of(shape) for shape in (*operands, *results)))
+    return (0.0, everything) if cost is None else cost(operands, everything)
+
+
+def size_of(shape: Shape) -> int:
+    """Bytes of a tensor."""
+    dtype, dimensions = shape
+    return prod(dimensions) * BYTES[dtype]
+
+
+def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Causal attention: query [heads, tokens, head_dim], key, value; then what is there of a prior, all of it visited.
+
+    Source: the prefix caching of `attention_cte` in AWS's public nki-library, which masks what is not used.
+    """
+    heads, tokens, head_dim = operands[0][1]
+    prior = operands[3][1][1] if len(operands) > 3 else 0
+    return 4.0 * heads * head_dim * tokens * (prior + (tokens + 1) / 2), everything
+
+
+def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Every slot has an expert, which is the most there can be; each one's weights are read once, of others nothing."""
+    tokens, hidden_size = operands[0][1]
+    num_experts, width, _ = operands[2][1]
+    slots = operands[3][1][0]
+    weights = size_of(operands[1]) + size_of(operands[2])
+    return 6.0 * tokens * slots * hidden_size * width, everything - weights * (1 - slots / num_experts)
+
+
+def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Scores within chunks of 128 tokens for each group, and for each head what comes of them and of the state."""
+    batch, tokens, heads, head_dim = operands[0][1]
+    groups, d_state = operands[3][1][2:]
+    per_token = 2 * 128 * d_state * groups + heads * head_dim * (2 * 128 + 4 * d_state)
+    return float(batch * tokens * per_token), everything
+
+
+def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Six operations for each entry of the state."""
+    return 6.0 * prod(operands[0][1]), everything
+
+
+_COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = {
+    "attention_cte": _attention_cte,
+    "experts_decode": _experts_decode,
+    "ssd_chunk_scan": _ssd_chunk_scan,
+    "ssm_decode": _ssm_decode,
+}

@@ -1,0 +1,112 @@
+"""The least that a rank can do for a step: the FLOPs of the mathematics, and what has to be read and written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.state import mamba_state_shapes, token_bytes
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Of one rank and one step. All but flops are in bytes.
+
+    weights: what the step's tokens need, read once. state: of the Mamba layers, read and written. key_values: read for
+    the context, written for the step's tokens. activations: the residual stream in float32.
+    """
+
+    flops: float
+    weights: float
+    state: int
+    key_values: int
+    activations: int
+
+    @property
+    def bytes_accessed(self) -> float:
+        return self.weights + self.state + self.key_values + self.activations
+
+
+def minimum(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int, context: int
+) -> Minimum:
+    """What a step of `tokens` tokens in each of `batch_size` sequences costs a rank at least.
+
+    What is assumed:
+
+    * FLOPs are two per weight and token, of a token's top_k experts only; of the head for one token per sequence. A
+      token's attention takes four per head, head_dim and entry that it sees; its recurrence six per entry of the state
+      (the decay, two for dt * x * B, the sum, two for the product with C).
+    * Every weight is read once. Of the experts those that any token chose: if choices are independent and uniform, n
+      tokens choose num_experts * (1 - (1 - top_k / num_experts) ** n) distinct ones on average. Of the embedding
+      nothing is counted.
+    * States are read and written once, and so are keys and values: `context` entries per sequence are read, those of
+      the step's tokens written.
+    * Of all activations only the residual stream moves, in float32: it is read and written three times a layer, around
+      mixer, MLP and norms.
+
+    Args:
+        tp_degree: ranks, over which the model is split.
+        dtype: of weights, conv_state, keys and values.
+        context: cache entries of each sequence before this step.
+
+    Raises:
+        UserError: tp_degree does not divide the model.
+    """
+    all_tokens, layers = batch_size * tokens, len(config.layer_types)
+    weights = _weights(config, tp_degree)
+    mamba_layers = config.layer_types.count(MAMBA)
+    attention_layers = layers - mamba_layers
+    dimensions = config.rank_dimensions(tp_degree)
+
+    expert, chosen = weights.expert, 0.0
+    per_token = mamba_layers * weights.mamba + attention_layers * weights.attention
+    per_token += layers * (weights.router + weights.shared_mlp)
+    if config.num_local_experts:
+        unchosen = (1 - config.num_experts_per_tok / config.num_local_experts) ** all_tokens
+        chosen = layers * expert * config.num_local_experts * (1 - unchosen)
+
+    conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree)
+    conv_entries, ssm_entries = conv_shape[0] * conv_shape[1], ssm_shape[0] * ssm_shape[1] * ssm_shape[2]
+    seen = batch_size * (tokens * context + tokens * (tokens + 1) // 2)
+    flops = 2 * all_tokens * (per_token + layers * config.num_experts_per_tok * expert)
+    flops += 2 * batch_size * weights.head
+    flops += 4 * attention_layers * seen * dimensions.attention_heads * config.head_dim
+    flops += 6 * mamba_layers * all_tokens * ssm_entries
+
+    state_bytes = conv_entries * dtype.itemsize + ssm_entries * torch.float32.itemsize
+    return Minimum(
+        flops=flops,
+        weights=(per_token + chosen + weights.head) * dtype.itemsize,
+        state=2 * mamba_layers * batch_size * state_bytes,
+        key_values=token_bytes(config, dtype, tp_degree) * (batch_size * context + all_tokens),
+        activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How many a rank has of each matrix; what is no matrix is not counted."""
+
+    mamba: int
+    attention: int
+    router: int
+    expert: int
+    shared_mlp: int
+    head: int
+
+
+def _weights(config: GraniteMoeHybridConfig, tp_degree: int) -> _Weights:
+    dimensions, hidden = config.rank_dimensions(tp_degree), config.hidden_size
+    inner = dimensions.mamba_intermediate_size
+    heads = 2 * dimensions.attention_heads + 2 * dimensions.key_value_heads  # query and output, key and value
+    return _Weights(
+        mamba=hidden * (inner + dimensions.mamba_conv_dim + dimensions.mamba_heads) + inner * hidden,
+        attention=hidden * heads * config.head_dim,
+        router=hidden * config.num_local_experts,
+        expert=3 * hidden * dimensions.intermediate_size if config.num_local_experts else 0,
+        shared_mlp=3 * hidden * dimensions.shared_intermediate_size,
+        head=hidden * dimensions.vocab_size,
+    )

@@ -1,0 +1,61 @@
+"""The distinct experts that a few tokens chose, as a list of static length: each one's weights are read once.
+
+In plain torch with static shapes, without a sort or a running sum, so that it compiles for any device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def num_slots(tokens: int, top_k: int, num_experts: int) -> int:
+    """How many distinct experts there can be; at least 2, so that two cores can share them."""
+    return max(2, min(tokens * top_k, num_experts))
+
+
+def expert_slots(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct chosen experts in ascending order, one to a slot, and every token's weight for each.
+
+    Args:
+        topk_ids: [tokens, top_k], integers. Those outside 0 to num_experts - 1 choose nothing: so the caller marks
+            the rows of a batch that have no token.
+        topk_weights: [tokens, top_k], float32.
+        num_experts: experts of the layer.
+
+    Returns:
+        expert_ids: [slots] in int32, see `num_slots`; behind the last chosen expert they are num_experts.
+        combine_weights: [tokens, slots] in float32; 0 where a token did not choose the slot's expert.
+    """
+    topk_ids = topk_ids.to(torch.int32)
+    experts = torch.arange(num_experts, dtype=torch.int32, device=topk_ids.device)
+    slots = torch.arange(num_slots(*topk_ids.shape, num_experts), dtype=torch.int32, device=topk_ids.device)
+
+    is_chosen = (topk_ids.reshape(-1, 1) == experts).any(0)
+    chosen_before = (is_chosen[:, None] & (experts[:, None] < experts)).sum(0, dtype=torch.int32)
+    is_in_slot = is_chosen & (chosen_before == slots[:, None])
+    expert_ids = experts.where(is_in_slot, num_experts).amin(1)
+
+    is_choice = (topk_ids[..., None] == expert_ids) & (expert_ids < num_experts)
+    return expert_ids, topk_weights[..., None].where(is_choice, 0.0).sum(1)
+
+
+def expected_distinct(tokens: int, top_k: int, num_experts: int) -> float:
+    """The mean number of distinct experts if every token's choice is as likely as any other."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+
+
+def experts_flops(tokens: int, slots: float, hidden_size: int, width: int) -> float:
+    """Multiplications and additions of `slots` experts over all tokens, whether they chose them or not."""
+    return 6 * tokens * slots * hidden_size * width
+
+
+def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
+    """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
+
+    Args:
+        width: of the experts, a rank's share of it.
+        itemsize: bytes per element of weights and tokens.
+    """
+    return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)

@@ -1,0 +1,47 @@
+"""The router's choice without a sort, which the compiler for Trainium does not handle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# Tokens up to which logits are compared in pairs: as few instructions as there can be, but num_experts ** 2 values per
+# token.
+_MOST_IN_PAIRS = 64
+
+
+def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.topk_softmax`; of equal logits the first is chosen. Where a token's are NaN, it chooses the last expert."""
+    logits, num_experts = router_logits.float(), router_logits.shape[-1]
+    choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
+    top_logits, experts = choose(logits, top_k)
+    return top_logits.softmax(-1), experts.long().clamp(max=num_experts - 1)
+
+
+def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits of the chosen experts, the experts), each [tokens, top_k] in float32.
+
+    The rank of an expert is how many others are above it.
+    """
+    experts = torch.arange(logits.shape[-1], device=logits.device)
+    this, other = logits[:, :, None], logits[:, None]
+    is_above = torch.where(experts[:, None] > experts, other >= this, other > this)
+    rank = is_above.float().sum(-1)
+    is_chosen = (rank[:, None] == torch.arange(top_k, device=logits.device)[:, None]).float()
+    return (is_chosen * logits[:, None]).sum(-1), (is_chosen * experts.float()).sum(-1)
+
+
+def _one_after_another(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_by_comparison`, as many times the largest of those that are left."""
+    num_experts = logits.shape[-1]
+    experts = torch.arange(num_experts, dtype=torch.float32, device=logits.device).expand(logits.shape)
+    nobody, lowest = torch.full_like(logits, num_experts), torch.full_like(logits, -math.inf)
+    top_logits, chosen = [], []
+    for _ in range(top_k):
+        top = logits.amax(-1, keepdim=True)
+        first = torch.where(logits == top, experts, nobody).amin(-1, keepdim=True)
+        logits = torch.where(experts == first, lowest, logits)
+        top_logits.append(top)
+        chosen.append(first)
+    return torch.cat(top_logits, -1), torch.cat(chosen, -1)

@@ -1,0 +1,190 @@
+"""The graphs that a Trainium would get: NxD Inference's device code path, traced at real sizes. Nothing is run."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.hlo_lint import findings, instructions
+from test.support import nxdi
+
+# Model, and what it is an example of: all of them with one layer of each kind that they have.
+MODELS = {"h-small": "experts", "h-micro": "dense", "micro": "attention only"}
+CONTEXT_BUCKETS, CACHE_BUCKETS = [128, 512], [1024, 2048]
+FLASH_ATTENTION = "attention_cte"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device_code_path():
+    reason = nxdi.why_not_importable()
+    if reason:
+        pytest.skip(reason)
+    before = os.environ.get("NXD_CPU_MODE")
+    os.environ.pop("NXD_CPU_MODE", None)
+    # Read once, by torch_xla's first collective; `compile` sets it from neuron_config.disable_numeric_cc_token.
+    os.environ["DISABLE_NUMERIC_CC_TOKEN"] = "1"
+    yield
+    if before is not None:
+        os.environ["NXD_CPU_MODE"] = before
+
+
+def one_layer_of_each_kind(name, folder):
+    values = GraniteMoeHybridConfig.from_family(name).to_dict()
+    values["layer_types"] = [kind for kind in (MAMBA, ATTENTION) if kind in values["layer_types"]]
+    values["num_hidden_layers"] = len(values["layer_types"])
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def application(folder, tp_degree=4, batch_size=1, config_options=None, **options):
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    values = dict(
+        tp_degree=tp_degree,
+        batch_size=batch_size,
+        ctx_batch_size=1,
+        is_continuous_batching=batch_size > 1,
+        max_context_length=CONTEXT_BUCKETS[-1],
+        seq_len=CACHE_BUCKETS[-1],
+        torch_dtype="bfloat16",
+        on_cpu=False,
+        enable_bucketing=True,
+        context_encoding_buckets=CONTEXT_BUCKETS,
+        token_generation_buckets=CACHE_BUCKETS,
+        logical_nc_config=2,
+    )
+    config = nxdi.make_config(folder, config_options, **{**values, **options})
+    return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+
+
+def trace(app, kind, bucket):
+    from granite4_neuron.nxdi.trace import trace
+
+    return trace(app, getattr(app, kind), bucket)
+
+
+def hlo_text(traced):
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_tensors_hlo(traced.outputs)
+
+
+def closed_operators(text):
+    """Names of what only the Neuron SDK has."""
+    calls = [instruction for instruction in instructions(text).values() if instruction.opcode == "custom-call"]
+    return sorted(call.attributes.split('custom_call_target="')[1].split('"')[0] for call in calls)
+
+
+def check_state(traced):
+    """Each state tensor has an output of its own, in order, of its shape and dtype, and none is passed through."""
+    # Placeholders have no values, which pytest would print: compare what can be printed.
+    first, count = len(traced.results), len(traced.states)
+    aliases, total = traced.aliases, len(traced.outputs)
+    assert aliases == list(range(first, first + count))
+    assert total == first + count
+    before = [(tuple(state.shape), state.dtype) for state in traced.states]
+    after = [(tuple(output.shape), output.dtype) for output in traced.outputs[first:]]
+    assert before == after
+    passed_through = sum(output is state for state, output in zip(traced.states, traced.outputs[first:], strict=True))
+    assert passed_through == 0
+
+
+GRAPHS = [
+    ("context_encoding_model", 128),
+    ("context_encoding_model", 512),
+    ("prefill_continuation_model", 1024),
+    ("prefill_continuation_model", 2048),
+    ("token_generation_model", 1024),
+    ("token_generation_model", 2048),
+]
+
+
+@pytest.mark.parametrize(("kind", "bucket"), GRAPHS)
+@pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
+    app = application(one_layer_of_each_kind(name, tmp_path), tp_degree, batch_size)
+    traced = trace(app, kind, bucket)
+    check_state(traced)
+    text = hlo_text(traced)
+    assert findings(text) == []
+    layers = app.config.granite.layer_types.count(ATTENTION)
+    is_flash = kind == "prefill_continuation_model" or (kind, bucket) == ("context_encoding_model", 512)
+    assert closed_operators(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
+
+
+@pytest.mark.parametrize(
+    ("do_sample", "expected"), [(False, ["argmax", "cascaded_max"]), (True, ["cumsum"] * 2 + ["topk"] * 2)]
+)
+def test_sampling_on_the_device(do_sample, expected, tmp_path):
+    folder = one_layer_of_each_kind("h-350m", tmp_path)
+    app = application(
+        folder, on_device_sampling_config=dict(do_sample=do_sample, dynamic=do_sample, deterministic=False)
+    )
+    traced = trace(app, "token_generation_model", 1024)
+    check_state(traced)
+    assert closed_operators(hlo_text(traced)) == expected
+
+
+def test_kernels_of_this_package(tmp_path):
+    kernels = dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki")
+    app = application(one_layer_of_each_kind("h-small", tmp_path), batch_size=4, config_options=kernels)
+    for kind, bucket, expected in (
+        ("context_encoding_model", 128, ["conv1d_prefill", "ssd_chunk_scan"]),
+        ("token_generation_model", 1024, ["conv1d_update", "experts_decode", "experts_decode", "ssm_decode"]),
+    ):
+        traced = trace(app, kind, bucket)
+        check_state(traced)
+        text = hlo_text(traced)
+        assert findings(text) == []
+        assert closed_operators(text) == expected
+
+
+EXPERT_KERNELS = {
+    "blockwise_mm_baseline_shard_intermediate_hybrid": dict(
+        use_shard_on_intermediate_dynamic_while=True, block_size=256
+    ),
+    "bwmm_shard_on_block": dict(use_shard_on_block_dynamic_while=True, block_sharding_strategy="PING_PONG"),
+}
+
+
+@pytest.mark.parametrize("kernel", EXPERT_KERNELS)
+def test_expert_kernels_of_nxd(kernel, tmp_path):
+    folder = one_layer_of_each_kind("h-small", tmp_path)
+    app = application(folder, config_options={"expert_path": "nxd"}, blockwise_matmul_config=EXPERT_KERNELS[kernel])
+    traced = trace(app, "context_encoding_model", 128)
+    check_state(traced)
+    assert closed_operators(hlo_text(traced)) == [kernel] * 2
+
+
+def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):
+    """It is refused; and without the refusal the graph cannot be traced."""
+    from granite4_neuron.nxdi import GraniteMoeHybridInferenceConfig
+
+    folder = one_layer_of_each_kind("h-small", tmp_path)
+    with pytest.raises(UserError, match="not in the Neuron SDK"):
+        application(folder, config_options={"expert_path": "nxd"})
+    monkeypatch.setattr(GraniteMoeHybridInferenceConfig, "_check_experts", lambda self: None)
+    app = application(folder, config_options={"expert_path": "nxd"})
+    with pytest.raises(NotImplementedError, match="_call_shard_hidden_kernel is not available"):
+        trace(app, "context_encoding_model", 128)
+
+
+def test_components_are_traced_alone(tmp_path):
+    from granite4_neuron.nxdi.trace import trace
+
+    app = application(one_layer_of_each_kind("h-small", tmp_path))
+    traced = trace(app, app.token_generation_model, 1024, with_components=True)
+    names = set(traced.components)
+    assert names == {
+        "embed_tokens",
+        "layers.0.mamba",
+        "layers.1.self_attn",
+        *(f"layers.{layer}.{part}" for layer in (0, 1) for part in ("block_sparse_moe", "shared_mlp")),
+        "lm_head",
+    }
+    dtypes = [tensor.dtype for tensor in traced.components["layers.0.mamba"]]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state

@@ -1,0 +1,40 @@
+"""Kernels in counted graphs."""
+
+import pytest
+import torch
+
+from granite4_neuron import hlo_cost
+from granite4_neuron.kernel_costs import kernel_cost
+
+
+def test_a_kernel_that_nothing_is_known_of_reads_and_writes_everything_once():
+    flops, accessed = kernel_cost("any", [("bf16", (4, 8)), ("s32", ())], [("f32", (2, 3))])
+    assert (flops, accessed) == (0, 4 * 8 * 2 + 4 + 2 * 3 * 4)
+
+
+def test_attention_visits_the_prior_and_half_of_the_step():
+    heads, kv_heads, tokens, prior, head_dim = 8, 2, 512, 16384, 128
+    query, key = ("bf16", (heads, tokens, head_dim)), ("bf16", (kv_heads, tokens, head_dim))
+    pairs = sum(position + 1 for position in range(tokens))
+    flops, _ = kernel_cost("attention_cte", [query, key, key], [query])
+    assert flops == 2 * 2 * heads * head_dim * pairs  # scores, and the sum of the values
+    cached = ("bf16", (kv_heads, prior, head_dim))
+    flops, _ = kernel_cost("attention_cte", [query, key, key, cached, cached, ("s32", (1,))], [query])
+    assert flops == 2 * 2 * heads * head_dim * (pairs + tokens * prior)
+
+
+def test_a_graph_with_kernels_is_counted_and_compiled():
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
+    pytest.importorskip("jax", reason="jax is not installed; it counts the graphs")
+    import torch_xla
+
+    placeholder = hlo_cost.tracer()
+    x = placeholder((64, 32), torch.float32)
+    without = hlo_cost.count(hlo_cost.hlo_proto([x + 1]))
+    call = torch_xla._XLAC._xla_custom_call
+    (y,) = call([x], "one", [(64, 32)], [torch.float32], False, "", 1, {})
+    values, places = call([y], "two", [(64, 1), (64, 1)], [torch.float32, torch.int32], False, "", 1, {})
+    proto = hlo_cost.hlo_proto([y + 1, values, places])
+    kernels = 3 * 64 * 32 * 4 + 2 * 64 * 4  # one's argument and result, two's argument and both results
+    assert hlo_cost.count(proto).bytes_accessed - without.bytes_accessed == pytest.approx(kernels, abs=16)
+    assert hlo_cost.temporary_bytes(proto) < 2 * x.nbytes

@@ -1,0 +1,43 @@
+"""The least that a rank does: figures worked out by hand for h-small, and what it depends on."""
+
+import pytest
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.minimum import minimum
+from test.support.checkpoints import DENSE, small_config
+
+CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+MAMBA = 4096 * (2 * 2048 + 256 + 32) + 2048 * 4096
+ATTENTION = 4096 * (1024 + 512) + 1024 * 4096
+EXPERT, ROUTER, SHARED = 3 * 4096 * 192, 72 * 4096, 3 * 4096 * 384
+HEAD = 100352 // 4 * 4096
+
+
+def test_a_token_of_a_rank():
+    """36 Mamba layers and 4 of attention, 10 experts of 72 in each."""
+    least = minimum(CONFIG, 4, torch.bfloat16, batch_size=1, tokens=1, context=1000)
+    matrices = 36 * MAMBA + 4 * ATTENTION + 40 * (10 * EXPERT + ROUTER + SHARED) + HEAD
+    assert least.weights == pytest.approx(2 * matrices)
+    assert least.flops == 2 * matrices + 4 * 4 * 1001 * 8 * 128 + 36 * 6 * 32 * 64 * 128
+    assert least.state == 2 * 36 * ((2048 + 256) * 3 * 2 + 32 * 64 * 128 * 4)
+    assert least.key_values == 4 * 2 * 2 * 128 * 2 * (1000 + 1)
+    assert least.activations == 40 * 3 * 2 * 4096 * 4
+    assert least.bytes_accessed == least.weights + least.state + least.key_values + least.activations
+
+
+def test_tokens_that_share_weights():
+    """Four sequences choose 31.3 distinct experts on average, and a whole prompt all of them."""
+    one, four, prompt = (minimum(CONFIG, 4, torch.bfloat16, *step) for step in ((1, 1, 0), (4, 1, 0), (1, 2048, 0)))
+    assert (four.weights - one.weights) / (40 * 2 * EXPERT) == pytest.approx(72 * (1 - (62 / 72) ** 4) - 10)
+    assert (prompt.weights - one.weights) / (40 * 2 * EXPERT) == pytest.approx(62)
+    assert four.flops == 4 * one.flops
+    assert four.state == 4 * one.state == 4 * prompt.state
+
+
+def test_a_token_sees_those_before_it():
+    config = small_config(layer_types=("attention",), **DENSE)
+    none, whole = (minimum(config, 1, torch.float32, 1, 8, context) for context in (0, 100))
+    assert whole.flops - none.flops == 4 * 8 * 100 * config.num_attention_heads * config.head_dim
+    assert minimum(config, 2, torch.float32, 1, 8, 0).flops == none.flops / 2
+    assert none.state == 0
