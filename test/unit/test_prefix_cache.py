@@ -259,5 +259,5 @@ class TestFiles:
         for interval in (0, 24, -16):
             with pytest.raises(UserError, match="must be a multiple of 16"):
                 PrefixCache(runtime, None, interval)
-        with pytest.raises(UserError, match="snapshots are asked for at .0. tokens; the prompt has 3"):
+        with pytest.raises(UserError, match="the prompt has 3"):
             engine_with(runtime, cache).add(Request([1, 2, 3], snapshots_at=frozenset([0])))
