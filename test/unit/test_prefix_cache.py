@@ -7,8 +7,8 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.state import sequence_bytes, token_bytes
 from test.support.engines import (
     CHUNK,
     VOCAB,
@@ -168,12 +168,18 @@ class TestMemory:
         new_tokens(runtime, cache, TOKENS[: 10 * CHUNK - 10], max_tokens=1)
         config, dtype = runtime.config, runtime.dtype
         lengths = [*range(CHUNK, 10 * CHUNK - 10, CHUNK), 10 * CHUNK - 10]
-        size = len(lengths) * sequence_bytes(config, dtype) + lengths[-1] * token_bytes(config, dtype) + 4 * VOCAB
+        size = (
+            len(lengths) * sequence_bytes(config, dtype.itemsize)
+            + lengths[-1] * token_bytes(config, dtype.itemsize)
+            + 4 * VOCAB
+        )
         assert cache.stats.snapshots == len(lengths) == 10 and cache.stats.num_bytes == size
         assert cached_bytes(cache) == (size, 10)
 
     def test_the_least_recently_used_makes_room(self, runtime):
-        entry = sequence_bytes(runtime.config, runtime.dtype) + 12 * token_bytes(runtime.config, runtime.dtype)
+        entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 12 * token_bytes(
+            runtime.config, runtime.dtype.itemsize
+        )
         cache = PoisonedPrefixCache(runtime, 3 * (entry + 4 * VOCAB), None)
         prompts = [OTHERS[i : i + 12] for i in (0, 20, 40, 60)]
         for prompt in prompts[:3]:
@@ -185,7 +191,9 @@ class TestMemory:
         assert cached_bytes(cache) == (cache.stats.num_bytes, 3)
 
     def test_what_sequences_go_on_from_stays(self, runtime):
-        entry = sequence_bytes(runtime.config, runtime.dtype) + 20 * token_bytes(runtime.config, runtime.dtype)
+        entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 20 * token_bytes(
+            runtime.config, runtime.dtype.itemsize
+        )
         cache = PoisonedPrefixCache(runtime, 2 * (entry + 4 * VOCAB), None)
         new_tokens(runtime, cache, TOKENS[:20], max_tokens=1)
         prefix = cache.find(TOKENS[:30])
@@ -213,7 +221,7 @@ class TestMemory:
         assert cached_bytes(cache) == (0, 0) == (cache.stats.num_bytes, cache.stats.snapshots)
 
     def test_a_budget_is_kept_to(self, runtime):
-        budget = 9 * sequence_bytes(runtime.config, runtime.dtype)
+        budget = 9 * sequence_bytes(runtime.config, runtime.dtype.itemsize)
         cache = PoisonedPrefixCache(runtime, budget, CHUNK)
         for shared, start in itertools.product((0, 20, 50, 64, 90), (0, 30)):
             prompt = TOKENS[:shared] + OTHERS[start : start + 25]

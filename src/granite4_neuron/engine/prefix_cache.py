@@ -16,6 +16,7 @@ import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.snapshot import (
     Snapshot,
     cut_keys_and_values,
@@ -23,7 +24,6 @@ from granite4_neuron.snapshot import (
     padded_keys_and_values,
     recurrent_state,
 )
-from granite4_neuron.state import sequence_bytes, token_bytes
 
 
 @dataclass
@@ -260,7 +260,7 @@ class PrefixCache:
     def _num_bytes(self, tokens: int) -> int:
         """Of an entry with the keys and values of so many tokens."""
         config, dtype = self._runtime.config, self._runtime.dtype
-        return sequence_bytes(config, dtype) + tokens * token_bytes(config, dtype)
+        return sequence_bytes(config, dtype.itemsize) + tokens * token_bytes(config, dtype.itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
