@@ -18,6 +18,7 @@ NOT_OURS = {
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "selective_scan_fn",
+    "selective_state_step",
     "selective_state_update",
 }
 
