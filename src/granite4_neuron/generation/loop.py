@@ -198,8 +198,8 @@ def _encode(
         check_tokens(tokens, vocab_size, which)
         if len(tokens) >= limit:
             raise UserError(
-                f"{which} has {len(tokens)} tokens; with at least one new token it must be at most {limit}, this "
-                "model's longest sequence."
+                f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, as "
+                f"this model's longest sequence is {limit}."
             )
         encoded.append(tokens)
     if not encoded:
