@@ -104,7 +104,7 @@ def verified_error(
 
 @dataclass
 class Stand:
-    """A runtime on the CPU, its sequences by slot from 1 on, and their uncut logits, [sequences, LONGEST, vocab_size]."""
+    """A runtime on the CPU, its sequences by slot from 1 on, and their logits, [sequences, LONGEST, vocab_size]."""
 
     runtime: CPURuntime
     tokens: list[list[int]]

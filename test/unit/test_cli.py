@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main
-from granite4_neuron.ops import LaunchParameters
+from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
 
 TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder
@@ -95,6 +95,13 @@ class TestGenerate:
         assert status == 0
         for part in ("prefill: 4 tokens, ", "tokens/s", "decode: ", "peak memory: ", "MiB"):
             assert part in error
+        assert "not used" not in error or not cpu.has_fused_kernels()
+
+    @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+    def test_verbose_says_which_kernels_are_not_used(self, run, texting_folder):
+        common = ("generate", "--model", texting_folder, "--max-tokens", 2, "--prefill-scan", "quadratic", "text")
+        assert "the fused Mamba layers are not used: they have their own scan" in run(*common, "--verbose")[2]
+        assert "not used" not in run(*common)[2]
 
     def test_dtype(self, run, texting_folder):
         assert run("generate", "--model", texting_folder, "--dtype", "bfloat16", "--max-tokens", 3, "text")[0] == 0

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.state import MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.verification import LONGEST, Round, poison, streams, verified_error
@@ -80,6 +80,20 @@ def test_a_verification_changes_no_recurrent_state(runtime):
     with pytest.raises(ValueError, match="3 tokens are accepted of a row of 2"):
         runtime.commit(state, verification, [4, 3, 1])
     assert all(map(torch.equal, before, bits(state)))
+
+
+def test_rows_that_cannot_be_verified(runtime):
+    state = runtime.allocate(2, LONGEST)
+    with pytest.raises(ValueError, match="65 tokens of a row are to be verified; at most 64 can"):
+        runtime.verify(state, [Row(1, 0, [1] * 65)])
+    with pytest.raises(ValueError, match="in their own slot"):
+        runtime.verify(state, [Row(1, 3, [1], source=2)])
+
+
+def test_the_runtime_has_all_of_the_interface(runtime):
+    members = {name for name in (*Runtime.__annotations__, *vars(Runtime)) if not name.startswith("_")}
+    assert members <= set(dir(runtime)) and not runtime.cannot
+    require(runtime, "verify")
 
 
 def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):

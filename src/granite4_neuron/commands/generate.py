@@ -50,7 +50,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     sampling.add_argument("--seed", type=int, metavar="N", help="repeatable random numbers")
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
-    generate.add_argument("--verbose", action="store_true", help="report tokens per second and peak memory at the end")
+    generate.add_argument(
+        "--verbose",
+        action="store_true",
+        help="report speed, peak memory, and faster kernels that were not used",
+    )
     generate.set_defaults(run=run)
 
 
@@ -96,6 +100,8 @@ def run(options: argparse.Namespace) -> int:
         save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
     if options.verbose:
         _print_stats(stats, cache)
+        for refusal in runtime.refusals:
+            print(refusal, file=sys.stderr)
     return 0
 
 

@@ -51,6 +51,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_ranks_and_sequences(graph, tp_degree=1)
     graph.add_argument("--buckets", type=int, nargs="+", default=[128, 512], metavar="N", help="default: 128 512")
     graph.add_argument("--max-length", type=int, default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument(
+        "--verify",
+        type=int,
+        metavar="T",
+        help="of the backend xla: also the graph that verifies T tokens of each sequence, the last one and drafts",
+    )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
 
@@ -58,6 +64,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     if min(options.tp_degree, options.batch_size, options.max_length, *options.buckets) < 1:
         raise UserError("--tp-degree, --batch-size, --buckets and --max-length must be at least 1.")
+    if options.verify is not None and not 2 <= options.verify <= options.max_length:
+        raise UserError("--verify is the last certain token and drafts: 2 tokens at least, --max-length at most.")
     if max(options.buckets) > options.max_length:
         raise UserError(f"a step of {max(options.buckets)} tokens needs --max-length to be as much at least.")
     check_folder_of(options.json)
@@ -87,7 +95,9 @@ def _reports(
     if options.backend == "xla":
         if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
             raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
-        return graphs.report(config, dtype, *sizes)
+        return graphs.report(config, dtype, *sizes, options.verify)
+    if options.verify is not None:
+        raise UserError("--verify belongs to the backend xla; NxD Inference's graphs verify nothing here.")
     reason = neuron_stand_ins.why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")

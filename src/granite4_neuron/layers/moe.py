@@ -23,7 +23,8 @@ def feed_forward(
 ) -> torch.Tensor:
     """The second half of a decoder layer: what the MLP and the experts make of its normalised input is added to it.
 
-    This is the definition. ops/cpu/kernels/layers.h has it once more, as one call for few tokens.
+    This is the definition. It is written twice more: as one call for a CPU in ops/cpu/kernels/layers.h, and in
+    nxdi/modeling.py, where the ranks add MLP and experts in one message.
     """
     residual_add = mlp.operators.residual_add
     x = norm(hidden_states)

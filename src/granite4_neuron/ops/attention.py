@@ -14,6 +14,7 @@ def cached_attention(
     slots: torch.Tensor,
     scale: float,
     kv_length: int,
+    *,
     block_size: int | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of new tokens over their sequence's cache, which holds them already.

@@ -36,6 +36,30 @@ class MambaWeights:
     gated_norm: Weights
     out_proj: Weights
 
+    def now(self) -> list[torch.Tensor | None]:
+        """The weights of this moment, in the order of the fields."""
+        in_proj, conv1d, mixer, out_proj = self.in_proj, self.conv1d, self.mixer, self.out_proj
+        return [
+            self.norm["weight"],
+            in_proj["weight"],
+            in_proj["bias"],
+            in_proj["weight_scale"],
+            conv1d["weight"],
+            conv1d["bias"],
+            mixer["dt_bias"],
+            mixer["A_log"],
+            mixer["D"],
+            self.gated_norm["weight"],
+            out_proj["weight"],
+            out_proj["bias"],
+            out_proj["weight_scale"],
+        ]
+
+    def mixer_now(self) -> list[torch.Tensor | None]:
+        """Those of conv1d and mixer."""
+        conv1d, mixer = self.conv1d, self.mixer
+        return [conv1d["weight"], conv1d["bias"], mixer["dt_bias"], mixer["A_log"], mixer["D"]]
+
 
 @dataclass(frozen=True)
 class FeedForwardWeights:
@@ -52,6 +76,28 @@ class FeedForwardWeights:
     router: Weights | None = None
     experts_input: Weights | None = None
     experts_output: Weights | None = None
+
+    def now(self) -> list[torch.Tensor | None]:
+        """The weights of this moment, in the order of the fields."""
+        first, second = self.mlp_input, self.mlp_output
+        weights = [
+            self.norm["weight"],
+            first["weight"],
+            first["weight_scale"],
+            second["weight"],
+            second["weight_scale"],
+        ]
+        if self.router is None:
+            return weights
+        first, second = self.experts_input, self.experts_output
+        weights += [
+            self.router["weight"],
+            first["weight"],
+            first["weight_scale"],
+            second["weight"],
+            second["weight_scale"],
+        ]
+        return weights
 
 
 @dataclass(frozen=True)

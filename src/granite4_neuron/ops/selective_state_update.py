@@ -134,15 +134,15 @@ def selective_state_update(
         destinations[live],
         starts[live],
         lengths[live],
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        dt_bias,
-        z,
-        dt_softplus,
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        dt_bias=dt_bias,
+        z=z,
+        dt_softplus=dt_softplus,
     )
     return out.copy_(y.view(out.shape))
 
@@ -155,6 +155,7 @@ def selective_state_step(
     B: torch.Tensor,
     C: torch.Tensor,
     D: torch.Tensor | None = None,
+    *,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
@@ -163,7 +164,8 @@ def selective_state_step(
 
         state <- exp(dt * A) * state + dt * x (outer) B;    y = state . C + D * x;    y <- y * silu(z)
 
-    Arguments are those of mamba_ssm's selective_state_update, without state_batch_indices; arithmetic is float32.
+    Arguments are those of mamba_ssm's selective_state_update, without state_batch_indices, and z and what follows it by
+    keyword; arithmetic is float32.
 
     Args:
         state: [batch, num_heads, head_dim, d_state], updated in place.
@@ -220,6 +222,7 @@ def _advance(
     destinations: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
+    *,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -247,7 +250,7 @@ def _advance(
         at = starts[:rows] + t
         gate = None if z is None else z[at]
         y[at] = selective_state_step(
-            current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus
+            current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, z=gate, dt_bias=dt_bias, dt_softplus=dt_softplus
         )
         stored = destinations[:rows, t] != PAD_SLOT_ID
         state[destinations[:rows, t][stored]] = current[:rows][stored].to(state.dtype)

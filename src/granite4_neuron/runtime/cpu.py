@@ -19,7 +19,15 @@ from granite4_neuron.ops.launch_parameters import (
     find_launch_table,
     tuned_config_folder,
 )
-from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, sources, step_inputs
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    check_verification,
+    sources,
+    step_inputs,
+)
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
@@ -106,6 +114,7 @@ class CPURuntime:
     @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """As `Runtime.verify`."""
+        check_verification(self, rows)
         kept_inputs: list[torch.Tensor] = []
         longest = max(len(row.tokens) for row in rows)
         logits = self.model(

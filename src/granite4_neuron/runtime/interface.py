@@ -160,6 +160,21 @@ def sources(rows: Sequence[Row]) -> torch.Tensor | None:
     return torch.tensor([row.slot if row.source is None else row.source for row in rows])
 
 
+def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
+    """See whether a runtime verifies these rows.
+
+    Raises:
+        ValueError: one has a source, or too many tokens.
+    """
+    longest = max(len(row.tokens) for row in rows)
+    if longest > runtime.tokens_per_verification:
+        raise ValueError(
+            f"{longest} tokens of a row are to be verified; at most {runtime.tokens_per_verification} can."
+        )
+    if any(row.source is not None for row in rows):
+        raise ValueError("rows that are verified read their state in their own slot.")
+
+
 def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:
     """A verification's rows with their first `accepted[i]` tokens only.
 

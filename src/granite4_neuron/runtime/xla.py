@@ -19,7 +19,15 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.runtime.interface import Ability, Row, Verification, accepted_rows, sources, step_inputs
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    check_verification,
+    sources,
+    step_inputs,
+)
 from granite4_neuron.snapshot import (
     Snapshot,
     check_chain,
@@ -124,6 +132,7 @@ class XLARuntime:
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """As `Runtime.verify`, in one graph for all sequences; what it keeps stays on the device."""
+        check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         kept_inputs: list[torch.Tensor] = []
         by_slot = self._run_in_order(state, rows, _bucket(longest, VERIFY_BUCKETS), True, kept_inputs)
@@ -137,6 +146,29 @@ class XLARuntime:
         rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
         _, positions, lengths, _ = (tensor.to(self.device) for tensor in step_inputs(rows, bucket))
         self.model.advance(verification.kept_inputs, positions, lengths, None, state)
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    @torch.no_grad()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """As `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
+        state.copy(self._slot(source), self._slot(destination), state.max_length)
+        _run_graph(list(state.input_output_aliases(first=0)))
+
+    @torch.no_grad()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """As `Runtime.snapshot`, in the host's memory."""
+        tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
+        _run_graph(list(tensors.values()))
+        tensors = cut_keys_and_values({name: tensor.cpu() for name, tensor in tensors.items()}, start, length)
+        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.no_grad()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """As `Runtime.restore`. Keys and values are padded to the state's length, so that one graph does for all."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        tensors = padded_keys_and_values(snapshots, state.max_length)
+        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        state.set_slot_tensors(on_device, self._slot(slot), 0, state.max_length)
         _run_graph(list(state.input_output_aliases(first=0)))
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
@@ -185,29 +217,6 @@ class XLARuntime:
         logits = self.model(*inputs, state, **options)
         _run_graph([logits, *state.input_output_aliases(first=1), *(options.get("kept_inputs") or ())])
         return logits.cpu()
-
-    @torch.no_grad()
-    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
-        state.copy(self._slot(source), self._slot(destination), state.max_length)
-        _run_graph(list(state.input_output_aliases(first=0)))
-
-    @torch.no_grad()
-    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """As `Runtime.snapshot`, in the host's memory."""
-        tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
-        _run_graph(list(tensors.values()))
-        tensors = cut_keys_and_values({name: tensor.cpu() for name, tensor in tensors.items()}, start, length)
-        return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
-
-    @torch.no_grad()
-    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """As `Runtime.restore`. Keys and values are padded to the state's length, so that one graph does for all."""
-        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
-        tensors = padded_keys_and_values(snapshots, state.max_length)
-        on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-        state.set_slot_tensors(on_device, self._slot(slot), 0, state.max_length)
-        _run_graph(list(state.input_output_aliases(first=0)))
 
     def _slot(self, slot: int) -> torch.Tensor:
         """As an input of a graph: with a number in it there would be a graph for each slot."""

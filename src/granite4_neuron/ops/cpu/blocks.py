@@ -36,12 +36,7 @@ class MambaBlock:
         eps: float,
         residual_multiplier: float,
     ):
-        in_proj, out_proj = (_linear(projection) for projection in (weights.in_proj, weights.out_proj))
-        conv1d = [(weights.conv1d, "weight"), (weights.conv1d, "bias")]
-        mixer = [(weights.mixer, name) for name in ("dt_bias", "A_log", "D")]
-        norm, gated_norm = (weights.norm, "weight"), (weights.gated_norm, "weight")
-        self._mixer_weights = (*conv1d, *mixer)
-        self._weights = (norm, *in_proj, *self._mixer_weights, gated_norm, *out_proj)
+        self._weights = weights
         self._n_groups = n_groups
         self._constants = (*time_step_limit, eps, residual_multiplier)
         self._run = kernel("mamba_block")
@@ -57,8 +52,7 @@ class MambaBlock:
         """As hidden_states, [batch, tokens, hidden_size] in float32, and what `advance` takes. States and rows are
         those of `mamba_mixer`.
         """
-        weights = [parameters[name] for parameters, name in self._weights]
-        sizes = self._sizes(launch_parameters)
+        weights, sizes = self._weights.now(), self._sizes(launch_parameters)
         return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants)
 
     def advance(
@@ -70,9 +64,8 @@ class MambaBlock:
         launch_parameters: LaunchParameters,
     ) -> None:
         """`layers.mamba2.Mamba2.advance`."""
-        weights = [parameters[name] for parameters, name in self._mixer_weights]
-        limits = self._constants[:2]
-        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, self._sizes(launch_parameters), limits)
+        weights, sizes, limits = self._weights.mixer_now(), self._sizes(launch_parameters), self._constants[:2]
+        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits)
 
     def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
         return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task
@@ -89,10 +82,7 @@ class FeedForwardBlock:
     """
 
     def __init__(self, weights: FeedForwardWeights, top_k: int, eps: float, residual_multiplier: float):
-        self._weights = [(weights.norm, "weight"), *_linear(weights.mlp_input, weights.mlp_output, bias=False)]
-        if top_k:
-            experts = _linear(weights.experts_input, weights.experts_output, bias=False)
-            self._weights += [(weights.router, "weight"), *experts]
+        self._weights = weights
         self._settings = (top_k, eps, residual_multiplier)
         self._run = kernel("feed_forward_block")
 
@@ -102,10 +92,4 @@ class FeedForwardBlock:
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As hidden_states, [batch, tokens, hidden_size] in float32."""
-        weights = [parameters[name] for parameters, name in self._weights]
-        return self._run(hidden_states, weights, *self._settings)
-
-
-def _linear(*projections, bias: bool = True):
-    names = ("weight", "bias", "weight_scale") if bias else ("weight", "weight_scale")
-    return [(projection, name) for projection in projections for name in names]
+        return self._run(hidden_states, self._weights.now(), *self._settings)

@@ -81,7 +81,7 @@ def _processor_flags() -> list[str]:
 def _key(sources: Path) -> str:
     """Of everything that the library depends on."""
     digest = hashlib.sha256()
-    for file in sorted(sources.iterdir()):
+    for file in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
         digest.update(file.read_bytes())
     for fact in (torch.__version__, sysconfig.get_platform(), _processor(), *_FLAGS, *_processor_flags()):
         digest.update(fact.encode())

@@ -85,6 +85,7 @@ def cached_attention(
     slots: torch.Tensor,
     scale: float,
     kv_length: int,
+    *,
     block_size: int | None = None,
 ) -> torch.Tensor:
     """`ops.cached_attention`, but that it visits what a row sees, whatever kv_length, in blocks of its own size."""

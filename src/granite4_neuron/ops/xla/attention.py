@@ -16,6 +16,7 @@ def cached_attention(
     slots: torch.Tensor,
     scale: float,
     kv_length: int,
+    *,
     block_size: int | None = None,
 ) -> torch.Tensor:
     """`ops.cached_attention`, whose blocks are computed in turn."""

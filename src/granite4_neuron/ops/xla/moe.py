@@ -90,6 +90,7 @@ def fused_experts(
     topk_ids: torch.Tensor,
     w1_scale: None = None,
     w2_scale: None = None,
+    *,
     path: ExpertPath | None = None,
     input_first: bool = False,
 ) -> torch.Tensor:

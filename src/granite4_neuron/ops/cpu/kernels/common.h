@@ -119,6 +119,12 @@ inline void to_float(const T* from, float* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<float>(from[i]);
 }
 
+// A tensor's memory; null for none.
+template <typename T>
+inline const T* pointer(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
+}
+
 inline void check_last_axis(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(tensor.dim() > 0 && tensor.stride(-1) == 1, name, " must be contiguous along its last axis");
 }

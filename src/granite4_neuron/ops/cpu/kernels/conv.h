@@ -9,13 +9,14 @@ namespace granite4_neuron {
 
 // What the first half reads and writes.
 //
-// T is the dtype of inputs, weights and windows. A row of the batch is `row_stride` values of `inputs`; within it tokens
-// are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
+// T is the dtype of inputs, weights and windows. A row of the batch is `row_stride` values of `inputs`; within it
+// tokens are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
 template <typename T>
 struct ConvViews {
   const T* inputs;
   int64_t row_stride, token_stride;
   const T* weight;   // [channels, width], the last tap multiplies the current token
+  const T* bias;     // [channels], or null
   T* windows;        // [slots, channels, width - 1], oldest input first
   float* activated;  // [batch, tokens, channels]
   float* steps;      // [batch, tokens, heads]
@@ -25,13 +26,18 @@ struct ConvViews {
   }
 };
 
+// The convolution's weights for vectors of channels.
+struct Filter {
+  std::vector<float> taps;  // [width, channels]
+  std::vector<float> bias;  // [channels], zeros where the layer has none
+};
+
 // out[t] = silu(convolution) for one sequence's tokens begin to end.
 //
-// taps: [width, channels]; x: [tokens, channels]; before: the inputs before x, oldest first, [width - 1, channels];
-// out: [tokens, channels].
+// x: [tokens, channels]; before: the inputs before x, oldest first, [width - 1, channels]; out: [tokens, channels].
 template <typename T>
 inline void convolve(
-    const Mixer& m, const float* taps, MatrixView<const T> x, const float* before, float* out, int64_t begin,
+    const Mixer& m, const Filter& filter, MatrixView<const T> x, const float* before, float* out, int64_t begin,
     int64_t end) {
   int64_t channels = m.channels, history = m.width - 1;
   std::vector<float> window(m.width * channels);  // row t % width is token t - history
@@ -49,16 +55,16 @@ inline void convolve(
     float* y = out + token * channels;
     int64_t c = 0;
     for (; c + LANES <= channels; c += LANES) {
-      Vec total = Vec::loadu(&m.conv_bias[c]);
+      Vec total = Vec::loadu(&filter.bias[c]);
       for (int64_t tap = 0; tap < m.width; tap++)
         total = at::vec::fmadd(
-            Vec::loadu(taps + tap * channels + c), Vec::loadu(row_of(token - history + tap) + c), total);
+            Vec::loadu(&filter.taps[tap * channels + c]), Vec::loadu(row_of(token - history + tap) + c), total);
       silu(total).store(y + c);
     }
     for (; c < channels; c++) {
-      float total = m.conv_bias[c];
+      float total = filter.bias[c];
       for (int64_t tap = 0; tap < m.width; tap++)
-        total += taps[tap * channels + c] * row_of(token - history + tap)[c];
+        total += filter.taps[tap * channels + c] * row_of(token - history + tap)[c];
       y[c] = silu(total);
     }
   }
@@ -89,8 +95,10 @@ inline void transpose_to_float(const T* from, int64_t channels, int64_t columns,
 template <typename T>
 inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   int64_t channels = m.channels, history = m.width - 1, window = channels * history;
-  std::vector<float> taps(m.width * channels), before(m.batch * window);  // before: [batch, history, channels]
-  transpose_to_float(views.weight, channels, m.width, taps.data());
+  Filter filter{std::vector<float>(m.width * channels), std::vector<float>(channels)};
+  transpose_to_float(views.weight, channels, m.width, filter.taps.data());
+  if (views.bias != nullptr) to_float(views.bias, filter.bias.data(), channels);
+  std::vector<float> before(m.batch * window);  // [batch, history, channels]
   for (int64_t row = 0; row < m.batch; row++)
     transpose_to_float(views.windows + m.rows.read_slots[row] * window, channels, history, &before[row * window]);
   // Blocks of tokens, of which each thread takes some.
@@ -102,7 +110,7 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
       if (first >= last) continue;
       MatrixView<const T> x{views.token(row, 0), views.token_stride};
       float* out = views.activated + row * m.tokens * channels;
-      convolve(m, taps.data(), x, &before[row * window], out, first, last);
+      convolve(m, filter, x, &before[row * window], out, first, last);
       for (int64_t token = first; token < last; token++)
         step_sizes(m, x.row(token) + channels, views.steps + (row * m.tokens + token) * m.heads);
     }
@@ -121,8 +129,8 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   }
 }
 
-// Channels `begin` to `end` of one row's token: the convolution before its activation, and the row's next window. It may
-// take the place of the one before.
+// Channels `begin` to `end` of one row's token: the convolution before its activation, and the row's next window. It
+// may take the place of the one before.
 template <typename T, int64_t HISTORY>
 inline void advance_window(const Mixer& m, const ConvViews<T>& views, int64_t row, int64_t begin, int64_t end) {
   const T* x = views.token(row, 0);
@@ -134,7 +142,7 @@ inline void advance_window(const Mixer& m, const ConvViews<T>& views, int64_t ro
     for (int64_t h = 0; h < HISTORY; h++) window[h] = from[c * HISTORY + h];
     window[HISTORY] = x[c];
     const T* taps = views.weight + c * (HISTORY + 1);
-    float total = m.conv_bias[c];
+    float total = views.bias ? static_cast<float>(views.bias[c]) : 0.0f;
     for (int64_t tap = 0; tap <= HISTORY; tap++)
       total += static_cast<float>(taps[tap]) * static_cast<float>(window[tap]);
     out[c] = total;

@@ -78,9 +78,9 @@ at::Tensor feed_forward_block_operator(
 
 }  // namespace granite4_neuron
 
-// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of a projection: weight, bias, scale; of an MLP's or
-// the experts' without the bias. mamba_block: norm, in_proj, mixer, gated_norm, out_proj. feed_forward_block: norm, input,
-// output, and with experts router, input, output.
+// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of a projection: weight, bias, scale; of an MLP's
+// or the experts' without the bias. mamba_block: norm, in_proj, mixer, gated_norm, out_proj. feed_forward_block: norm,
+// input, output, and with experts router, input, output.
 TORCH_LIBRARY(granite4_neuron, library) {
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? z, Tensor weight, float eps, int n_groups) -> Tensor");

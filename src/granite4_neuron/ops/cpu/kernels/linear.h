@@ -291,11 +291,6 @@ inline void check_product(const at::Tensor& x, const at::Tensor& weight, const s
   TORCH_CHECK(x.size(-1) == weight.size(-1));
 }
 
-template <typename T>
-inline const T* pointer(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
-}
-
 // As ops.quantization.linear. x: [..., columns]; weight: [rows, columns]; bias, scale: [rows].
 inline at::Tensor linear(
     const at::Tensor& any_x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

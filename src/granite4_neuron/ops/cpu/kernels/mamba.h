@@ -11,7 +11,8 @@ inline void check_mixer(
   check_last_axis(projected, "projected");
   for (const at::Tensor* weight : {&weights.conv_weight, &weights.dt_bias, &weights.A_log, &weights.D})
     TORCH_CHECK(weight->is_contiguous() && weight->scalar_type() == projected.scalar_type());
-  if (weights.conv_bias.has_value()) TORCH_CHECK(weights.conv_bias->is_contiguous());
+  const auto& bias = weights.conv_bias;
+  TORCH_CHECK(!bias.has_value() || (bias->is_contiguous() && bias->scalar_type() == projected.scalar_type()));
   TORCH_CHECK(state.conv.is_contiguous() && state.conv.scalar_type() == projected.scalar_type());
   TORCH_CHECK(state.ssm.is_contiguous() && state.ssm.scalar_type() == at::kFloat);
   int64_t channels = weights.conv_weight.size(0), width = weights.conv_weight.size(-1), heads = state.ssm.size(1);
@@ -43,7 +44,6 @@ inline at::Tensor mamba_mixer(
   Mixer m{
       batch, tokens, heads, head_dim, d_state, width, channels,
       check_all_rows(rows, tokens, state.ssm.size(0)), settings,
-      weights.conv_bias.has_value() ? as_floats(*weights.conv_bias) : std::vector<float>(channels),
       as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
 
   at::Tensor y = at::empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
@@ -59,6 +59,7 @@ inline at::Tensor mamba_mixer(
         projected.stride(0),
         projected.stride(1),
         weights.conv_weight.const_data_ptr<scalar_t>(),
+        pointer<scalar_t>(weights.conv_bias),
         state.conv.mutable_data_ptr<scalar_t>(),
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};

@@ -19,8 +19,8 @@ struct MixerState {
   at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32
 };
 
-// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot of
-// -1, which steps of one token have none of, says that the state is not written.
+// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot
+// of -1, which steps of one token have none of, says that the state is not written.
 struct Rows {
   const int64_t *lengths, *read_slots, *write_slots;
 };
@@ -32,13 +32,13 @@ struct MixerSettings {
   float dt_low, dt_high;
 };
 
-// One call. The constants are made of the weights anew each time, which takes less than a thousandth of it: so the
-// weights of the model are the only ones there are.
+// One call. The constants are made of the weights anew each time, which takes a fraction of a microsecond: so there are
+// no weights but the model's.
 struct Mixer {
   int64_t batch, tokens, heads, head_dim, d_state, width, channels;
   Rows rows;
   MixerSettings settings;
-  std::vector<float> conv_bias, dt_bias, A, D;  // conv_bias: zeros where there is none
+  std::vector<float> dt_bias, A, D;  // [heads]
 
   int64_t inner() const {
     return heads * head_dim;
@@ -50,15 +50,20 @@ struct Mixer {
 
 inline std::vector<float> as_floats(const at::Tensor& tensor) {
   std::vector<float> values(tensor.numel());
-  GRANITE4_DISPATCH(
-      tensor.scalar_type(), "as_floats", [&] { to_float(tensor.const_data_ptr<scalar_t>(), values.data(), values.size()); });
+  GRANITE4_DISPATCH(tensor.scalar_type(), "as_floats", [&] {
+    to_float(tensor.const_data_ptr<scalar_t>(), values.data(), tensor.numel());
+  });
   return values;
 }
 
 // A = -exp(A_log).
 inline std::vector<float> decay_rates(const at::Tensor& A_log) {
   std::vector<float> rates = as_floats(A_log);
-  for (float& rate : rates) rate = -std::exp(rate);
+  int64_t count = rates.size();
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t lanes = std::min(LANES, count - i);
+    Vec::loadu(&rates[i], lanes).exp().neg().store(&rates[i], lanes);
+  }
   return rates;
 }
 

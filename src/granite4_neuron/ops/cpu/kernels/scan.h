@@ -47,8 +47,8 @@ inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t ro
           m.D[head]};
 }
 
-// A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state is
-// not to be written.
+// A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state
+// is not to be written.
 struct HeadState {
   const float* from;
   float* to;
@@ -117,18 +117,18 @@ inline void chunk_scores(const HeadTokens& tokens, int64_t d_state, float* score
 
 // One head of one sequence, chunk by chunk: Dao and Gu 2024, section 6; the equations are those of ops.ssd_quadratic.
 //
-// CHUNK: tokens that are scanned at once, a multiple of LANES. Their decay matrix and the state should stay in the nearest
-// caches.
+// CHUNK: tokens that are scanned at once, a multiple of LANES. Their decay matrix and the state should stay in the
+// nearest caches.
 template <int64_t CHUNK>
 struct HeadScan {
   int64_t head_dim, d_state, columns;
   // The state as [d_state, head_dim]: all products have the channels of the head in vectors. Columns are padded.
-  std::vector<float> state, dt_x, out, decayed, log_decay, segment, to_end, chunk_end_x;
+  std::vector<float> state, dt_x, out, decayed, log_decay, segment, chunk_end_x;
 
   HeadScan(int64_t head_dim, int64_t d_state)
       : head_dim(head_dim), d_state(d_state), columns(round_up(head_dim, LANES)), state(d_state * columns),
         dt_x(CHUNK * columns), out(CHUNK * columns), decayed(CHUNK * CHUNK), log_decay(CHUNK), segment(CHUNK),
-        to_end(CHUNK), chunk_end_x(CHUNK * columns) {}
+        chunk_end_x(CHUNK * columns) {}
 
   // scores: of `chunk_scores`, chunk by chunk.
   void run(const HeadTokens& tokens, const float* scores, HeadState of_head) {

@@ -1,0 +1,59 @@
+"""No function takes more than eight positional arguments, in Python and in C++."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = sorted([*ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "src").rglob("*.py")])
+CPP = sorted((ROOT / "src" / "granite4_neuron" / "ops" / "cpu" / "kernels").glob("*.[hc]*"))
+MOST = 8
+# They have the signatures of mamba_ssm's and vLLM's functions of these names.
+NOT_OURS = {
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "mamba_chunk_scan_combined",
+    "mamba_chunk_scan_combined_varlen",
+    "selective_scan_fn",
+    "selective_state_update",
+}
+
+
+def python_functions(source: str) -> Iterator[tuple[str, int]]:
+    """Names, and numbers of positional arguments but self and cls."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            arguments = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+            yield node.name, len([name for name in arguments if name not in ("self", "cls")])
+
+
+def cpp_functions(source: str) -> Iterator[tuple[str, int]]:
+    """Names and numbers of parameters of all functions, constructors and methods that have a body."""
+    source = re.sub(r"//.*", "", source)
+    for name, parameters in re.findall(r"(\w+)\(([^(){};]*)\)\s*(?:const\s*)?[{:]", source):
+        without_templates = re.sub(r"<[^<>]*>", "", re.sub(r"<[^<>]*>", "", parameters))
+        yield name, len([parameter for parameter in without_templates.split(",") if parameter.strip()])
+
+
+@pytest.mark.parametrize("file", PYTHON + CPP, ids=lambda file: str(file.relative_to(ROOT)))
+def test_eight_at_most(file):
+    functions = python_functions if file.suffix == ".py" else cpp_functions
+    found = {name: count for name, count in functions(file.read_text(encoding="utf-8")) if count > MOST}
+    assert found.keys() <= NOT_OURS, found
+
+
+def test_what_is_counted():
+    assert dict(python_functions("class A:\n  def f(self, a, /, b, *, c): pass\nasync def g(*a): pass")) == {
+        "f": 2,
+        "g": 0,
+    }
+    source = """
+    template <int N> inline void f(const std::pair<int, int>& a, View<const T> b,  // c, d
+                                   int64_t e) {}
+    int g() const { return h(1, 2, 3); }
+    """
+    assert dict(cpp_functions(source)) == {"f": 3, "g": 0}
+    assert len(CPP) > 10 and len(PYTHON) > 80
