@@ -59,11 +59,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
     )
     graph.add_argument("--max-length", type=at_least(1), default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument(
+        "--verify",
+        type=at_least(2),
+        metavar="T",
+        help="of the backend xla: also the graph that verifies T tokens of each sequence, the last one and drafts",
+    )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.verify is not None and options.verify > options.max_length:
+        raise UserError(f"--verify is {options.verify}; --max-length must be at least as large.")
     if max(options.buckets) > options.max_length:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
@@ -98,7 +106,9 @@ def _reports(
     if options.backend == "xla":
         if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
             raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
-        return graphs.report(config, dtype, *sizes)
+        return graphs.report(config, dtype, *sizes, options.verify)
+    if options.verify is not None:
+        raise UserError("--verify belongs to the backend xla; NxD Inference's graphs verify nothing here.")
     reason = neuron_stand_ins.why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
