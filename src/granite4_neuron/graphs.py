@@ -19,11 +19,13 @@ from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.minimum import Minimum, minimum
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.state import HybridState
+from granite4_neuron.state import HybridState, KeyValueState, MambaState
 
 # The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
 COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
+
+_PREFILL, _DECODE, _VERIFY = "prefill", "decode", "verify"
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,11 @@ def report(
     batch_size: int,
     buckets: Sequence[int],
     max_length: int,
+    verified_tokens: int | None = None,
 ) -> Iterator[GraphReport]:
     """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
+
+    With speculation also verification of the whole batch. (Its commit is a graph of the recurrences alone.)
 
     The minimum of prefill is that of a prompt's first tokens, the one of decode that of full caches.
 
@@ -89,22 +94,25 @@ def report(
         batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
         buckets: tokens of the prefill graphs.
         max_length: of the cache, and what attention visits.
+        verified_tokens: of each sequence, the last certain one and drafts; None for no such graph.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
         UserError: tp_degree does not divide the model.
     """
-    for bucket in (*buckets, None):
+    graphs = [(f"prefill {bucket}", _PREFILL, 1, bucket) for bucket in buckets]
+    graphs.append((f"decode, batch {batch_size}", _DECODE, batch_size, 1))
+    if verified_tokens is not None:
+        graphs.append((f"verify {verified_tokens}, batch {batch_size}", _VERIFY, batch_size, verified_tokens))
+    for name, kind, rows, tokens in graphs:
 
-        def trace(layer_types: Sequence[str], bucket: int | None = bucket) -> Traced:
+        def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return _Tracing(layers, dtype, tp_degree, batch_size, bucket, max_length).traced()
+            return _Tracing(kind, tokens, layers, dtype, tp_degree, batch_size, max_length).traced()
 
-        if bucket is None:
-            name, least = f"decode, batch {batch_size}", (batch_size, 1, max_length - 1)
-        else:
-            name, least = f"prefill {bucket}", (1, bucket, 0)
-        yield graph_report(name, config.layer_types, trace, minimum(config, tp_degree, dtype, *least))
+        context = 0 if kind == _PREFILL else max_length - tokens
+        least = minimum(config, tp_degree, dtype, rows, tokens, context)
+        yield graph_report(name, config.layer_types, trace, least)
 
 
 def graph_report(
@@ -154,20 +162,21 @@ def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict
 
 
 class _Tracing:
-    """One graph of a rank: prefill of `bucket` tokens, or decode where it is None."""
+    """One graph of a rank: a step of so many tokens of one sequence or, in decode and verification, of each."""
 
     def __init__(
         self,
+        kind: str,
+        tokens: int,
         config: GraniteMoeHybridConfig,
         dtype: torch.dtype,
         tp_degree: int,
         num_sequences: int,
-        bucket: int | None,
         max_length: int,
     ):
         self.placeholder = tracer()
-        self.dtype, self.max_length, self.is_decode = dtype, max_length, bucket is None
-        self.rows, self.tokens = (num_sequences, 1) if bucket is None else (1, bucket)
+        self.kind, self.dtype, self.max_length = kind, dtype, max_length
+        self.rows, self.tokens = 1 if kind == _PREFILL else num_sequences, tokens
         with torch.device("meta"):
             self.model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
             self.state = HybridState.allocate(
@@ -181,13 +190,23 @@ class _Tracing:
     @torch.no_grad()
     def traced(self) -> Traced:
         state = self._new_state()
-        before = [tensor.clone() for tensor in state.tensors()]
-        logits = self.model(self._ids(), *self._where(), state, kv_length=self.max_length)
-        aliases = state.input_output_aliases(first=1)
-        outputs = [logits, *aliases]
+        before = {tensor: tensor.clone() for tensor in state.tensors()}
+        kept_inputs = self._kept_inputs()
+        logits = self.model(
+            self._ids(),
+            *self._where(),
+            state,
+            kv_length=self.max_length,
+            all_logits=self.kind == _VERIFY,
+            kept_inputs=kept_inputs,
+        )
+        # A verification leaves recurrent state as it is.
+        written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
+        outputs = [logits, *written, *(kept_inputs or ())]
+        numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
         return Traced(
             hlo_proto(outputs),
-            donated=dict(zip(parameter_numbers(outputs, before), aliases.values(), strict=True)),
+            donated={number: output for output, number in enumerate(numbers, start=1)},
             components={name: hlo_proto(part) for name, part in self._parts()},
             weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
             state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
@@ -199,19 +218,28 @@ class _Tracing:
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
         ):
-            step = step_of(*self._where(), self.max_length, self._new_state())
+            kept_inputs = self._kept_inputs()
+            step = step_of(*self._where(), self.max_length, self._new_state(), kept_inputs=kept_inputs)
             if kind == MAMBA:
                 output = layer.mamba(self._hidden_states(), step, layer_state)
             else:
                 rotary = model.model.rotary(step)
                 output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
-            yield kind, [output, *vars(layer_state).values()]
+            written = vars(layer_state).values() if self._is_written(layer_state) else ()
+            yield kind, [output, *written, *(kept_inputs or ())]
         layer = model.model.layers[0]
         if layer.block_sparse_moe is not None:
             yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
         yield SHARED_MLP, [layer.shared_mlp(self._hidden_states())]
         yield EMBEDDING, [model.model.embed_tokens(self._ids())]
-        yield HEAD, [model.head(self.placeholder((self.rows, config.hidden_size), self.dtype))]
+        judged = (self.rows, self.tokens) if self.kind == _VERIFY else (self.rows,)
+        yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
+
+    def _kept_inputs(self) -> list[torch.Tensor] | None:
+        return [] if self.kind == _VERIFY else None
+
+    def _is_written(self, layer: MambaState | KeyValueState) -> bool:
+        return self.kind != _VERIFY or isinstance(layer, KeyValueState)
 
     def _new_state(self) -> HybridState:
         layers = [
@@ -225,7 +253,7 @@ class _Tracing:
 
     def _where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """positions, lengths, slots."""
-        slots = None if self.is_decode else self.placeholder((self.rows,), torch.int64)
+        slots = self.placeholder((self.rows,), torch.int64) if self.kind == _PREFILL else None
         return self._ids(), self.placeholder((self.rows,), torch.int64), slots
 
     def _hidden_states(self) -> torch.Tensor:

@@ -15,8 +15,6 @@ LOGICAL_CORE_SIZE = 2
 # Who multiplies with the experts' weights in NxD Inference: this package in torch; that, and its NKI kernel where there
 # are few tokens; or NxD, with what neuron_config.blockwise_matmul_config names.
 EXPERT_PATHS = ("torch", "nki", "nxd")
-# Environment variables that name the public sources of NxD Inference and of NxD, where the packages are not installed.
-SOURCES = ("NXDI_SRC", "NXD_SRC")
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
 

@@ -14,12 +14,10 @@ import sys
 import types
 from pathlib import Path
 
-import torch
-
-from granite4_neuron.neuron_sdk import SOURCES
-
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
 PLATFORM = "trn2"
+# Environment variables that name checkouts of neuronx-distributed-inference and of neuronx-distributed.
+SOURCES = ("NXDI_SRC", "NXD_SRC")
 
 
 def why_not_importable() -> str | None:
@@ -36,6 +34,7 @@ def why_not_importable() -> str | None:
 def install(nxdi_source: Path, nxd_source: Path) -> None:
     """Make neuronx_distributed_inference and neuronx_distributed importable from their checked-out sources."""
     # At import torch_xla looks for libneuronxla, and would take a stand-in for a device: it must come first.
+    import torch
     import torch_xla  # noqa: F401
 
     sys.meta_path.append(_Finder())

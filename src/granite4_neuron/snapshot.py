@@ -30,6 +30,7 @@ class Snapshot:
     tensors: of one slot, by layer and field of `state.HybridState`: "layers.0.ssm_state".
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
+    tokens: the sequence's, all `length` of them; empty where nobody said.
     """
 
     start: int
@@ -37,6 +38,7 @@ class Snapshot:
     tensors: Mapping[str, torch.Tensor]
     dtype: torch.dtype
     fingerprint: str
+    tokens: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +59,7 @@ class Snapshot:
             UserError: it cannot be written.
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
-        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint)
+        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens)
         partial = None
         try:
             descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
@@ -96,7 +98,7 @@ class Snapshot:
             raise UserError(f"{file} cannot be read ({error}).") from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-        return cls(about["start"], about["length"], tensors, dtype, fingerprint)
+        return cls(about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]))
 
 
 def check_chain(snapshots: Sequence[Snapshot], dtype: torch.dtype, fingerprint: str, max_length: int) -> None:
@@ -131,6 +133,16 @@ def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> di
         padding = joined.new_zeros(kv_heads, max_length - joined.shape[1], head_dim)
         tensors[name] = torch.cat([joined, padding], dim=1)
     return tensors
+
+
+def recurrent_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A slot's tensors without its keys and values: what is of one length only."""
+    return {name: tensor for name, tensor in tensors.items() if not _has_positions(name)}
+
+
+def keys_and_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A slot's keys and values, [kv_heads, positions, head_dim]."""
+    return {name: tensor for name, tensor in tensors.items() if _has_positions(name)}
 
 
 def _has_positions(name: str) -> bool:

@@ -23,7 +23,11 @@ NULL_SLOT = 0
 class MambaState:
     """State of one Mamba layer; its size does not depend on the context's length.
 
-    conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first.
+    conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first. Channels
+        come first, as in vLLM and mamba_ssm, and as the NKI kernels want it: a partition of a core takes consecutive
+        channels, so that its part of the window is one piece of memory (18 channels of 3 inputs in h-small on 4 ranks:
+        108 bytes). With the inputs first it would be three, each a third as long. A graph's convolution, which has
+        tokens first, transposes the window; it is 14 kB of the 68 MB that such a rank moves in a Mamba layer's decode.
     ssm_state: [slots, num_heads, head_dim, d_state], float32; in the NKI kernels' layout [slots, d_state, num_heads,
         head_dim].
     """

@@ -14,7 +14,6 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 from granite4_neuron import accuracy, generate, load, stream_generate
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
-from granite4_neuron.layers import moe
 from granite4_neuron.ops import TORCH, rms_norm
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state import KeyValueState, MambaState
@@ -146,8 +145,10 @@ def plant_usual_attention_scale(monkeypatch, runtime):
 
 
 def plant_softmax_before_top_k(monkeypatch, runtime):
-    runtime.model = runtime.model.bind(TORCH)
-    monkeypatch.setattr(moe, "topk_softmax", lambda logits, k: tuple(logits.float().softmax(-1).topk(k, -1)))
+    def softmax_first(logits, k):
+        return tuple(logits.float().softmax(-1).topk(k, -1))
+
+    runtime.model = runtime.model.bind(dataclasses.replace(TORCH, topk_softmax=softmax_first))
 
 
 BUGS = {

@@ -17,7 +17,10 @@ NOT_OURS = {
     "causal_conv1d_update",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
+    "rejection_sample",
+    "sample_recovered_tokens",
     "selective_scan_fn",
+    "selective_state_step",
     "selective_state_update",
 }
 

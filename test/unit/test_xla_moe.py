@@ -131,7 +131,7 @@ class TestPath:
     def test_by_tokens(self, tokens, name):
         assert expert_path(tokens, 10, 72).name == name
 
-    @pytest.mark.parametrize(("tokens", "capacity"), [(128, 48), (512, 96), (2048, 192)])
+    @pytest.mark.parametrize(("tokens", "capacity"), [(128, 48), (512, 88), (2048, 176)])
     def test_capacity(self, tokens, capacity):
         path = expert_path(tokens, 10, 72)
         assert path == with_capacity(tokens * 10, capacity)

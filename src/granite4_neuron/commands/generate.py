@@ -18,10 +18,12 @@ from granite4_neuron.commands.options import (
     model_or_bundled,
     number_in,
 )
-from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, write
+from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
+from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
+    from granite4_neuron.engine import PrefixCache
     from granite4_neuron.generation import GenerationStats
 
 
@@ -65,6 +67,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="above 1 discourages repetition",
     )
     sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
+    add_prefix_cache(generate.add_argument_group("reuse"))
+    add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
         "--verbose", action="store_true", help="report speed, peak memory, and faster kernels that were not used"
     )
@@ -73,11 +77,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
+    if options.prompt_cache is not None and len(texts) > 1:
+        raise UserError("--prompt-cache is for one prompt; for several that begin alike there is --prefix-cache.")
     runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
+    cache = prefix_cache(options, runtime)
+    drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
     continuations = [""] * len(texts)
     stats = GenerationStats()
     with ProgressBar("prompt", "tokens") as progress:
@@ -95,6 +103,9 @@ def run(options: argparse.Namespace) -> int:
             stop=options.stop,
             ignore_eos=options.ignore_eos,
             progress=progress,
+            prefix_cache=cache,
+            drafter=drafts,
+            draft_tokens=draft_tokens,
         ):
             stats = response.stats
             continuations[response.index] += response.text
@@ -105,8 +116,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         for text, continuation in zip(texts, continuations, strict=True):
             write(f"=== {text}\n{continuation}\n")
+    if options.prompt_cache is not None:
+        save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
     if options.verbose:
-        _print_stats(stats)
+        _print_stats(stats, cache)
         for refusal in runtime.refusals:
             print(refusal, file=sys.stderr)
     return 0
@@ -130,7 +143,19 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
         raise UserError(f"{options.file or 'standard input'} is not text in UTF-8.") from None
 
 
-def _print_stats(stats: GenerationStats) -> None:
+def _print_stats(stats: GenerationStats, cache: PrefixCache | None) -> None:
+    if cache is not None:
+        print(
+            f"prefix cache: {stats.cached_tokens} tokens found; {cache.stats.snapshots} snapshots, "
+            f"{size(cache.stats.num_bytes)}, {cache.stats.evictions} evicted",
+            file=sys.stderr,
+        )
+    if stats.drafted_tokens:
+        print(
+            f"speculation: {stats.acceptance_rate:.0%} of {stats.drafted_tokens} drafts accepted, "
+            f"{stats.decode_tokens_per_row:.2f} tokens per step",
+            file=sys.stderr,
+        )
     print(
         f"prefill: {stats.prompt_tokens} tokens, {stats.prompt_tokens_per_second:.1f} tokens/s\n"
         f"decode: {stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s\n"

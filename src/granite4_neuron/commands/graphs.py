@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from granite4_neuron import neuron_stand_ins
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -24,7 +25,7 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import EXPERT_PATHS, SOURCES
+from granite4_neuron.neuron_sdk import EXPERT_PATHS
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         choices=("xla", "nxdi"),
         default="xla",
         help="nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
-        f"which {' and '.join(SOURCES)} name (default: xla)",
+        f"which {' and '.join(neuron_stand_ins.SOURCES)} name (default: xla)",
     )
     add_arithmetic(graph)
     add_expert_path(graph)
@@ -58,11 +59,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
     )
     graph.add_argument("--max-length", type=at_least(1), default=2048, metavar="N", help="of the cache (default: 2048)")
+    graph.add_argument(
+        "--verify",
+        type=at_least(2),
+        metavar="T",
+        help="of the backend xla: also the graph that verifies T tokens of each sequence, the last one and drafts",
+    )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.verify is not None and options.verify > options.max_length:
+        raise UserError(f"--verify is {options.verify}; --max-length must be at least as large.")
     if max(options.buckets) > options.max_length:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
@@ -90,14 +99,16 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
-    from granite4_neuron import graphs, neuron_stand_ins
+    from granite4_neuron import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
     if options.backend == "xla":
         if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
             raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
-        return graphs.report(config, dtype, *sizes)
+        return graphs.report(config, dtype, *sizes, options.verify)
+    if options.verify is not None:
+        raise UserError("--verify belongs to the backend xla; NxD Inference's graphs verify nothing here.")
     reason = neuron_stand_ins.why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")

@@ -1,8 +1,8 @@
 """Continuous batching: sequences start when there is room, and leave when they end, while others run.
 
 Each step of the engine is one step of the runtime: a chunk of prompts, or one more token of every sequence whose prompt
-is done. They take turns, so that a long prompt holds up no sequence for longer than a chunk; and they are not mixed,
-since a chunk beside single tokens would be padded to a rectangle.
+is done, or several where drafts of them hold. They take turns, so that a long prompt holds up no sequence for longer
+than a chunk; and they are not mixed, since a chunk beside single tokens would be padded to a rectangle.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.memory import Slots
+from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.speculation import Drafter, DraftRequest
 
 
 class Engine:
@@ -36,9 +39,14 @@ class Engine:
         tokenizer: makes tokens to text; None for outputs without text.
         prompts_first: run all prompts before any sequence goes on, for a batch whose tokens nobody waits for. A prompt
             that comes later holds up all others then.
+        prefix_cache: where sequences find what earlier ones began with, and leave what they have; of this runtime, and
+            of any number of engines one after another. Its memory is its own, not part of `memory_bytes`.
+        drafter: proposes tokens, which change how fast sequences come, and not what they are.
+        draft_tokens: how many it proposes of a sequence at most.
 
     Raises:
-        UserError: the runtime cannot hold so many or so long sequences, or the memory not one.
+        UserError: the runtime cannot hold so many or so long sequences, or the memory not one, or it cannot verify
+            drafts.
     """
 
     def __init__(
@@ -50,7 +58,14 @@ class Engine:
         memory_bytes: int | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
         prompts_first: bool = False,
+        prefix_cache: PrefixCache | None = None,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 4,
     ):
+        if drafter is not None:
+            require(runtime, "verify")
+            if draft_tokens < 1:
+                raise UserError(f"draft_tokens is {draft_tokens}, and must be at least 1.")
         longest = runtime.config.max_position_embeddings
         self.runtime = runtime
         self.max_length = longest if max_length is None else min(max_length, longest)
@@ -58,6 +73,9 @@ class Engine:
         self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes)
         self._tokenizer = tokenizer
         self._prompts_first = prompts_first
+        self._cache = prefix_cache
+        self._drafter = drafter
+        self._draft_tokens = draft_tokens
         self._ids = itertools.count()
         self._waiting: deque[RunningSequence] = deque()
         self._running: dict[int, RunningSequence] = {}  # by id, in the order in which they started
@@ -96,7 +114,7 @@ class Engine:
     def cancel(self, id: int) -> bool:
         """End a sequence at once, without a further output; false if it has ended already."""
         if id in self._running:
-            self._end(self._running[id])
+            self._leave(self._running[id])
             return True
         for sequence in self._waiting:
             if sequence.id == id:
@@ -105,7 +123,7 @@ class Engine:
         return False
 
     def step(self) -> list[Output]:
-        """Run one step; returns the new tokens, at most one of each sequence. With nothing to do, none."""
+        """Run one step; returns the new tokens. Those of a sequence come in their order; with a drafter, several."""
         self._start_waiting()
         prompts = [sequence for sequence in self._running.values() if sequence.is_prompt]
         others = [sequence for sequence in self._running.values() if not sequence.is_prompt]
@@ -128,47 +146,138 @@ class Engine:
     def _run_prompts(self, sequences: Sequence[RunningSequence]) -> list[Output]:
         """One chunk of the first prompt, together with those of others that fit into the padded step."""
         started = time.perf_counter()
-        rows: list[Row] = []
-        for sequence in sequences[: self.runtime.rows_per_step]:
-            row = sequence.next_row(self.runtime.tokens_per_step)
+        outputs, chosen, rows = [], [], []
+        for sequence in sequences:
+            if self._waits_for_prefix(sequence, chosen):
+                continue
+            outputs += self._begin(sequence)
+            if not sequence.is_prompt:
+                continue
+            row = sequence.next_row(sequence.next_cut(self.runtime.tokens_per_step))
             longest = max(len(each.tokens) for each in (*rows, row))
             if rows and (len(rows) + 1) * longest > self.runtime.tokens_per_step:
                 break
+            chosen.append(sequence)
             rows.append(row)
-        logits = self.runtime.step(self._slots.state, rows)
+            if len(rows) == self.runtime.rows_per_step:
+                break
+        if rows:
+            outputs += self._after(chosen, rows, self.runtime.step(self._slots.state, rows))
         self.stats.prompt_tokens += sum(len(row.tokens) for row in rows)
         self.stats.prompt_seconds += time.perf_counter() - started
-        return self._after(sequences[: len(rows)], rows, logits)
+        return outputs
+
+    def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
+        """Whether one of the others, in the same step, is about to leave a beginning that the sequence shares."""
+        if self._cache is None or sequence.has_begun:
+            return False
+        lengths = (common_length(sequence.tokens, other.tokens) for other in others)
+        cuts = (other.next_cut(self._cache.interval or self.max_length) for other in others)
+        return any(cut <= length for cut, length in zip(cuts, lengths, strict=True))
+
+    def _begin(self, sequence: RunningSequence) -> list[Output]:
+        """Go on from what the prefix cache has of a prompt. If that is all of it, its first token is due at once."""
+        if self._cache is None or sequence.has_begun:
+            return []
+        sequence.has_begun = True
+        sequence.prefix = self._cache.find(sequence.tokens)
+        if sequence.prefix is None:
+            return []
+        self.runtime.restore(self._slots.state, sequence.prefix.snapshots, sequence.slot)
+        sequence.stored = sequence.prefix.length
+        self.stats.cached_tokens += sequence.stored
+        outputs = [] if sequence.is_prompt else self._choose(sequence, [sequence.prefix.logits])
+        if outputs:
+            self._end_or_keep(sequence, outputs)
+        return outputs
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> list[Output]:
+        """One more token of each, and those that are found to hold of what is drafted behind it."""
         started = time.perf_counter()
-        rows = [sequence.next_row(1) for sequence in sequences]
-        outputs = self._after(sequences, rows, self.runtime.step(self._slots.state, rows))
+        drafts = self._draft(sequences)
+        rows = [each.next_row(len(each.tokens), of_one) for each, of_one in zip(sequences, drafts, strict=True)]
+        if any(drafts):
+            outputs = self._verify(sequences, rows)
+        else:
+            outputs = self._after(sequences, rows, self.runtime.step(self._slots.state, rows))
         self.stats.decode_tokens += len(outputs)
+        self.stats.decode_rows += len(rows)
         self.stats.decode_seconds += time.perf_counter() - started
         return outputs
+
+    def _draft(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
+        if self._drafter is None:
+            return [[] for _ in sequences]
+        requests = [DraftRequest(each.id, each.tokens, self._most_drafts(each), each.sampler) for each in sequences]
+        return self._drafter.propose(requests)
+
+    def _most_drafts(self, sequence: RunningSequence) -> int:
+        """Beyond them lies the sequence's limit, or a place of which the prefix cache wants the state."""
+        most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]
+        if self._cache is not None and self._cache.interval is not None:
+            most.append(self._cache.interval - sequence.stored % self._cache.interval - 1)
+        return max(0, min(most))
+
+    def _verify(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> list[Output]:
+        verification = self.runtime.verify(self._slots.state, rows)
+        outputs, accepted = [], []
+        for sequence, row, logits in zip(sequences, rows, verification.logits, strict=True):
+            of_one = self._choose(sequence, logits, row.tokens[1:])
+            outputs.append(of_one)
+            accepted.append(sum(output.error is None for output in of_one))
+            self.stats.drafted_tokens += len(row.tokens) - 1
+            self.stats.accepted_tokens += max(0, accepted[-1] - 1)
+        self.runtime.commit(self._slots.state, verification, accepted)
+        for sequence, of_one, count in zip(sequences, outputs, accepted, strict=True):
+            sequence.stored += count
+            self._end_or_keep(sequence, of_one)
+        return list(itertools.chain(*outputs))
 
     def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
         """Choose the next token of each sequence all of whose tokens have been run."""
         outputs = []
         for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
             sequence.stored += len(row.tokens)
-            if sequence.stored < len(sequence.tokens):
-                continue
-            output = self._choose(sequence, of_row)
-            if output.finish_reason is not None:
-                self._end(sequence)
-            outputs.append(output)
+            of_one = self._choose(sequence, [of_row]) if sequence.stored == len(sequence.tokens) else []
+            self._end_or_keep(sequence, of_one, of_row)
+            outputs += of_one
         return outputs
 
-    def _choose(self, sequence: RunningSequence, logits: torch.Tensor) -> Output:
-        try:
-            token = sequence.sampler(logits, sequence.tokens)
-        except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
-            return Output(sequence.id, None, sequence.text.finish(), "error", str(error))
-        self.stats.generated_tokens += 1
-        return sequence.append(token)
+    def _choose(
+        self, sequence: RunningSequence, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()
+    ) -> list[Output]:
+        """The next token of a sequence, and further ones as long as each is the one that was drafted.
 
-    def _end(self, sequence: RunningSequence) -> None:
+        Each is chosen as it is without drafts: by logits of the same tokens, and with the next random number.
+        """
+        outputs = []
+        for of_token, draft in itertools.zip_longest(logits, drafts):
+            try:
+                token = sequence.sampler(of_token, sequence.tokens)
+            except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
+                return [*outputs, Output(sequence.id, None, sequence.text.finish(), "error", str(error))]
+            self.stats.generated_tokens += 1
+            outputs.append(sequence.append(token))
+            if token != draft or outputs[-1].finish_reason is not None:
+                break
+        return outputs
+
+    def _end_or_keep(
+        self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor | None = None
+    ) -> None:
+        """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
+        reason = outputs[-1].finish_reason if outputs else None
+        if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
+            take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
+            is_whole = sequence.stored == len(sequence.request.tokens)
+            self._cache.keep(sequence.tokens[: sequence.stored], take, logits if is_whole else None)
+        if reason is not None:
+            self._leave(sequence)
+
+    def _leave(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]
         self._slots.give_back(sequence.slot)
+        if sequence.prefix is not None:
+            self._cache.release(sequence.prefix)
+        if self._drafter is not None:
+            self._drafter.end(sequence.id)

@@ -9,6 +9,7 @@ from numbers import Integral
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from granite4_neuron.engine.prefix_cache import Prefix
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
@@ -25,6 +26,8 @@ class Request:
     seed: of the sequence's random numbers; None for different ones each time.
     stop_token_ids: tokens that end the sequence.
     stop: strings that end it; they are not part of its text. They need an engine with a tokenizer.
+    snapshots_at: lengths of the prompt's beginning that other prompts will share, such as that of a system message. It
+        is cut there, and an engine with a prefix cache keeps a snapshot.
     """
 
     tokens: Sequence[int]
@@ -33,6 +36,7 @@ class Request:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     stop: Sequence[str] = ()
+    snapshots_at: frozenset[int] = frozenset()
 
     def check(self, vocab_size: int) -> None:
         """See whether it can be run; the engine adds what depends on its size.
@@ -45,6 +49,10 @@ class Request:
         if "" in self.stop:
             raise UserError("a stop string is empty; it would end every text at once.")
         check_tokens(self.tokens, vocab_size, "the prompt")
+        if any(not 0 < length <= len(self.tokens) for length in self.snapshots_at):
+            raise UserError(
+                f"snapshots are asked for at {sorted(self.snapshots_at)} tokens; the prompt has {len(self.tokens)}."
+            )
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,15 @@ class Output:
 class GenerationStats:
     """Totals over all sequences of an engine; grows while it runs. Times in seconds."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # that were run
+    cached_tokens: int = 0  # of prompts, that the prefix cache had
     prompt_seconds: float = 0.0
     generated_tokens: int = 0
     decode_tokens: int = 0  # generated ones but the first of each sequence, which prefill gives
     decode_seconds: float = 0.0
+    decode_rows: int = 0  # one for each sequence of each step of decode; without speculation as many as tokens
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of those
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -82,6 +94,15 @@ class GenerationStats:
     @property
     def decode_tokens_per_second(self) -> float:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def decode_tokens_per_row(self) -> float:
+        """How many tokens a sequence gains in a step."""
+        return self.decode_tokens / self.decode_rows if self.decode_rows else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 @dataclass
@@ -92,6 +113,8 @@ class RunningSequence:
     slot: 0 until it has one.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
+    has_begun: whether the prefix cache has been asked, or tokens have been run.
+    prefix: what the cache had of it, if anything.
     """
 
     id: int
@@ -102,6 +125,8 @@ class RunningSequence:
     slot: int = 0
     tokens: list[int] = field(init=False)
     stored: int = 0
+    has_begun: bool = False
+    prefix: Prefix | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -123,13 +148,22 @@ class RunningSequence:
         """Whether tokens of the prompt have still to be run."""
         return self.stored < len(self.request.tokens)
 
-    def next_row(self, chunk: int) -> Row:
-        """The tokens to run next: up to the next multiple of `chunk` in the prompt, then one by one.
+    def next_cut(self, chunk: int) -> int:
+        """Where the tokens to run next end: at a multiple of `chunk`, where a snapshot is asked for, or with them all.
 
-        Where a prompt is cut depends on its own positions only, so that what is computed does so too.
+        Where a prompt is cut depends on the request only, so that what is computed does so too.
         """
-        stop = min(len(self.tokens), (self.stored // chunk + 1) * chunk)
-        return Row(self.slot, self.stored, self.tokens[self.stored : stop])
+        asked = (length for length in self.request.snapshots_at if length > self.stored)
+        return min(len(self.tokens), (self.stored // chunk + 1) * chunk, *asked)
+
+    def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
+        """The tokens to run next, up to `stop`, and drafts behind them."""
+        return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts])
+
+    def is_kept(self, interval: int | None) -> bool:
+        """Whether a prefix cache keeps what has been stored by now, while the sequence goes on."""
+        is_multiple = interval is not None and self.stored % interval == 0
+        return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.request.snapshots_at
 
     def append(self, token: int) -> Output:
         """Add a token that was chosen."""

@@ -94,6 +94,12 @@ class Sampler:
             return likeliest
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
+    def fork(self) -> Sampler:
+        """One that picks as this one would, and leaves its random numbers as they are."""
+        forked = copy.copy(self)
+        forked._generator = self._generator.clone_state()
+        return forked
+
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """The logits under the options; their softmax is what a token is drawn from."""
         return self._processors(torch.tensor([tokens]), logits[None])[0] if self._processors else logits

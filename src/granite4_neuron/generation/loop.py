@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, GenerationStats, Request, with_overrides
+from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
+from granite4_neuron.engine.prefix_cache import common_length
 from granite4_neuron.engine.request import check_text, check_tokens, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.speculation import Drafter
 
 Prompt = str | Sequence[int]
+
+SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ def stream_generate(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    prefix_cache: PrefixCache | None = None,
+    drafter: Drafter | None = None,
+    draft_tokens: int = 4,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several, giving out each token as it comes.
 
@@ -66,6 +74,10 @@ def stream_generate(
         stop_token_ids: tokens that end a sequence, beside the checkpoint's end-of-sequence tokens.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
+        prefix_cache: of this runtime; prompts go on from what it has of them, and what several of them begin with is
+            computed once. It can be given again to later calls.
+        drafter, draft_tokens: what proposes tokens, and how many at most; texts come faster where they hold, and are
+            the same.
 
     Raises:
         UserError: an empty prompt, one longer than the model's limit, or an option outside its range; in the end also
@@ -78,6 +90,7 @@ def stream_generate(
         stop_ids |= _eos_token_ids(sampling.eos_token_id) | _eos_token_ids(tokenizer.eos_token_id)
     limit = runtime.config.max_position_embeddings
     prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
+    shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [
         Request(
             tokens,
@@ -86,11 +99,21 @@ def stream_generate(
             seed=None if seed is None else seed + index,
             stop_token_ids=frozenset(stop_ids),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            snapshots_at=shared[index],
         )
         for index, tokens in enumerate(prompts)
     ]
     longest = max(map(len, prompts)) + max(1, max_tokens)
-    engine = Engine(runtime, len(prompts), max_length=longest, tokenizer=tokenizer, prompts_first=True)
+    engine = Engine(
+        runtime,
+        len(prompts),
+        max_length=longest,
+        tokenizer=tokenizer,
+        prompts_first=True,
+        prefix_cache=prefix_cache,
+        drafter=drafter,
+        draft_tokens=draft_tokens,
+    )
     ids = [engine.add(request) for request in requests]
     return _run(engine, ids, sum(map(len, prompts)), progress)
 
@@ -109,17 +132,21 @@ def _run(
     engine: Engine, ids: Sequence[int], prompt_tokens: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[GenerationResponse]:
     index_of = {id: index for index, id in enumerate(ids)}
-    error = None
-    while engine.has_work:
-        done = engine.stats.prompt_tokens
-        outputs = engine.step()
-        if progress is not None and engine.stats.prompt_tokens > done:
-            progress(engine.stats.prompt_tokens, prompt_tokens)
-        for output in outputs:
-            error = error or output.error
-            if output.token is not None:
-                index = index_of[output.id]
-                yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
+    error, done = None, 0
+    try:
+        while engine.has_work:
+            outputs = engine.step()
+            before, done = done, engine.stats.prompt_tokens + engine.stats.cached_tokens
+            if progress is not None and done > before:
+                progress(done, prompt_tokens)
+            for output in outputs:
+                error = error or output.error
+                if output.token is not None:
+                    index = index_of[output.id]
+                    yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
+    finally:  # also when nobody wants the rest: the prefix cache and the drafter outlive the engine
+        for id in ids:
+            engine.cancel(id)
     if error is not None:
         raise UserError(error)
 
@@ -145,6 +172,21 @@ def _check_types(
         raise UserError("without a tokenizer there is no end-of-sequence token; set ignore_eos, and give token ids.")
 
 
+def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
+    """Of each prompt, the lengths up to which others begin alike, where that is worth a snapshot.
+
+    Next to one another in lexicographic order are those that share most.
+    """
+    lengths: list[set[int]] = [set() for _ in prompts]
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    for one, other in itertools.pairwise(order):
+        shared = common_length(prompts[one], prompts[other])
+        if shared >= SHORTEST_SHARED:
+            lengths[one].add(shared)
+            lengths[other].add(shared)
+    return list(map(frozenset, lengths))
+
+
 def _encode(
     tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Sequence[Prompt], vocab_size: int, limit: int
 ) -> list[list[int]]:
@@ -156,8 +198,8 @@ def _encode(
         check_tokens(tokens, vocab_size, which)
         if len(tokens) >= limit:
             raise UserError(
-                f"{which} has {len(tokens)} tokens; with at least one new token it must be at most {limit}, this "
-                "model's longest sequence."
+                f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, as "
+                f"this model's longest sequence is {limit}."
             )
         encoded.append(tokens)
     if not encoded:

@@ -155,7 +155,6 @@ def selective_state_step(
     B: torch.Tensor,
     C: torch.Tensor,
     D: torch.Tensor | None = None,
-    *,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
@@ -164,8 +163,7 @@ def selective_state_step(
 
         state <- exp(dt * A) * state + dt * x (outer) B;    y = state . C + D * x;    y <- y * silu(z)
 
-    Arguments are those of mamba_ssm's selective_state_update, without state_batch_indices, and z and what follows it by
-    keyword; arithmetic is float32.
+    Arguments are those of mamba_ssm's selective_state_update, without state_batch_indices; arithmetic is float32.
 
     Args:
         state: [batch, num_heads, head_dim, d_state], updated in place.
@@ -250,7 +248,7 @@ def _advance(
         at = starts[:rows] + t
         gate = None if z is None else z[at]
         y[at] = selective_state_step(
-            current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, z=gate, dt_bias=dt_bias, dt_softplus=dt_softplus
+            current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus
         )
         stored = destinations[:rows, t] != PAD_SLOT_ID
         state[destinations[:rows, t][stored]] = current[:rows][stored].to(state.dtype)

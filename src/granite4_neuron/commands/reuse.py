@@ -1,0 +1,137 @@
+"""Options about reuse of prefixes and about speculation, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.runtime.interface import Runtime
+    from granite4_neuron.speculation import Drafter
+
+DRAFT_TOKENS = 4
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefix-cache",
+        metavar="SIZE",
+        help="keep up to so much memory, such as 2GiB, of what prompts begin with, for others that begin alike",
+    )
+    parser.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="FILE",
+        help="of one prompt: go on from what FILE has of it, if there is such a file, and write there what it leaves",
+    )
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculate",
+        metavar="ngram[:K]",
+        help=f"draft up to K tokens from the text itself (default: {DRAFT_TOKENS}); the text stays the same",
+    )
+    parser.add_argument(
+        "--draft-model",
+        metavar="FOLDER",
+        help="draft tokens by a smaller checkpoint with the same vocabulary; the text stays the same",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=at_least(1),
+        metavar="K",
+        help=f"how many the draft model drafts (default: {DRAFT_TOKENS})",
+    )
+
+
+def prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | None:
+    """Of `add_prefix_cache`, with what the file holds.
+
+    Raises:
+        UserError: an option is malformed, the file is damaged or of another model, or the runtime makes no snapshots.
+    """
+    if options.prefix_cache is None and options.prompt_cache is None:
+        return None
+    # Not at the top: --help does not need torch.
+    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.snapshot import Snapshot
+
+    if options.prefix_cache is not None:
+        cache = PrefixCache(runtime, num_bytes(options.prefix_cache), runtime.tokens_per_step)
+    else:
+        cache = PrefixCache(runtime, None, None)
+    if options.prompt_cache is not None:
+        check_folder_of(options.prompt_cache)
+        if options.prompt_cache.exists():
+            cache.load(Snapshot.load(options.prompt_cache, runtime.dtype, runtime.fingerprint))
+    return cache
+
+
+def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:
+    """Write what a prompt has left to the file of --prompt-cache.
+
+    Raises:
+        UserError: it cannot be written, or there was no room for it in the cache.
+    """
+    snapshot = cache.export(tokens)
+    if snapshot is None:
+        raise UserError("--prefix-cache has no room for the prompt, which --prompt-cache wants to write.")
+    snapshot.save(options.prompt_cache)
+
+
+def drafter(
+    options: argparse.Namespace, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, num_sequences: int
+) -> tuple[Drafter | None, int]:
+    """Of `add_speculation`: what drafts, and how many tokens at most.
+
+    Raises:
+        UserError: options exclude one another, the draft model has another vocabulary, or the runtime cannot verify.
+    """
+    if options.draft_tokens is not None and options.draft_model is None:
+        raise UserError("--draft-tokens belongs to --draft-model; for n-grams write --speculate ngram:K.")
+    if options.speculate is None and options.draft_model is None:
+        return None, DRAFT_TOKENS
+    if options.speculate is not None and options.draft_model is not None:
+        raise UserError("give either --speculate or --draft-model, not both.")
+    from granite4_neuron.runtime.interface import require
+    from granite4_neuron.speculation import DraftModel, NgramDrafter
+
+    require(runtime, "verify")
+    if options.speculate is not None:
+        return NgramDrafter(), _ngram_tokens(options.speculate)
+    draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model)
+    if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
+    longest = min(runtime.config.max_position_embeddings, draft_runtime.config.max_position_embeddings)
+    draft_tokens = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
+    return DraftModel(draft_runtime, runtime.config.vocab_size, num_sequences, longest), draft_tokens
+
+
+def num_bytes(text: str) -> int:
+    """Of a size such as 500MiB.
+
+    Raises:
+        UserError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KiB|MiB|GiB)", text)
+    if match is None:
+        raise UserError(f"{text!r} is no size; write it like 500MiB or 2GiB.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _ngram_tokens(text: str) -> int:
+    match = re.fullmatch(r"ngram(?::(\d+))?", text)
+    if match is None:
+        raise UserError(f"--speculate is {text!r}; it must be ngram or ngram:K.")
+    return int(match[1] or DRAFT_TOKENS)

@@ -1,0 +1,277 @@
+"""What earlier sequences left behind, for those that begin alike: a radix tree over tokens.
+
+A sequence can only go on from where its recurrent state was kept. So an entry is a snapshot after exactly so many
+tokens: its recurrent state, with the keys and values of all tokens up to there. Entries in one sequence share those:
+each node of the tree holds them from its parent's length to its own, and where sequences part there is a node, with or
+without a recurrent state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.sizes import sequence_bytes, token_bytes
+from granite4_neuron.snapshot import (
+    Snapshot,
+    cut_keys_and_values,
+    keys_and_values,
+    padded_keys_and_values,
+    recurrent_state,
+)
+
+
+@dataclass
+class PrefixCacheStats:
+    """queries, hit_tokens: sequences that asked, and tokens that they found.
+    snapshots, num_bytes: entries that are there, and the memory of all nodes.
+    evictions: entries that made room for others.
+    """
+
+    queries: int = 0
+    hit_tokens: int = 0
+    snapshots: int = 0
+    num_bytes: int = 0
+    evictions: int = 0
+
+
+@dataclass(eq=False)
+class _Node:
+    """The tokens between its parent's length and its own, with their keys and values.
+
+    recurrent: the state after its last token, and `logits` [vocab_size] what the model says there; None where no
+        sequence was kept, or it has made room. A prompt's end has logits, other entries have not.
+    users: sequences that go on from it, during which it stays.
+    """
+
+    parent: _Node | None
+    length: int
+    tokens: tuple[int, ...] = ()
+    keys_and_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    recurrent: Mapping[str, torch.Tensor] | None = None
+    logits: torch.Tensor | None = None
+    children: dict[int, _Node] = field(default_factory=dict)  # by their first token
+    users: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.length - len(self.tokens)
+
+    @property
+    def path(self) -> list[_Node]:
+        """From the first node below the root to this one."""
+        path, node = [], self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A sequence's beginning that was kept. It stays until it is released.
+
+    snapshots: of its `length` tokens, for `Runtime.restore`.
+    logits: [vocab_size], float32, if it is the whole sequence; None otherwise.
+    """
+
+    length: int
+    snapshots: Sequence[Snapshot]
+    logits: torch.Tensor | None
+    node: _Node
+
+
+class PrefixCache:
+    """Snapshots of sequences by their tokens, in the host's memory. The least recently used make room for new ones.
+
+    Args:
+        runtime: whose sequences they are.
+        max_bytes: what all of it may take; None for no limit.
+        interval: a snapshot is kept of each sequence at multiples of so many tokens, beside those at the ends of its
+            prompt and of itself; a multiple of the runtime's `tokens_per_step`, where prompts are cut anyway. None for
+            the ends only.
+
+    Raises:
+        UserError: the runtime makes no snapshots, or the interval is no such multiple.
+    """
+
+    def __init__(self, runtime: Runtime, max_bytes: int | None, interval: int | None):
+        require(runtime, "snapshot")
+        if interval is not None and (interval < 1 or interval % runtime.tokens_per_step):
+            raise UserError(
+                f"snapshots every {interval} tokens are asked for; it must be a multiple of "
+                f"{runtime.tokens_per_step}, at which prompts are cut."
+            )
+        self.max_bytes = max_bytes
+        self.interval = interval
+        self.stats = PrefixCacheStats()
+        self._runtime = runtime
+        self._root = _Node(None, 0)
+        self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
+
+    def find(self, tokens: Sequence[int]) -> Prefix | None:
+        """The longest beginning of a sequence that was kept: shorter than it, or all of it if the logits are there."""
+        self.stats.queries += 1
+        node, _, _ = self._descend(tokens)
+        while node.recurrent is None or (node.length == len(tokens) and node.logits is None):
+            if node.parent is None:
+                return None
+            node = node.parent
+        self._entries.move_to_end(node)
+        node.users += 1
+        self.stats.hit_tokens += node.length
+        return Prefix(node.length, self._snapshots(node), node.logits if node.length == len(tokens) else None, node)
+
+    def release(self, prefix: Prefix) -> None:
+        """The sequence that goes on from it has ended."""
+        prefix.node.users -= 1
+
+    def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor | None = None) -> None:
+        """Keep a snapshot of a sequence, unless it is there already or there is no room.
+
+        Args:
+            tokens: all that the state has seen.
+            take: makes the snapshot, with the keys and values from a position on.
+            logits: [vocab_size], float32, what the model says after them; None if nobody knows.
+        """
+        node, child, shared = self._descend(tokens)
+        if node.length == len(tokens) and node.recurrent is not None:
+            self._entries.move_to_end(node)
+            return
+        covered = node.length + shared
+        needed = self._num_bytes(len(tokens) - covered) + (0 if logits is None else logits.nbytes)
+        neighbour = child or node
+        neighbour.users += 1  # lest it makes room itself
+        has_room = self._make_room(needed)
+        neighbour.users -= 1
+        if has_room:
+            if child is not None:
+                node = self._split(child, shared)
+            self._add(node, tuple(tokens[covered:]), take(covered), logits)
+        if child is not None:
+            self._prune(child)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Take in a snapshot that knows its tokens, as `export` gives them.
+
+        Raises:
+            UserError: it is of another model, or does not know its tokens.
+        """
+        snapshot.check(self._runtime.dtype, self._runtime.fingerprint)
+        if len(snapshot.tokens) != snapshot.length or snapshot.start:
+            raise UserError("the snapshot does not hold its tokens with all their keys and values; make it again.")
+        tensors = dict(snapshot.tensors)
+        logits = tensors.pop("logits", None)
+
+        def take(start: int) -> Snapshot:
+            return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
+
+        self.keep(snapshot.tokens, take, logits)
+
+    def export(self, tokens: Sequence[int]) -> Snapshot | None:
+        """The entry of exactly these tokens as one snapshot that knows them, and what the model says after them; None
+        if there is none.
+        """
+        node, _, _ = self._descend(tokens)
+        if node.length != len(tokens) or node.recurrent is None:
+            return None
+        snapshots = self._snapshots(node)
+        tensors = padded_keys_and_values(snapshots, node.length)
+        if node.logits is not None:
+            tensors["logits"] = node.logits
+        return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
+
+    def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
+        """The last node on a sequence's way; its child that goes on alike but then parts or is longer, if there is one;
+        and how many of that child's tokens they share.
+        """
+        node = self._root
+        while node.length < len(tokens):
+            child = node.children.get(tokens[node.length])
+            if child is None:
+                break
+            ahead = tuple(tokens[node.length : child.length])
+            if ahead != child.tokens:
+                return node, child, common_length(ahead, child.tokens)
+            node = child
+        return node, None, 0
+
+    def _snapshots(self, node: _Node) -> list[Snapshot]:
+        *before, last = [self._snapshot(each, each.keys_and_values) for each in node.path]
+        return [*before, replace(last, tensors={**node.recurrent, **node.keys_and_values})]
+
+    def _snapshot(self, node: _Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Put a node between one and its parent, at the first `length` of its tokens."""
+        first, rest = node.tokens[:length], node.tokens[length:]
+        upper = _Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
+        upper.children[rest[0]] = node
+        node.parent.children[first[0]] = upper
+        node.parent, node.tokens = upper, rest
+        node.keys_and_values = cut_keys_and_values(node.keys_and_values, length, length + len(rest))
+        return upper
+
+    def _add(self, node: _Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor | None) -> None:
+        if tokens:
+            parent = node
+            node = _Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
+            parent.children[tokens[0]] = node
+            self.stats.num_bytes += _bytes(node.keys_and_values)
+        node.recurrent = recurrent_state(snapshot.tensors)
+        node.logits = None if logits is None else logits.clone()
+        self.stats.num_bytes += _entry_bytes(node)
+        self.stats.snapshots += 1
+        self._entries[node] = None
+
+    def _make_room(self, needed: int) -> bool:
+        if self.max_bytes is None:
+            return True
+        if needed > self.max_bytes:
+            return False
+        while self.stats.num_bytes + needed > self.max_bytes:
+            oldest = next((node for node in self._entries if not node.users), None)
+            if oldest is None:
+                return False
+            self._evict(oldest)
+        return True
+
+    def _evict(self, node: _Node) -> None:
+        self.stats.num_bytes -= _entry_bytes(node)
+        self.stats.snapshots -= 1
+        self.stats.evictions += 1
+        del self._entries[node]
+        node.recurrent = node.logits = None
+        self._prune(node)
+
+    def _prune(self, node: _Node) -> None:
+        """Take away a node that is of no use, and those above that are of none without it."""
+        while node.parent is not None and node.recurrent is None and not node.children and not node.users:
+            self.stats.num_bytes -= _bytes(node.keys_and_values)
+            del node.parent.children[node.tokens[0]]
+            node = node.parent
+
+    def _num_bytes(self, tokens: int) -> int:
+        """Of an entry with the keys and values of so many tokens."""
+        config, dtype = self._runtime.config, self._runtime.dtype
+        return sequence_bytes(config, dtype.itemsize) + tokens * token_bytes(config, dtype.itemsize)
+
+
+def common_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two sequences begin with that are the same."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _entry_bytes(node: _Node) -> int:
+    return _bytes(node.recurrent) + (0 if node.logits is None else node.logits.nbytes)

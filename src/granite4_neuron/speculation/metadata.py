@@ -1,0 +1,96 @@
+"""What the rejection sampler is told about a batch. Fields are named as vLLM's are, so that its objects do as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+@dataclass
+class SamplingMetadata:
+    """Sampling options of a batch's requests.
+
+    temperature: [batch_size], float32, 0 for greedy requests; None if all are.
+    all_greedy, all_random: whether all requests are greedy, or none.
+    top_k, top_p: [batch_size], int64 and float32, or None for all tokens.
+    generators: of requests with random numbers of their own, by index in the batch.
+    max_num_logprobs: None; others are refused.
+    no_penalties: whether the next four are of no effect.
+    prompt_token_ids: [batch_size, longest prompt], int64, filled with vocab_size.
+    frequency_penalties, presence_penalties, repetition_penalties: [batch_size], float32.
+    output_token_ids: what each request has generated so far.
+    allowed_token_ids_mask: [batch_size, vocab_size], bool, true for tokens that are not allowed; or None.
+    bad_words_token_ids: by index in the batch, sequences of tokens that must not come about.
+    """
+
+    temperature: torch.Tensor | None
+    all_greedy: bool
+    all_random: bool
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    generators: Mapping[int, torch.Generator] = field(default_factory=dict)
+    max_num_logprobs: int | None = None
+    no_penalties: bool = True
+    prompt_token_ids: torch.Tensor | None = None
+    frequency_penalties: torch.Tensor | None = None
+    presence_penalties: torch.Tensor | None = None
+    repetition_penalties: torch.Tensor | None = None
+    output_token_ids: Sequence[Sequence[int]] = ()
+    allowed_token_ids_mask: torch.Tensor | None = None
+    bad_words_token_ids: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+
+@dataclass
+class SpecDecodeMetadata:
+    """The drafts of a batch, and where their logits are.
+
+    draft_token_ids: [num_tokens], int32.
+    num_draft_tokens: of each request.
+    cu_num_draft_tokens: [batch_size], int32, their running sum.
+    target_logits_indices: [num_tokens], the logits that judge each draft, among those of the step.
+    bonus_logits_indices: [batch_size], those after each request's last draft.
+    """
+
+    draft_token_ids: torch.Tensor
+    num_draft_tokens: list[int]
+    cu_num_draft_tokens: torch.Tensor
+    target_logits_indices: torch.Tensor
+    bonus_logits_indices: torch.Tensor
+
+    @property
+    def max_spec_len(self) -> int:
+        return max(self.num_draft_tokens)
+
+    @classmethod
+    def of(cls, drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
+        """Of drafts by request, where the step's logits are those of request 0's drafts, its bonus, request 1's, ..."""
+        counts = [len(each) for each in drafts]
+        bonus = [end + index for index, end in enumerate(accumulate(counts))]
+        target = [end - count + j for end, count in zip(bonus, counts, strict=True) for j in range(count)]
+        return cls(
+            torch.tensor([token for each in drafts for token in each], dtype=torch.int32),
+            counts,
+            torch.tensor(list(accumulate(counts)), dtype=torch.int32),
+            torch.tensor(target, dtype=torch.int64),
+            torch.tensor(bonus),
+        )
+
+
+@dataclass
+class SamplerOutput:
+    """sampled_token_ids: [batch_size, most tokens of a request], integer, filled with -1."""
+
+    sampled_token_ids: torch.Tensor
+
+
+class SpecConfig(Protocol):
+    """Of vLLM's speculative configuration, what the rejection sampler reads."""
+
+    rejection_sample_method: str
+    synthetic_acceptance_rates: Sequence[float] | None

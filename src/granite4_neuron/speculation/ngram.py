@@ -1,0 +1,40 @@
+"""Drafts from the text itself: what followed when its last tokens stood there before (prompt lookup decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def ngram_propose(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, max_model_len: int, k: int) -> np.ndarray:
+    """What may follow `tokens`: what followed the earliest other occurrence of their longest suffix that has one.
+
+    Args:
+        tokens: [length], integer.
+        min_n, max_n: lengths of suffixes to look for, at least 1. Occurrences may overlap the suffix.
+        max_model_len: drafts end there.
+        k: drafts at most.
+
+    Returns:
+        0 to k tokens, of the dtype of `tokens`; none where no suffix occurs twice.
+    """
+    tokens = np.asarray(tokens)
+    k = min(k, max_model_len - len(tokens))
+    if k <= 0 or len(tokens) < min_n:
+        return tokens[:0]
+    # Where tokens equal to the last one stand; from longer and longer suffixes, fewer and fewer of those places.
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    found = ends[:0]
+    for n in range(1, max_n + 1):
+        if n > 1:
+            ends = ends[ends >= n - 1]
+            ends = ends[tokens[ends - n + 1] == tokens[-n]] if len(ends) else ends
+        if not len(ends):
+            break
+        if n >= min_n:
+            found = ends
+    if not len(found):
+        return tokens[:0]
+    start = found[0] + 1
+    return tokens[start : start + k]

@@ -1,0 +1,111 @@
+"""Small runtimes and engines, and poison for whatever an engine should not read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state import MambaState
+from test.support.checkpoints import DENSE, small_config
+
+CHUNK = 16
+VOCAB = 160
+
+
+def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> GraniteMoeHybridForCausalLM:
+    """A Mamba layer and an attention layer of the smallest sizes, whose greedy texts depend on all that went before.
+
+    With tied embeddings, and little weight on what the layers add, they would repeat the last token for ever.
+    """
+    sizes = dict(hidden_size=32, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=16)
+    layers = dict(layer_types=("mamba", "attention"), max_position_embeddings=200)
+    weights = dict(tie_word_embeddings=False, embedding_multiplier=1.0, residual_multiplier=1.0)
+    return random_model(small_config(**{**DENSE, **sizes, **layers, **weights, **changes}), seed, dtype)
+
+
+class ChunkRuntime(CPURuntime):
+    """Cuts prompts every 16 tokens; keeps the rows of each step, and the logits after each row by its tokens so far."""
+
+    tokens_per_step = CHUNK
+
+    def __init__(self, model, kernels="torch"):
+        super().__init__(model, GenerationConfig(top_k=None), kernels=kernels)
+        self.steps = []
+        self.logits = {}
+
+    def step(self, state, rows, all_logits=False):
+        self.steps.append(rows)
+        logits = super().step(state, rows, all_logits)
+        for row, of_row in zip(rows, logits, strict=True):
+            self.logits[row.start + len(row.tokens)] = of_row.clone()
+        return logits
+
+
+def run(engine: Engine, each_step=lambda: None) -> dict[int, list]:
+    """Outputs by id, until all sequences have ended."""
+    outputs = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.id, []).append(output)
+        each_step()
+    return outputs
+
+
+def generate_one(engine: Engine, request) -> list[int]:
+    """The new tokens of a request that is the engine's only one."""
+    id = engine.add(request)
+    return tokens_of(run(engine)[id])
+
+
+def tokens_of(outputs) -> list[int]:
+    return [output.token for output in outputs]
+
+
+def poison_state(state, free, stored) -> None:
+    """NaN in free slots, and in the cache behind the `stored` tokens of others, by slot."""
+    with torch.inference_mode():
+        for layer in state.layers:
+            for tensor in vars(layer).values():
+                for slot in free:
+                    tensor[slot] = math.nan
+                if not isinstance(layer, MambaState):
+                    for slot, length in stored.items():
+                        tensor[slot, :, length:] = math.nan
+
+
+def poison_engine(engine: Engine) -> None:
+    stored = {sequence.slot: sequence.stored for sequence in engine._running.values()}
+    poison_state(engine._slots.state, engine._slots._free, stored)
+
+
+class PoisonedPrefixCache(PrefixCache):
+    """What makes room is NaN before it goes, in case somebody still reads it."""
+
+    def _evict(self, node):
+        with torch.inference_mode():
+            for tensor in node.recurrent.values():
+                tensor.fill_(math.nan)
+            if node.logits is not None:
+                node.logits.fill_(math.nan)
+        super()._evict(node)
+
+
+def cached_bytes(cache: PrefixCache) -> tuple[int, int]:
+    """Bytes and entries of a prefix cache, counted in the tree itself."""
+    nodes, num_bytes, entries = [cache._root], 0, 0
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        tensors = [*node.keys_and_values.values(), *(node.recurrent or {}).values()]
+        num_bytes += sum(tensor.nbytes for tensor in tensors) + (0 if node.logits is None else node.logits.nbytes)
+        entries += node.recurrent is not None
+        storage = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        assert storage == sum(tensor.nbytes for tensor in tensors), "no node holds on to the memory of others"
+        assert node is cache._root or node.recurrent is not None or node.children, "no node is there for nothing"
+    return num_bytes, entries

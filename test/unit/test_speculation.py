@@ -1,0 +1,374 @@
+"""Speculation in the engine: whatever is drafted, texts are those of decode one token at a time."""
+
+import functools
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import Engine, Request, with_overrides
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.speculation import DraftModel, DraftRequest, NgramDrafter
+from test.support.engines import (
+    CHUNK,
+    VOCAB,
+    ChunkRuntime,
+    PoisonedPrefixCache,
+    cached_bytes,
+    engine_model,
+    generate_one,
+    poison_engine,
+    poison_state,
+    run,
+    tokens_of,
+)
+from test.support.stepping import random_tokens
+
+SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8, top_k=20)
+PENALIZED = with_overrides(GenerationConfig(top_k=None), repetition_penalty=1.3)
+OPTIONS = {"greedy": None, "sampled": SAMPLED, "penalized": PENALIZED}
+BASES = [random_tokens(VOCAB, 60, seed=seed).tolist() for seed in range(2)]
+LENGTHS = (1, 2, 3, 15, 16, 17, 33, 50)
+MAX_TOKENS = 24
+
+
+def prompt_of(number):
+    """Of 16 prompts; those of the same base begin alike."""
+    base = BASES[number % 2]
+    return [*base[: LENGTHS[number // 2]], *([] if number % 3 else [number])]
+
+
+def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
+    return Request(prompt_of(number), max_tokens, OPTIONS[options], seed=number, **more)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine_model()
+
+
+@pytest.fixture(scope="module")
+def other_model():
+    return engine_model(seed=1, layer_types=("attention", "mamba", "mamba"))
+
+
+@pytest.fixture
+def runtime(model):
+    return ChunkRuntime(model)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The tokens of a request that has an engine to itself, without drafts or cache."""
+
+    @functools.cache
+    def tokens(number, max_tokens=MAX_TOKENS, options="greedy"):
+        return generate_one(Engine(ChunkRuntime(model), 1), request_of(number, max_tokens, options))
+
+    return tokens
+
+
+class Script:
+    """Drafts the tokens that are to come, up to a position that differs from call to call, and then wrong ones."""
+
+    def __init__(self, texts, seed=0):
+        self.texts = texts
+        self.random = random.Random(seed)
+        self.ended = []
+
+    def propose(self, requests):
+        return [self._drafts(request) for request in requests]
+
+    def _drafts(self, request):
+        text = next((text for text in self.texts if text[: len(request.tokens)] == list(request.tokens)), None)
+        if text is None:
+            return []
+        right = text[len(request.tokens) :][: self.random.randint(0, request.most)]
+        wrong = self.random.randint(0, request.most - len(right))
+        return [*right, *(self.random.randrange(VOCAB) for _ in range(wrong))]
+
+    def end(self, id):
+        self.ended.append(id)
+
+
+class PoisonedDraftModel(DraftModel):
+    """NaN in what its state holds of no certain token, before each call."""
+
+    def propose(self, requests):
+        stored = {followed.slot: followed.stored for followed in self._followed.values()}
+        poison_state(self._state, self._free, stored)
+        return super().propose(requests)
+
+
+def drafter_of(kind, model, other_model, alone, num_sequences=4, options=tuple(OPTIONS)):
+    if kind == "n-gram":
+        return NgramDrafter(1, 3)
+    if kind == "script":
+        numbers = itertools.product(range(16), options)
+        return Script([prompt_of(number) + alone(number, MAX_TOKENS, option) for number, option in numbers])
+    runtime = ChunkRuntime(model if kind == "same model" else other_model)
+    return PoisonedDraftModel(runtime, VOCAB, num_sequences, 200)
+
+
+KINDS = ["n-gram", "script", "same model", "other model"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_text(runtime, model, other_model, alone, kind, options):
+    drafter = drafter_of(kind, model, other_model, alone)
+    engine = Engine(runtime, 4, drafter=drafter, draft_tokens=3)
+    ids = {engine.add(request_of(number, options=options)): number for number in range(16)}
+    outputs = run(engine, lambda: poison_engine(engine))
+    for id, number in ids.items():
+        assert tokens_of(outputs[id]) == alone(number, MAX_TOKENS, options)
+        assert outputs[id][-1].finish_reason == "length"
+    stats = engine.stats
+    assert stats.decode_tokens == 16 * (MAX_TOKENS - 1) and stats.decode_rows <= stats.decode_tokens
+    assert stats.accepted_tokens == stats.decode_tokens - stats.decode_rows
+    if kind == "same model":
+        assert stats.acceptance_rate == 1 and stats.decode_tokens_per_row > 3.5
+    elif kind == "script":
+        assert 0.2 < stats.acceptance_rate < 0.9
+
+
+def test_a_wrong_number_of_accepted_tokens_would_be_seen(model, other_model, alone, monkeypatch):
+    commit = ChunkRuntime.commit
+
+    def generous(self, state, verification, accepted):
+        rows = verification.rows
+        commit(self, state, verification, [min(n + 1, len(row.tokens)) for n, row in zip(accepted, rows, strict=True)])
+
+    monkeypatch.setattr(ChunkRuntime, "commit", generous)
+    engine = Engine(ChunkRuntime(model), 1, drafter=drafter_of("script", model, other_model, alone), draft_tokens=4)
+    wrong = [number for number in range(16) if generate_one(engine, request_of(number)) != alone(number)]
+    assert len(wrong) > 4
+
+
+class TestDraftModel:
+    """The drafts themselves: what the small model says alone."""
+
+    def requests(self, runtime, numbers, most):
+        engine = Engine(runtime, 1)
+        return [engine.add(request_of(number)) for number in numbers] and [
+            DraftRequest(number, prompt_of(number), count, sequence.sampler)
+            for number, count, sequence in zip(numbers, most, engine._waiting, strict=True)
+        ]
+
+    def test_are_what_it_says_alone(self, runtime, alone):
+        drafter = DraftModel(runtime, VOCAB, 3, 200)
+        requests = self.requests(runtime, [13, 0, 4], [5, 2, 0])
+        assert drafter.propose(requests) == [alone(13)[:5], alone(0)[:2], []]
+        # The target wanted something else, or all of it and one more.
+        for request, took in ((requests[0], [9, 8, 7]), (requests[1], alone(0)[:3])):
+            tokens = [*request.tokens, *took]
+            [drafts] = drafter.propose([DraftRequest(request.id, tokens, 4, request.chooser)])
+            assert drafts == generate_one(Engine(runtime, 1), Request(tokens, 4))
+
+    def test_what_it_has_no_room_for_gets_no_drafts(self, runtime):
+        drafter = DraftModel(runtime, VOCAB, 1, 20)
+        assert list(map(len, drafter.propose(self.requests(runtime, [6, 5, 13], [4, 4, 4])))) == [4, 0, 0]
+        drafter.end(6)
+        drafter.end(99)
+        # Prompts of 17 and 50 tokens: the last draft is never run, and so needs no room.
+        assert list(map(len, drafter.propose(self.requests(runtime, [11], [9])))) == [4]
+        drafter.end(11)
+        assert drafter.propose(self.requests(runtime, [14], [4])) == [[]]
+
+    def test_one_whose_logits_are_not_finite_is_of_no_use_and_no_harm(self, runtime, alone):
+        broken = engine_model(seed=2)
+        with torch.no_grad():
+            broken.model.norm.weight.fill_(torch.nan)
+        engine = Engine(runtime, 2, drafter=DraftModel(ChunkRuntime(broken), VOCAB, 2, 200))
+        assert generate_one(engine, request_of(3)) == alone(3) and engine.stats.drafted_tokens == 0
+
+    def test_refusals(self, runtime, monkeypatch):
+        with pytest.raises(UserError, match="a vocabulary of 160 tokens and the model one of 1,000; they must"):
+            DraftModel(runtime, 1000, 1, 200)
+        with pytest.raises(UserError, match="draft_tokens is 0"):
+            Engine(runtime, 1, drafter=NgramDrafter(), draft_tokens=0)
+        monkeypatch.setattr(ChunkRuntime, "cannot", {"verify": "It cannot verify."})
+        for refused in (lambda: DraftModel(runtime, VOCAB, 1, 200), lambda: Engine(runtime, 1, drafter=NgramDrafter())):
+            with pytest.raises(UserError, match=r"It cannot verify\."):
+                refused()
+
+
+class TestEnds:
+    def engine(self, runtime, model, other_model, alone, num_sequences=2, **options):
+        script = Script([prompt_of(number) + alone(number) for number in range(16)])
+        return Engine(runtime, num_sequences, drafter=script, draft_tokens=6, **options)
+
+    def test_within_the_accepted_tokens(self, runtime, model, other_model, alone):
+        text = alone(9)
+        for count in range(1, 12):
+            engine = self.engine(runtime, model, other_model, alone)
+            limited = engine.add(request_of(9, max_tokens=count))
+            stopped = engine.add(request_of(9, stop_token_ids=frozenset([text[count]])))
+            outputs = run(engine, lambda engine=engine: poison_engine(engine))
+            assert tokens_of(outputs[limited]) == text[:count] and outputs[limited][-1].finish_reason == "length"
+            end = text.index(text[count]) + 1
+            assert tokens_of(outputs[stopped]) == text[:end] and outputs[stopped][-1].finish_reason == "stop"
+            assert engine._drafter.ended == [limited, stopped] or engine._drafter.ended == [stopped, limited]
+
+    def test_cancelled_between_steps_and_the_slot_used_again(self, runtime, model, other_model, alone):
+        engine = self.engine(runtime, model, other_model, alone, num_sequences=2)
+        first, second = engine.add(request_of(10)), engine.add(request_of(11))
+        for _ in range(4):
+            engine.step()
+        engine.cancel(first)
+        third = engine.add(request_of(12))
+        outputs = run(engine, lambda: poison_engine(engine))
+        assert first not in outputs and tokens_of(outputs[third]) == alone(12)
+        assert tokens_of(outputs[second]) == alone(11)[-len(outputs[second]) :]
+
+    def test_given_up_between_verification_and_commit(self, runtime, alone):
+        """Nothing of it is accepted, and its slot goes to another sequence."""
+        state = runtime.allocate(2, 200)
+        prompts = [prompt_of(12), prompt_of(13)]
+        runtime.step(state, [Row(1, 0, prompts[0])])
+        runtime.step(state, [Row(2, 0, prompts[1])])
+        drafts = alone(13)[:4]
+        rows = [Row(1, len(prompts[0]), [5, 6, 7]), Row(2, len(prompts[1]), drafts)]
+        verification = runtime.verify(state, rows)
+        runtime.commit(state, verification, [0, 4])
+        poison_state(state, [1], {2: len(prompts[1]) + 4})
+        runtime.step(state, [Row(1, 0, prompt_of(14))])
+        for slot, length, number in ((1, len(prompt_of(14)), 14), (2, len(prompts[1]) + 4, 13)):
+            text = alone(number)[length - len(prompt_of(number)) :]
+            for at, token in enumerate(text[:4]):
+                logits = runtime.step(state, [Row(slot, length + at, [token])])
+                assert int(logits[0].argmax()) == text[at + 1]
+
+    def test_logits_that_are_not_finite(self, runtime, model, other_model, alone):
+        engine = self.engine(runtime, model, other_model, alone)
+        bad, good = engine.add(request_of(10)), engine.add(request_of(11))
+        outputs = {bad: [], good: []}
+        while engine.has_work:
+            if len(outputs[bad]) > 6 and bad in engine._running:
+                with torch.inference_mode():
+                    engine._slots.state.layers[0].ssm_state[engine._running[bad].slot] = torch.nan
+            for output in engine.step():
+                outputs[output.id].append(output)
+        assert outputs[bad][-1].finish_reason == "error" and tokens_of(outputs[good]) == alone(11)
+        assert tokens_of(outputs[bad][:-1]) == alone(10)[: len(outputs[bad]) - 1]
+
+    def test_stop_strings(self, texting):
+        runtime, tokenizer = texting
+        tokens = tokenizer.encode("The quick brown fox")
+        plain = Engine(runtime, 1, tokenizer=tokenizer)
+        id = plain.add(Request(tokens, 30))
+        text = "".join(output.text for output in run(plain)[id])
+        whole = tokens + generate_one(plain, Request(tokens, 30))
+        for at in range(2, 20, 3):
+            stop = text[at : at + 2]
+            engine = Engine(runtime, 1, tokenizer=tokenizer, drafter=Script([whole]), draft_tokens=7)
+            id = engine.add(Request(tokens, 30, stop=[stop]))
+            outputs = run(engine)[id]
+            assert "".join(output.text for output in outputs) == text[: text.index(stop)]
+            assert outputs[-1].finish_reason == "stop"
+
+
+def test_snapshots_within_accepted_tokens_are_exact(runtime, model, other_model, alone):
+    """Accepted drafts reach a place that the cache wants, and never go beyond it in one step."""
+    cache = PoisonedPrefixCache(runtime, None, CHUNK)
+    script = drafter_of("script", model, other_model, alone)
+    engine = Engine(runtime, 1, drafter=script, draft_tokens=9, prefix_cache=cache)
+    text = prompt_of(13) + generate_one(engine, request_of(13))
+    plain = ChunkRuntime(model)
+    state = plain.allocate(1, 200)
+    for length in range(CHUNK, len(text), CHUNK):
+        plain.step(state, [Row(1, length - CHUNK, text[length - CHUNK : length])])
+        expected, kept = plain.snapshot(state, 1, length), cache.export(text[:length])
+        for name, tensor in expected.tensors.items():
+            assert (tensor - kept.tensors[name]).abs().max() <= 1e-5
+    assert engine.stats.acceptance_rate > 0.2
+
+
+def test_sampled_texts_have_the_targets_distribution(model, other_model):
+    """The second token of many sequences, each with random numbers of its own, after one that was drafted."""
+    sampling = with_overrides(GenerationConfig(top_k=None), temperature=0.7, top_k=6)
+    counts = {}
+    for kind in ("plain", "n-gram", "other model"):
+        drafter = None if kind == "plain" else drafter_of(kind, model, other_model, None, 50)
+        engine = Engine(ChunkRuntime(model), 50, drafter=drafter)
+        ids = [engine.add(Request([3, 4, 3], 4, sampling, seed=seed)) for seed in range(200)]
+        outputs = run(engine)
+        counts[kind] = Counter(tuple(tokens_of(outputs[id])) for id in ids)
+    assert counts["plain"] == counts["n-gram"] == counts["other model"] and len(counts["plain"]) > 20
+
+
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 25),  # the step before which it comes
+        st.integers(0, 15),  # which request
+        st.sampled_from([1, 2, 7, MAX_TOKENS]),
+        st.sampled_from(sorted(OPTIONS)),
+        st.none() | st.integers(0, 20),  # the steps after which it is cancelled
+        st.frozensets(st.integers(1, 17), max_size=2),  # where the caller wants snapshots
+    ),
+    min_size=1,
+    max_size=9,
+)
+cases = Counter()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=arrivals,
+    num_sequences=st.integers(1, 4),
+    kind=st.sampled_from([None, *KINDS]),
+    draft_tokens=st.integers(1, 9),
+    budget=st.sampled_from([0, 30_000, 200_000, None]),
+    interval=st.sampled_from([None, CHUNK, 2 * CHUNK]),
+)
+def test_every_text_is_that_of_the_sequence_alone(
+    model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval
+):
+    """Whoever comes and goes, with everything poisoned that nobody should read."""
+    runtime = ChunkRuntime(model)
+    cache = PoisonedPrefixCache(runtime, budget, interval)
+    drafter = kind and drafter_of(kind, model, other_model, alone, num_sequences)
+    engine = Engine(runtime, num_sequences, prefix_cache=cache, drafter=drafter, draft_tokens=draft_tokens)
+    expected, outputs, cancelled = {}, {}, set()
+    for step in itertools.count():
+        for start, number, max_tokens, options, stop, positions in arrivals:
+            if start == step:
+                positions = frozenset(at for at in positions if at <= len(prompt_of(number)))
+                id = engine.add(request_of(number, max_tokens, options, snapshots_at=positions))
+                expected[id] = alone(number, MAX_TOKENS, options)[:max_tokens], None if stop is None else step + stop
+        cancelled |= {id for id, (_, stop) in expected.items() if stop == step and engine.cancel(id)}
+        if not engine.has_work and step > 25:
+            break
+        poison_engine(engine)
+        for output in engine.step():
+            assert output.id not in cancelled and output.error is None
+            outputs.setdefault(output.id, []).append(output)
+    for id, (tokens, _) in expected.items():
+        got = tokens_of(outputs.get(id, []))
+        assert got == (tokens[: len(got)] if id in cancelled else tokens)
+    assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
+    assert budget is None or cache.stats.num_bytes <= budget
+    assert not any(node.users for node in cache._entries)
+    assert not isinstance(drafter, DraftModel) or len(drafter._free) == num_sequences
+    cases.update(
+        runs=1,
+        sequences=len(expected),
+        cancelled=len(cancelled),
+        cached_tokens=engine.stats.cached_tokens,
+        evictions=cache.stats.evictions,
+        drafted=engine.stats.drafted_tokens,
+        accepted=engine.stats.accepted_tokens,
+    )
+
+
+def test_the_cases_above_were_worth_running():
+    """Prints how many there were, with -s or -rP."""
+    print(dict(cases))
+    if cases:  # the test above was selected, too
+        assert min(cases[name] for name in ("cancelled", "cached_tokens", "evictions", "drafted", "accepted")) > 0
