@@ -28,8 +28,8 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are 
 pytest.importorskip("jax", reason="jax is not installed; it counts the graphs")
 
 
-def graphs_of(config, tp_degree=1, batch_size=1, buckets=(64,), max_length=256, dtype=torch.float32):
-    return list(report(config, dtype, tp_degree, batch_size, buckets, max_length))
+def graphs_of(config, tp_degree=1, batch_size=1, buckets=(64,), max_length=256, dtype=torch.float32, **options):
+    return list(report(config, dtype, tp_degree, batch_size, buckets, max_length, **options))
 
 
 def test_sizes_and_order():
@@ -58,7 +58,8 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
     monkeypatch.setattr(torch_xla._XLAC, "_xla_sync_multi", run)
     runtime.step(state, [Row(2, 0, [3] * 9)])
     runtime.step(state, [Row(2, 9, [3])])
-    graphs = graphs_of(config, batch_size=3, buckets=(16,), max_length=state.max_length)
+    runtime.verify(state, [Row(2, 10, [3] * 4)])
+    graphs = graphs_of(config, batch_size=3, buckets=(16,), max_length=state.max_length, verified_tokens=4)
     assert [cost.instructions for cost in counted] == [graph.cost.instructions for graph in graphs]
     for cost, graph in zip(counted, graphs, strict=True):  # XLA adds up in float32
         assert cost.flops == pytest.approx(graph.cost.flops, rel=1e-5)
@@ -70,6 +71,14 @@ def test_decode_advances_the_recurrent_state_where_it_lies():
     """A copy of one layer's would be half of the state; what a step keeps besides is an eighth."""
     _, decode = graphs_of(small_config(layer_types=("mamba",) * 2, mamba_d_state=128, **DENSE), batch_size=8)
     assert decode.temporary_bytes < decode.state_bytes / 4
+
+
+def test_verification_reads_little_more_than_decode():
+    """At h-small's sizes, on one of four ranks. A batch of eight wants most of the experts anyway."""
+    config = GraniteMoeHybridConfig.from_family("granite-4.0-h-small")
+    options = dict(tp_degree=4, batch_size=8, buckets=(), max_length=2048, dtype=torch.bfloat16, verified_tokens=4)
+    decode, verify = graphs_of(config, **options)
+    assert verify.cost.bytes_accessed <= 1.3 * decode.cost.bytes_accessed
 
 
 def test_no_loop_over_tokens():

@@ -89,10 +89,8 @@ class PoisonedPrefixCache(PrefixCache):
 
     def _evict(self, node):
         with torch.inference_mode():
-            for tensor in node.recurrent.values():
+            for tensor in (*node.recurrent.values(), node.logits):
                 tensor.fill_(math.nan)
-            if node.logits is not None:
-                node.logits.fill_(math.nan)
         super()._evict(node)
 
 

@@ -109,6 +109,12 @@ class TestHits:
             new_tokens(runtime, cache, system + question, max_tokens=1, snapshots_at=positions)
             assert run_tokens(runtime) == len(question)
 
+    def test_a_prompt_that_is_the_beginning_of_another(self, runtime, cache):
+        new_tokens(runtime, cache, TOKENS[:40])
+        expected = new_tokens(runtime, None, TOKENS[:32])
+        run_tokens(runtime)
+        assert new_tokens(runtime, cache, TOKENS[:32]) == expected and run_tokens(runtime) == 3
+
     def test_a_conversation_computes_its_new_tokens_only(self, runtime, cache):
         turns, prompt = [TOKENS[:30], OTHERS[:5], OTHERS[20:42], OTHERS[60:61]], []
         for number, turn in enumerate(turns):
@@ -166,13 +172,9 @@ class TestHits:
 class TestMemory:
     def test_keys_and_values_are_there_once(self, runtime, cache):
         new_tokens(runtime, cache, TOKENS[: 10 * CHUNK - 10], max_tokens=1)
-        config, dtype = runtime.config, runtime.dtype
         lengths = [*range(CHUNK, 10 * CHUNK - 10, CHUNK), 10 * CHUNK - 10]
-        size = (
-            len(lengths) * sequence_bytes(config, dtype.itemsize)
-            + lengths[-1] * token_bytes(config, dtype.itemsize)
-            + 4 * VOCAB
-        )
+        config, itemsize = runtime.config, runtime.dtype.itemsize
+        size = 10 * (sequence_bytes(config, itemsize) + 4 * VOCAB) + lengths[-1] * token_bytes(config, itemsize)
         assert cache.stats.snapshots == len(lengths) == 10 and cache.stats.num_bytes == size
         assert cached_bytes(cache) == (size, 10)
 
@@ -262,7 +264,7 @@ class TestFiles:
         other = ChunkRuntime(engine_model(seed=1))
         with pytest.raises(UserError, match="another checkpoint"):
             PrefixCache(other, None, None).load(cache.export(TOKENS[:20]))
-        with pytest.raises(UserError, match="does not hold its tokens"):
+        with pytest.raises(UserError, match="was not made from a prefix cache"):
             cache.load(runtime.snapshot(runtime.allocate(1, 20), 1, 20))
         for interval in (0, 24, -16):
             with pytest.raises(UserError, match="must be a multiple of 16"):

@@ -186,9 +186,10 @@ class Engine:
         self.runtime.restore(self._slots.state, sequence.prefix.snapshots, sequence.slot)
         sequence.stored = sequence.prefix.length
         self.stats.cached_tokens += sequence.stored
-        outputs = [] if sequence.is_prompt else self._choose(sequence, [sequence.prefix.logits])
-        if outputs:
-            self._end_or_keep(sequence, outputs)
+        if sequence.is_prompt:
+            return []
+        outputs = self._choose(sequence, [sequence.prefix.logits])
+        self._end_or_keep(sequence, outputs, sequence.prefix.logits)
         return outputs
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> list[Output]:
@@ -228,9 +229,9 @@ class Engine:
             self.stats.drafted_tokens += len(row.tokens) - 1
             self.stats.accepted_tokens += max(0, accepted[-1] - 1)
         self.runtime.commit(self._slots.state, verification, accepted)
-        for sequence, of_one, count in zip(sequences, outputs, accepted, strict=True):
+        for sequence, of_one, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
             sequence.stored += count
-            self._end_or_keep(sequence, of_one)
+            self._end_or_keep(sequence, of_one, logits[count - 1])
         return list(itertools.chain(*outputs))
 
     def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
@@ -262,15 +263,12 @@ class Engine:
                 break
         return outputs
 
-    def _end_or_keep(
-        self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor | None = None
-    ) -> None:
+    def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
         """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
         reason = outputs[-1].finish_reason if outputs else None
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
             take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
-            is_whole = sequence.stored == len(sequence.request.tokens)
-            self._cache.keep(sequence.tokens[: sequence.stored], take, logits if is_whole else None)
+            self._cache.keep(sequence.tokens[: sequence.stored], take, logits)
         if reason is not None:
             self._leave(sequence)
 

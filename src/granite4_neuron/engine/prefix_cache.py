@@ -44,8 +44,8 @@ class PrefixCacheStats:
 class _Node:
     """The tokens between its parent's length and its own, with their keys and values.
 
-    recurrent: the state after its last token, and `logits` [vocab_size] what the model says there; None where no
-        sequence was kept, or it has made room. A prompt's end has logits, other entries have not.
+    recurrent: the state after its last token, and `logits` [vocab_size] what the model says there; both None where no
+        sequence was kept, or it has made room.
     users: sequences that go on from it, during which it stays.
     """
 
@@ -77,12 +77,12 @@ class Prefix:
     """A sequence's beginning that was kept. It stays until it is released.
 
     snapshots: of its `length` tokens, for `Runtime.restore`.
-    logits: [vocab_size], float32, if it is the whole sequence; None otherwise.
+    logits: [vocab_size], float32, what the model says after them.
     """
 
     length: int
     snapshots: Sequence[Snapshot]
-    logits: torch.Tensor | None
+    logits: torch.Tensor
     node: _Node
 
 
@@ -115,36 +115,36 @@ class PrefixCache:
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
-        """The longest beginning of a sequence that was kept: shorter than it, or all of it if the logits are there."""
+        """The longest beginning of a sequence that was kept, up to all of it."""
         self.stats.queries += 1
         node, _, _ = self._descend(tokens)
-        while node.recurrent is None or (node.length == len(tokens) and node.logits is None):
+        while node.recurrent is None:
             if node.parent is None:
                 return None
             node = node.parent
         self._entries.move_to_end(node)
         node.users += 1
         self.stats.hit_tokens += node.length
-        return Prefix(node.length, self._snapshots(node), node.logits if node.length == len(tokens) else None, node)
+        return Prefix(node.length, self._snapshots(node), node.logits, node)
 
     def release(self, prefix: Prefix) -> None:
         """The sequence that goes on from it has ended."""
         prefix.node.users -= 1
 
-    def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor | None = None) -> None:
+    def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot of a sequence, unless it is there already or there is no room.
 
         Args:
             tokens: all that the state has seen.
             take: makes the snapshot, with the keys and values from a position on.
-            logits: [vocab_size], float32, what the model says after them; None if nobody knows.
+            logits: [vocab_size], float32, what the model says after them.
         """
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
             self._entries.move_to_end(node)
             return
         covered = node.length + shared
-        needed = self._num_bytes(len(tokens) - covered) + (0 if logits is None else logits.nbytes)
+        needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
         neighbour = child or node
         neighbour.users += 1  # lest it makes room itself
         has_room = self._make_room(needed)
@@ -157,16 +157,16 @@ class PrefixCache:
             self._prune(child)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot that knows its tokens, as `export` gives them.
+        """Take in a snapshot from `export`.
 
         Raises:
-            UserError: it is of another model, or does not know its tokens.
+            UserError: it is of another model, or no such snapshot.
         """
         snapshot.check(self._runtime.dtype, self._runtime.fingerprint)
-        if len(snapshot.tokens) != snapshot.length or snapshot.start:
-            raise UserError("the snapshot does not hold its tokens with all their keys and values; make it again.")
         tensors = dict(snapshot.tensors)
         logits = tensors.pop("logits", None)
+        if len(snapshot.tokens) != snapshot.length or snapshot.start or logits is None:
+            raise UserError("the snapshot was not made from a prefix cache, with tokens and logits; make it again.")
 
         def take(start: int) -> Snapshot:
             return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
@@ -174,16 +174,12 @@ class PrefixCache:
         self.keep(snapshot.tokens, take, logits)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
-        """The entry of exactly these tokens as one snapshot that knows them, and what the model says after them; None
-        if there is none.
-        """
+        """The entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is none."""
         node, _, _ = self._descend(tokens)
         if node.length != len(tokens) or node.recurrent is None:
             return None
         snapshots = self._snapshots(node)
-        tensors = padded_keys_and_values(snapshots, node.length)
-        if node.logits is not None:
-            tensors["logits"] = node.logits
+        tensors = {**padded_keys_and_values(snapshots, node.length), "logits": node.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
@@ -218,14 +214,14 @@ class PrefixCache:
         node.keys_and_values = cut_keys_and_values(node.keys_and_values, length, length + len(rest))
         return upper
 
-    def _add(self, node: _Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor | None) -> None:
+    def _add(self, node: _Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor) -> None:
         if tokens:
             parent = node
             node = _Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
             self.stats.num_bytes += _bytes(node.keys_and_values)
         node.recurrent = recurrent_state(snapshot.tensors)
-        node.logits = None if logits is None else logits.clone()
+        node.logits = logits.clone()
         self.stats.num_bytes += _entry_bytes(node)
         self.stats.snapshots += 1
         self._entries[node] = None
@@ -274,4 +270,4 @@ def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _entry_bytes(node: _Node) -> int:
-    return _bytes(node.recurrent) + (0 if node.logits is None else node.logits.nbytes)
+    return _bytes(node.recurrent) + node.logits.nbytes

@@ -173,18 +173,17 @@ def _check_types(
 
 
 def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
-    """Of each prompt, the lengths up to which others begin alike, where that is worth a snapshot.
-
-    Next to one another in lexicographic order are those that share most.
-    """
-    lengths: list[set[int]] = [set() for _ in prompts]
+    """Of each prompt, the lengths up to which others begin alike, as far as each is worth a snapshot."""
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    for one, other in itertools.pairwise(order):
-        shared = common_length(prompts[one], prompts[other])
-        if shared >= SHORTEST_SHARED:
-            lengths[one].add(shared)
-            lengths[other].add(shared)
-    return list(map(frozenset, lengths))
+    # Those that share a length stand next to one another, and so do any two of them.
+    shared = [common_length(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
+    lengths: list[list[int]] = [[0] for _ in prompts]
+    for length in sorted(set(shared)):
+        for place, number in enumerate(order):
+            is_shared = any(each >= length for each in shared[max(0, place - 1) : place + 1])
+            if is_shared and length - lengths[number][-1] >= SHORTEST_SHARED:
+                lengths[number].append(length)
+    return [frozenset(of_one[1:]) for of_one in lengths]
 
 
 def _encode(

@@ -1,0 +1,118 @@
+"""Reuse and speculation as a person types them: the same text, fewer tokens run, one sentence for every bad input."""
+
+import re
+import shutil
+
+import pytest
+
+from granite4_neuron.checkpoint import save_model
+from granite4_neuron.cli import main
+from granite4_neuron.commands.reuse import num_bytes
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.loop import _shared_lengths
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import DENSE, save_byte_tokenizer, small_config
+
+PROMPT = "A text of some length, which says the same again: a text of some length, which says"
+
+
+@pytest.fixture
+def generate(capsys, texting_folder):
+    """A function from arguments to (status, standard output, standard error)."""
+
+    def command(*arguments, model=texting_folder):
+        arguments = ("generate", "--model", model, "--ignore-eos", "--max-tokens", 12, "--verbose", *arguments)
+        return main([str(argument) for argument in arguments]), *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory):
+    """Another checkpoint with the tokenizer of `texting_folder`."""
+    folder = tmp_path_factory.mktemp("small") / "model"
+    sizes = dict(hidden_size=32, mamba_n_heads=2, mamba_d_head=32, mamba_d_state=32, max_position_embeddings=400)
+    config = small_config(vocab_size=264, layer_types=("mamba", "attention"), eos_token_id=1, **DENSE, **sizes)
+    save_model(random_model(config), folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def test_the_text_stays_the_same(generate, texting_folder, small_folder):
+    _, expected, _ = generate(PROMPT)
+    for options in (
+        ["--prefix-cache", "10MiB"],
+        ["--speculate", "ngram"],
+        ["--speculate", "ngram:2", "--prefix-cache", "10MiB"],
+        ["--draft-model", texting_folder],
+        ["--draft-model", small_folder, "--draft-tokens", 3],
+    ):
+        status, text, report = generate(PROMPT, *options)
+        assert status == 0 and text == expected
+    assert re.search(r"speculation: \d+% of \d+ drafts accepted, \d\.\d\d tokens per step", report)
+    assert "100% of" in generate(PROMPT, "--draft-model", texting_folder)[2]
+
+
+def test_a_file_saves_the_prompt(generate, tmp_path):
+    file, longer = tmp_path / "prompt", PROMPT + " more"
+    expected = generate(PROMPT)[1]
+    for found, run in ((0, len(PROMPT)), (len(PROMPT), 0)):
+        status, text, report = generate(PROMPT, "--prompt-cache", file)
+        assert (status, text) == (0, expected)
+        assert f"prefix cache: {found} tokens found" in report and f"prefill: {run} tokens" in report
+    report = generate(longer, "--prompt-cache", file)[2]
+    assert f"prefix cache: {len(PROMPT)} tokens found" in report and "prefill: 5 tokens" in report
+    assert f"{len(longer)} tokens found" in generate(longer, "--prompt-cache", file)[2]
+
+
+def test_prompts_that_begin_alike_share_it(generate):
+    prompts = [PROMPT + end for end in (" one thing", " another", "")]
+    expected = generate(*prompts)[1]
+    status, texts, report = generate(*prompts, "--prefix-cache", "10MiB")
+    assert (status, texts) == (0, expected)
+    assert f"prefix cache: {2 * len(PROMPT)} tokens found" in report
+
+
+def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
+    file = tmp_path / "prompt"
+    generate(PROMPT, "--prompt-cache", file)
+    whole = file.read_bytes()
+    (tmp_path / "short").write_bytes(whole[:1000])
+    other = shutil.copytree(small_folder, tmp_path / "other")
+    save_byte_tokenizer(other)
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8").replace("<|bos|>", "<|begin|>"), encoding="utf-8")
+    for options, message in (
+        (["--prefix-cache", "much"], "'much' is no size; write it like 500MiB or 2GiB"),
+        (["--prompt-cache", tmp_path / "none" / "file"], "there is no such folder"),
+        (["--prompt-cache", tmp_path / "short"], "damaged or incomplete"),
+        (["--prompt-cache", file, "--dtype", "bfloat16"], "made in torch.float32 and the model runs in torch.bfloat16"),
+        (["--prompt-cache", file, "--prefix-cache", "1KiB"], "no room for the prompt"),
+        (["another", "--prompt-cache", file], "is for one prompt"),
+        (["--speculate", "eagle"], "must be ngram or ngram:K"),
+        (["--speculate", "ngram:0"], "draft_tokens is 0, and must be at least 1"),
+        (["--draft-tokens", 3], "--draft-tokens belongs to --draft-model"),
+        (["--speculate", "ngram", "--draft-model", small_folder], "not both"),
+        (["--draft-model", other], "has another tokenizer"),
+        (["--draft-model", tmp_path / "none"], "none"),
+    ):
+        status, _, report = generate(PROMPT, *options)
+        assert status == 2 and message in report, report
+    status, _, report = generate(PROMPT, "--prompt-cache", file, model=small_folder)
+    assert status == 2 and "another checkpoint" in report
+    assert file.read_bytes() == whole
+
+
+def test_sizes():
+    assert [num_bytes(text) for text in ("100", "1KiB", "1.5 MiB", "2GiB")] == [100, 1024, 3 * 2**19, 2**31]
+    for text in ("", "GiB", "-1MiB", "2GB", "1e3"):
+        with pytest.raises(UserError, match="is no size"):
+            num_bytes(text)
+
+
+def test_where_prompts_of_a_batch_are_cut():
+    """Where several begin alike, by 16 tokens or more beyond the last such place."""
+    a, b = list(range(40)), [7] * 30
+    prompts = [[*a, 1, 2], b, [*a[:20], 3], [*a, 1, 5, 6], [*a[:20], *b], a[:10]]
+    assert list(map(sorted, _shared_lengths(prompts))) == [[20, 41], [], [20], [20, 41], [20], []]
+    assert _shared_lengths([a]) == [frozenset()] and _shared_lengths([a, a]) == [frozenset([40])] * 2
