@@ -25,7 +25,7 @@ REFUSED = {
     "empty": (dict(prompt=""), "the prompt is empty"),
     "none": (dict(prompt=[]), "there is no prompt"),
     "one of several empty": (dict(prompt=["a", ""]), "prompt 2 is empty"),
-    "too long": (dict(prompt=[1] * 600), "the prompt has 600 tokens; this model takes at most 599"),
+    "too long": (dict(prompt=[1] * 600), "the prompt has 600 tokens; .* at most 599"),
     "token id": (dict(prompt=[264]), "outside the vocabulary"),
     "negative token id": (dict(prompt=[-1]), "outside the vocabulary"),
     "max_tokens": (dict(max_tokens=0), "max_tokens is 0"),
@@ -100,7 +100,10 @@ class TestLoop:
         token = tokens_of(texting[0], ids[0], max_tokens=3, ignore_eos=True)[0][2]
         monkeypatch.setattr(texting[0].generation_config, "eos_token_id", [token, 1])
         responses = list(stream_generate(texting[0], texting[1], ids[0], max_tokens=9))
-        assert responses[-1].token == token and responses[-1].finish_reason == "stop" and responses[-1].text == ""
+        assert responses[-1].token == token and responses[-1].finish_reason == "stop"
+        before = [response.token for response in responses[:-1]]
+        text = "".join(response.text for response in responses)
+        assert text == texting[1].decode(before, skip_special_tokens=True), "the stop token has no text"
         assert len(tokens_of(texting[0], ids[0], max_tokens=9, ignore_eos=True)[0]) == 9
 
     def test_the_limit_of_the_model(self, texting):
@@ -115,7 +118,7 @@ class TestLoop:
         assert several == [generate(runtime, tokenizer, prompt, **options) for prompt in PROMPTS]
         assert generate(runtime, tokenizer, tokenizer.encode(PROMPTS[0]), **options) == several[0]
         new = tokens_of(runtime, tokenizer.encode(PROMPTS[0]), **options)[0]
-        assert tokenizer.decode(new, skip_special_tokens=True).rstrip("\ufffd").startswith(several[0])
+        assert tokenizer.decode(new, skip_special_tokens=True) == several[0]
 
     @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())
     def test_bad_input_is_refused_before_anything_runs(self, texting, arguments, message):
