@@ -12,6 +12,7 @@ import transformers
 
 from benchmarks.bound import decode_bytes, prefill_flops
 from granite4_neuron import load
+from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import LaunchTable, device_name, read_table, table_name, write_table
 from granite4_neuron.random_weights import random_model
@@ -51,8 +52,25 @@ def test_quantized_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("--speculate", "ngram:3"), "of 4 tokens"),
+        (("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%"),
+        (("--kept-prompt",), "from the file"),
+    ],
+    ids=["n-gram", "draft model", "kept prompt"],
+)
+def test_reuse(arguments, expected):
+    done = run(*SMALL, *arguments)
+    assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
+        (("--speculate", "eagle"), "must be ngram or ngram:K"),
+        (("--speculate", "ngram", "--kept-prompt"), "give one of --speculate and --kept-prompt at a time"),
+        (("--kept-prompt", "--json", "numbers.json"), "leave out --json"),
         (("--prompt-length", "131072"), "this model takes at most 131072"),
         (("--batch-size", "0"), "--batch-size must be at least 1"),
         (("--model", "/no/such/folder"), "is not a folder"),
