@@ -8,6 +8,10 @@ tokens per second of both phases, peak memory; and which share of the machine's 
 arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
 runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
 the same machine.
+
+--speculate or --draft-model measure decode with and without drafts instead, of prompts in which the model has already
+said what it says next, and a verification beside a step of decode. --kept-prompt measures the time to first token with
+a file of what an earlier run left behind.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,16 +44,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.bound import Machine, Rates, decode_bytes, prefill_flops
+from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.commands.options import add_cpu_options, check_folder_of, write_json
 from granite4_neuron.commands.output import peak_memory_bytes
+from granite4_neuron.commands.reuse import DRAFT_TOKENS, add_speculation, ngram_tokens
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
-from granite4_neuron.generation.loading import load_compiled
+from granite4_neuron.generation.loading import load_compiled, load_tokenizer
 from granite4_neuron.ops.launch_parameters import processor_name
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.speculation import DraftModel, NgramDrafter
 
 MACHINE = "machine"
 OURS = "granite4-neuron"
@@ -144,6 +152,9 @@ def main() -> int:
         _check(options)
         with _checkpoint(options) as folder:
             _check_lengths(folder, options)
+            if _is_reuse(options):
+                _measure_reuse(folder, options)
+                return 0
             results = _measure_all(folder, options)
         _report(results, options)
     except UserError as error:
@@ -379,6 +390,73 @@ def _ratios(ours: Result, theirs: Result) -> list[str]:
     return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
 
 
+def _is_reuse(options: argparse.Namespace) -> bool:
+    return options.kept_prompt or options.speculate is not None or options.draft_model is not None
+
+
+def _measure_reuse(folder: Path, options: argparse.Namespace) -> None:
+    """Print what speculation, or a kept prompt, saves."""
+    torch.set_num_threads(options.threads)
+    runtime = _cpu_runtime(folder, options)
+    turns = (options.warmup, options.repeats)
+    title = escape(
+        f"{_source(options)}, {options.dtype or 'dtype as stored'}\n{', '.join(_machine(options.threads).values())}"
+    )
+    if options.kept_prompt:
+        table = Table("prompt", "first token ms", "from the file ms", "ratio", title=title)
+        for length in options.prompt_length:
+            tokens = torch.randint(runtime.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
+            kept = measure_kept_prompt(runtime, tokens.tolist(), *turns)
+            ratio = f"1/{kept.first_ms / kept.second_ms:.1f}"
+            table.add_row(str(length), f"{kept.first_ms:.1f}", f"{kept.second_ms:.1f}", ratio)
+    else:
+        columns = ("batch", "prompt", "plain tok/s", "drafted tok/s", "speed-up", "accepted", "tokens per step")
+        table = Table(*columns, "decode ms", "verify ms", "ratio", title=title)
+        for batch_size, length in itertools.product(options.batch_size, options.prompt_length):
+            table.add_row(str(batch_size), str(length), *_speculation(runtime, folder, batch_size, length, options))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _speculation(
+    runtime: CPURuntime, folder: Path, batch_size: int, length: int, options: argparse.Namespace
+) -> list[str]:
+    """Cells of one row of the table."""
+    if options.draft_model is None:
+        draft_tokens, new_drafter = ngram_tokens(options.speculate), NgramDrafter
+    else:
+        small = _cpu_runtime(find(options.draft_model), options)
+        draft_tokens = options.draft_tokens or DRAFT_TOKENS
+        longest = length + options.output_length
+        new_drafter = partial(DraftModel, small, runtime.config.vocab_size, batch_size, longest)
+    prompt = recitation(runtime, _beginning(folder), length)
+    turns = (options.output_length, options.warmup, options.repeats)
+    result = measure_speculation(runtime, new_drafter, draft_tokens, [prompt] * batch_size, *turns)
+    return [
+        f"{result.plain_rate:.1f}",
+        f"{result.rate:.1f}",
+        f"{result.rate / result.plain_rate:.2f}x",
+        f"{result.acceptance_rate:.0%}",
+        f"{result.tokens_per_step:.2f}",
+        f"{result.decode_ms:.2f}",
+        f"{result.verify_ms:.2f} of {draft_tokens + 1} tokens",
+        f"{result.verify_ms / result.decode_ms:.2f}",
+    ]
+
+
+def _beginning(folder: Path) -> list[int]:
+    """Of a text that the bundled model knows by heart; anything where there is no tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        return list(range(8))
+    tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+    return tokenizer.encode("An assignment statement")
+
+
+def _cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
+    model = checkpoint.load_model(folder, _dtype(folder, options), quantize=options.quantize)
+    options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs)
+    return CPURuntime(model, transformers.GenerationConfig(), **options)
+
+
 def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -458,6 +536,8 @@ def _check(options: argparse.Namespace) -> None:
         if options.tuned_configs:
             raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
         neuron_sdk.require()
+    if _is_reuse(options):
+        _check_reuse(options)
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
     if options.plot:
@@ -468,6 +548,22 @@ def _check(options: argparse.Namespace) -> None:
         formats = Figure().canvas.get_supported_filetypes()
         if options.plot.suffix[1:] not in formats:
             raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
+
+
+def _check_reuse(options: argparse.Namespace) -> None:
+    modes = {
+        f"--{name.replace('_', '-')}": getattr(options, name) for name in ("speculate", "draft_model", "kept_prompt")
+    }
+    given = [option for option, value in modes.items() if value]
+    if len(given) > 1:
+        raise UserError(f"give one of {' and '.join(given)} at a time.")
+    if options.speculate is not None:
+        ngram_tokens(options.speculate)
+    others = {"--backend nxdi": options.backend == "nxdi"}
+    others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
+    for option, is_given in others.items():
+        if is_given:
+            raise UserError(f"{given[0]} is measured on the cpu beside the same without; leave out {option}.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -486,6 +582,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
     add_cpu_options(parser)
     parser.set_defaults(threads=os.cpu_count() or 1)
+    add_speculation(parser)
+    parser.add_argument(
+        "--kept-prompt", action="store_true", help="measure what a file of an earlier run's prompt saves"
+    )
     parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")

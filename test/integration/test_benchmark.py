@@ -13,6 +13,7 @@ import transformers
 
 import benchmark_latency
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.state import HybridState
@@ -52,8 +53,25 @@ def test_quantized_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("--speculate", "ngram:3"), "of 4 tokens"),
+        (("--draft-model", bundled_checkpoint(), "--draft-tokens", "2"), "100%"),
+        (("--kept-prompt",), "from the file"),
+    ],
+    ids=["n-gram", "draft model", "kept prompt"],
+)
+def test_reuse(arguments, expected):
+    done = run(*SMALL, *arguments)
+    assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
+        (("--speculate", "eagle"), "must be ngram or ngram:K"),
+        (("--speculate", "ngram", "--kept-prompt"), "give one of --speculate and --kept-prompt at a time"),
+        (("--kept-prompt", "--json", "numbers.json"), "leave out --json"),
         (("--prompt-length", "131072"), "this model takes at most 131072"),
         (("--batch-size", "0"), "--batch-size must be at least 1"),
         (("--model", "/no/such/folder"), "is not a folder"),

@@ -1,14 +1,18 @@
 """Sequences that go on from what earlier ones left behind: what they find, what it costs, and that nobody can tell."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from granite4_neuron import UserError
+from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.state import HybridState
 from test.support.engines import (
     CHUNK,
     VOCAB,
@@ -240,6 +244,20 @@ class TestMemory:
             engine._slots.state.layers[0].ssm_state[1] = torch.nan
         assert run(engine)[id][-1].finish_reason == "error"
         assert cache.stats.snapshots == 1 and cache.find(TOKENS[:20] + OTHERS[:9]).length == 16
+
+
+def test_the_documented_sizes_are_those_of_the_state():
+    text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (granite\S+) \| ([\d,]+) bytes \| ([\d,]+) bytes \|$", text, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(family_names())
+    for name, *documented in rows:
+        config = GraniteMoeHybridConfig.from_family(name)
+        state = HybridState.allocate(config, 2, 9, torch.bfloat16, "meta")
+        recurrent, with_keys = (
+            sum(tensor.nbytes for tensor in state.slot_tensors(torch.tensor([1], device="meta"), 0, length).values())
+            for length in (0, 9)
+        )
+        assert [int(size.replace(",", "")) for size in documented] == [recurrent, (with_keys - recurrent) / 9]
 
 
 class TestFiles:

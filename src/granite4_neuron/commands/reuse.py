@@ -109,7 +109,7 @@ def drafter(
 
     require(runtime, "verify")
     if options.speculate is not None:
-        return NgramDrafter(), _ngram_tokens(options.speculate)
+        return NgramDrafter(), ngram_tokens(options.speculate)
     draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model)
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
@@ -130,7 +130,12 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _ngram_tokens(text: str) -> int:
+def ngram_tokens(text: str) -> int:
+    """How many tokens --speculate drafts.
+
+    Raises:
+        UserError: it is malformed.
+    """
     match = re.fullmatch(r"ngram(?::(\d+))?", text)
     if match is None:
         raise UserError(f"--speculate is {text!r}; it must be ngram or ngram:K.")

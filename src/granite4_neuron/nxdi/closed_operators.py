@@ -84,7 +84,7 @@ def _cumsum(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 
 def _fill_prefix(cache: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
     """The SDK writes a DynamicUpdateSlice here; so does torch_xla."""
-    return prefix if cache.shape == prefix.shape else torch.slice_scatter(cache, prefix, dim=2, end=prefix.shape[2])
+    return torch.slice_scatter(cache, prefix, dim=2, end=prefix.shape[2])
 
 
 def _experts(name: str) -> Callable[..., torch.Tensor]:
