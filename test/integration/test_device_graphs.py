@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.hlo_lint import findings, instructions
@@ -193,3 +194,32 @@ def test_components_are_traced_alone(tmp_path):
     }
     dtypes = [tensor.dtype for tensor in traced.components["layers.0.mamba"]]
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state
+
+
+def test_command(tmp_path, capsys):
+    file = tmp_path / "graphs.json"
+    arguments = [
+        "--model",
+        "h-350m",
+        "--tp-degree",
+        "4",
+        "--buckets",
+        "128",
+        "--max-length",
+        "256",
+        "--json",
+        str(file),
+    ]
+    assert main(["graphs", "--backend", "nxdi", *arguments]) == 0
+    assert "context 128" in capsys.readouterr().out
+    context, continuation, decode = json.loads(file.read_text())
+    assert [graph["graph"] for graph in (context, continuation, decode)] == [
+        "context 128",
+        "continuation 128",
+        "decode, batch 1",
+    ]
+    for graph in (context, continuation, decode):
+        parts = graph["components"].values()
+        assert sum(part["bytes_accessed"] for part in parts) == pytest.approx(graph["cost"]["bytes_accessed"])
+        assert graph["minimum"]["flops"] < graph["cost"]["flops"] < 1.2 * graph["minimum"]["flops"]
+        assert graph["temporary_bytes"] > 0 and graph["findings"] == []
