@@ -196,7 +196,8 @@ def test_components_are_traced_alone(tmp_path):
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "graphs.json"
     arguments = [
         "--model",
