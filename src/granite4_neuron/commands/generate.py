@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
@@ -17,6 +16,7 @@ from granite4_neuron.commands.options import (
     load_runtime,
     model_or_bundled,
     number_in,
+    read_text,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
 from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
@@ -132,15 +132,8 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
         raise UserError("--system is part of a conversation; give --chat too.")
     if options.prompt:
         return options.prompt
-    if options.file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise UserError("there is no prompt; give one as an argument, with --file, or on standard input.")
-    try:
-        text = sys.stdin.read() if options.file in (None, "-") else Path(options.file).read_text(encoding="utf-8")
-        return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
-    except OSError as error:
-        raise UserError(f"{options.file} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{options.file or 'standard input'} is not text in UTF-8.") from None
+    text = read_text(options.file, "there is no prompt; give one as an argument, with --file, or on standard input.")
+    return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
 
 
 def _print_stats(stats: GenerationStats, cache: PrefixCache | None) -> None:

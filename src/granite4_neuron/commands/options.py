@@ -31,6 +31,7 @@ examples:
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
+  granite4-neuron evaluate report.txt --compare bfloat16 int8
   granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
   granite4-neuron plan --model granite-4.0-h-small --instance trn2.3xlarge --tp-degree 4
 """
@@ -197,6 +198,22 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     import torch
 
     return None if name is None else getattr(torch, name)
+
+
+def read_text(file: str | None, nothing: str) -> str:
+    """The text in a file, or on standard input where it is None or "-".
+
+    Raises:
+        UserError: it cannot be read, or is no text; `nothing`, where there is no file and standard input is a terminal.
+    """
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UserError(nothing)
+    try:
+        return sys.stdin.read() if file in (None, "-") else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file or 'standard input'} is not text in UTF-8.") from None
 
 
 def check_folder_of(file: Path | None) -> None:

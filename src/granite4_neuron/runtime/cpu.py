@@ -86,6 +86,11 @@ class CPURuntime:
     def is_quantized(self) -> bool:
         return self.model.is_quantized
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are held in memory."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_parameters(), self.config, self.model.kernel_layout)
