@@ -46,8 +46,8 @@ class CPURuntime:
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or the
-            Mamba kernels cannot run.
+        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
+            the Mamba kernels cannot run.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
