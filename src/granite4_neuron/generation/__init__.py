@@ -2,7 +2,7 @@
 
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
-from granite4_neuron.generation.chat import chat_prompt
+from granite4_neuron.generation.chat import ConversationEncoder, chat_prompt
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
@@ -11,6 +11,7 @@ from granite4_neuron.generation.loop import (
 )
 
 __all__ = [
+    "ConversationEncoder",
     "GenerationResponse",
     "GenerationStats",
     "bundled_checkpoint",
