@@ -112,7 +112,9 @@ def assert_independent(first, second):
     """Two tosses of a fair coin agree in half of the cases; 5 standard errors."""
     first, second = first.flatten(), second.flatten()
     n = len(first)
-    assert abs((first == second).double().mean().item() - 0.5 * (1 + (2 * first.double().mean() - 1) ** 2)) < 2.5 / n**0.5
+    assert (
+        abs((first == second).double().mean().item() - 0.5 * (1 + (2 * first.double().mean() - 1) ** 2)) < 2.5 / n**0.5
+    )
 
 
 @given(st.floats(-1e4, 1e4, width=32), st.sampled_from(DTYPES), st.integers(0, 2**20))

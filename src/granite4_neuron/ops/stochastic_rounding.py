@@ -3,7 +3,7 @@
 A state that is rounded after every token loses, under rounding to nearest, every change below half the spacing of its
 dtype's values: a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
 
-Random numbers are a function of a seed and of what is rounded, and there is no generator whose state would depend on who
+Random numbers are a function of a seed and of what is rounded; there is no generator whose state would depend on who
 else is served: Philox-4x32, whose counter is made of the element's place in the state of its sequence, the position of
 the token whose state it is, and a stream (a layer's number).
 """

@@ -269,7 +269,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t groups = m.settings.groups, heads_per_group = m.heads / groups;
   int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, block = CHUNK * CHUNK;
   std::vector<float> scores(m.batch * groups * chunks * block);
-  at::parallel_for(0, m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / (groups * chunks), group = task / chunks % groups, start = task % chunks * CHUNK;
@@ -278,7 +278,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       chunk_scores<CHUNK>(of_group.part(start, CHUNK), m.d_state, &scores[task * block], scratch);
     }
   });
-  at::parallel_for(0, m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
     HeadScan<CHUNK> head_scan(m.head_dim, m.d_state);
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
