@@ -20,6 +20,7 @@ from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
+from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MambaKernels",
     "Operators",
     "QuantizedWeight",
+    "Rounding",
     "Weight",
     "apply_rotary",
     "as_tensor",
@@ -57,6 +59,7 @@ __all__ = [
     "selective_state_step",
     "selective_state_update",
     "silu_and_mul",
+    "stochastic_round",
     "topk_softmax",
     "write_cache",
 ]

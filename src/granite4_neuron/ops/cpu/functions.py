@@ -13,6 +13,7 @@ import torch
 from granite4_neuron.ops import quantization
 from granite4_neuron.ops.cpu.build import kernel
 from granite4_neuron.ops.cpu.weights import PackedWeight
+from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,6 +104,7 @@ def mamba_mixer(
     rows: Sequence[torch.Tensor],
     sizes: tuple[int, int, int],
     time_step_limit: tuple[float, float],
+    rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
 ) -> torch.Tensor:
     """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
     dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens `mamba_chunk_scan_combined`.
@@ -114,13 +116,15 @@ def mamba_mixer(
         weights: conv_weight, [conv_dim, 1, d_conv]; conv_bias, [conv_dim] or None; dt_bias, A_log and D, [num_heads];
             all in projected's dtype.
         conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
-        ssm_state: [slots, num_heads, head_dim, d_state], float32, advanced in place.
-        rows: lengths, read_slots and write_slots, each [batch]: a row's real tokens, where its state is read, and where
-            it is written; -1 for nowhere, in steps of several tokens.
+        ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16 with
+            `stochastic_round` where it is stored and after each chunk of a prompt.
+        rows: lengths, read_slots, write_slots and starts, each [batch]: a row's real tokens; where its state is read,
+            and where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
         sizes: n_groups, of B and C; chunk_size and heads_per_task, see `LaunchParameters`.
         time_step_limit: of the clamp.
+        rounding: of an ssm_state that is not float32.
 
     Returns:
         [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
     """
-    return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)
+    return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit, rounding)

@@ -37,22 +37,25 @@ class WeightList {
 
 using MatrixList = c10::List<WeightPointer>;
 
-// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high.
-inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2);
-  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1])};
+// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
+inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3);
+  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1]),
+          {static_cast<uint64_t>(rounding[0]), static_cast<uint32_t>(rounding[1]), rounding[2]}};
 }
 
 at::Tensor mamba_mixer_operator(
     const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  return mamba_mixer(projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  MixerState state{conv_state, ssm_state};
+  return mamba_mixer(projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, rounding));
 }
 
 // matrices: in_proj, out_proj.
 std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
     const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
-    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
+    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
+    at::IntArrayRef rounding) {
   TORCH_CHECK(matrices.size() == 2 && states.size() == 2 && constants.size() == 4);
   WeightList of(list);
   at::Tensor norm = of.next();
@@ -61,7 +64,7 @@ std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
   at::Tensor gated_norm = of.next();
   MambaBlockWeights weights{norm, in_proj, mixer, gated_norm, {matrices.get(1), of.next_if_any()}};
   return mamba_block(
-      hidden_states, weights, {states[0], states[1]}, rows, settings(sizes, constants.slice(0, 2)),
+      hidden_states, weights, {states[0], states[1]}, rows, settings(sizes, constants.slice(0, 2), rounding),
       {constants[2], constants[3]});
 }
 
@@ -92,14 +95,15 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
   library.def("mlp(Tensor x, " WEIGHT " input_weight, " WEIGHT " output_weight) -> Tensor");
   library.def("logits(Tensor x, " WEIGHT " weight, float scaling) -> Tensor");
-  // rows: lengths, read_slots, write_slots. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  // rounding: seed, stream, rounds.
   library.def(
       "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
-      "int[] sizes, float[] limits) -> Tensor");
+      "int[] sizes, float[] limits, int[] rounding) -> Tensor");
   // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
       "mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
-      "Tensor[] rows, int[] sizes, float[] constants) -> (Tensor, Tensor)");
+      "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
   library.def(
       "feed_forward_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor norm, int top_k, float eps, "
       "float residual_multiplier) -> Tensor");
