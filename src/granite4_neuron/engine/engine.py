@@ -86,6 +86,16 @@ class Engine:
         """Whether a sequence runs or waits."""
         return bool(self._waiting or self._running)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have none yet."""
+        return len(self._waiting)
+
     def add(self, request: Request) -> int:
         """Take in a request; it starts in a later step.
 
@@ -97,6 +107,8 @@ class Engine:
                 needs more memory than there is.
         """
         request.check(self.runtime.config.vocab_size)
+        if request.prompt_logprobs is not None:
+            require(self.runtime, "all_logits")
         if request.stop and self._tokenizer is None:
             raise UserError("stop strings need an engine with a tokenizer; give stop tokens.")
         if len(request.tokens) >= self.max_length:
@@ -148,24 +160,39 @@ class Engine:
         started = time.perf_counter()
         outputs, chosen, rows = [], [], []
         for sequence in sequences:
+            # Not even a single token more would fit; who comes later finds more in the prefix cache.
+            if len(rows) == self.runtime.rows_per_step or not self._fits(rows):
+                break
             if self._waits_for_prefix(sequence, chosen):
                 continue
             outputs += self._begin(sequence)
             if not sequence.is_prompt:
                 continue
             row = sequence.next_row(sequence.next_cut(self.runtime.tokens_per_step))
-            longest = max(len(each.tokens) for each in (*rows, row))
-            if rows and (len(rows) + 1) * longest > self.runtime.tokens_per_step:
+            if not self._fits(rows, len(row.tokens)):
                 break
             chosen.append(sequence)
             rows.append(row)
-            if len(rows) == self.runtime.rows_per_step:
-                break
         if rows:
-            outputs += self._after(chosen, rows, self.runtime.step(self._slots.state, rows))
+            outputs += self._after(chosen, rows, self._prompt_logits(chosen, rows))
         self.stats.prompt_tokens += sum(len(row.tokens) for row in rows)
         self.stats.prompt_seconds += time.perf_counter() - started
         return outputs
+
+    def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
+        """Whether a step of these rows has room for another of so many tokens; an empty one has."""
+        longest = max(tokens, *(len(row.tokens) for row in rows), 0)
+        return not rows or (len(rows) + 1) * longest <= self.runtime.tokens_per_step
+
+    def _prompt_logits(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """Run rows of prompts: logits [vocab_size] after the last token of each."""
+        if all(sequence.request.prompt_logprobs is None for sequence in sequences):
+            return self.runtime.step(self._slots.state, rows)
+        logits = self.runtime.step(self._slots.state, rows, all_logits=True)
+        for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
+            if sequence.request.prompt_logprobs is not None:
+                sequence.note_prompt(row, of_row)
+        return [of_row[len(row.tokens) - 1] for row, of_row in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
         """Whether one of the others, in the same step, is about to leave a beginning that the sequence shares."""
@@ -181,6 +208,7 @@ class Engine:
             return []
         sequence.has_begun = True
         sequence.prefix = self._cache.find(sequence.tokens)
+        sequence.cuts |= self._cache.new_branches(sequence.tokens)
         if sequence.prefix is None:
             return []
         self.runtime.restore(self._slots.state, sequence.prefix.snapshots, sequence.slot)
@@ -258,7 +286,7 @@ class Engine:
             except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
                 return [*outputs, Output(sequence.id, None, sequence.text.finish(), "error", str(error))]
             self.stats.generated_tokens += 1
-            outputs.append(sequence.append(token))
+            outputs.append(sequence.append(token, of_token))
             if token != draft or outputs[-1].finish_reason is not None:
                 break
         return outputs

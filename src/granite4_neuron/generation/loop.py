@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
-from granite4_neuron.engine.prefix_cache import common_length
-from granite4_neuron.engine.request import check_text, check_tokens, is_whole
+from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
+from granite4_neuron.engine.request import check_text, check_tokens
+from granite4_neuron.engine.sampling import is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.speculation import Drafter
 
 Prompt = str | Sequence[int]
-
-SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
 
 @dataclass(frozen=True)
