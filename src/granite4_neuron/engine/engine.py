@@ -134,6 +134,17 @@ class Engine:
                 return True
         return False
 
+    def finish(self, id: int) -> str:
+        """End a sequence that runs where it is, as if that were its limit; returns the text that was held back.
+
+        Unlike one that is cancelled, it leaves what it has in the prefix cache.
+        """
+        sequence = self._running[id]
+        if self._cache is not None and sequence.logits is not None:
+            self._keep(sequence)
+        self._leave(sequence)
+        return sequence.text.finish()
+
     def step(self) -> list[Output]:
         """Run one step; returns the new tokens. Those of a sequence come in their order; with a drafter, several."""
         self._start_waiting()
@@ -294,11 +305,15 @@ class Engine:
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
         """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
         reason = outputs[-1].finish_reason if outputs else None
+        sequence.logits = logits
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
-            take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
-            self._cache.keep(sequence.tokens[: sequence.stored], take, logits)
+            self._keep(sequence)
         if reason is not None:
             self._leave(sequence)
+
+    def _keep(self, sequence: RunningSequence) -> None:
+        take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
+        self._cache.keep(sequence.tokens[: sequence.stored], take, sequence.logits)
 
     def _leave(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

@@ -151,6 +151,7 @@ class RunningSequence:
     cuts: lengths of the prompt at which it is cut, and which a prefix cache keeps.
     has_begun: whether the prefix cache has been asked, or tokens have been run.
     prefix: what the cache had of it, if anything.
+    logits: [vocab_size], those after the last token that was stored; None before the first step.
     prompt_logprobs: of the prompt's tokens that have been run, but the first, where the request asks for them.
     """
 
@@ -165,6 +166,7 @@ class RunningSequence:
     cuts: set[int] = field(init=False)
     has_begun: bool = False
     prefix: Prefix | None = None
+    logits: torch.Tensor | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -84,9 +84,9 @@ def stream_generate(
     """
     _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
-    stop_ids = set(stop_token_ids)
+    stop_ids = frozenset(stop_token_ids)
     if not ignore_eos:
-        stop_ids |= _eos_token_ids(sampling.eos_token_id) | _eos_token_ids(tokenizer.eos_token_id)
+        stop_ids |= end_tokens(runtime, tokenizer)
     limit = runtime.config.max_position_embeddings
     prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
@@ -96,7 +96,7 @@ def stream_generate(
             max_tokens=max_tokens,
             sampling=sampling,
             seed=None if seed is None else seed + index,
-            stop_token_ids=frozenset(stop_ids),
+            stop_token_ids=stop_ids,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             snapshots_at=shared[index],
         )
@@ -125,6 +125,13 @@ def generate(
     for response in stream_generate(runtime, tokenizer, prompt, **options):
         texts[response.index] += response.text
     return texts if _is_several(prompt) else texts[0]
+
+
+def end_tokens(runtime: Runtime, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The end-of-sequence tokens of a checkpoint: what its generation defaults say, and its tokenizer."""
+    of_both = (runtime.generation_config.eos_token_id, tokenizer.eos_token_id)
+    as_lists = (ids if isinstance(ids, Sequence) else [ids] for ids in of_both if ids is not None)
+    return frozenset(itertools.chain(*as_lists))
 
 
 def _run(
@@ -227,9 +234,3 @@ def _is_list(value: object) -> bool:
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompt if _is_several(prompt) else [prompt]
-
-
-def _eos_token_ids(ids: int | Sequence[int] | None) -> set[int]:
-    if ids is None:
-        return set()
-    return {ids} if isinstance(ids, int) else set(ids)
