@@ -197,7 +197,7 @@ class _Decoder(nn.Module):
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_DecoderLayer(config, kind, parallel) for kind in config.layer_types)
+        self.layers = nn.ModuleList(_DecoderLayer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
@@ -225,13 +225,13 @@ class _DecoderLayer(nn.Module):
 
     operators: Operators = TORCH
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_mamba = layer_type == MAMBA
+        self.is_mamba = config.layer_types[layer] == MAMBA
         if self.is_mamba:
-            self.mamba = Mamba2(config, parallel)
+            self.mamba = Mamba2(config, parallel, layer)
         else:
             self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -296,6 +296,7 @@ class _DecoderLayer(nn.Module):
             mamba.time_step_limit,
             mamba.norm.eps,
             self.residual_multiplier,
+            mamba.rounding,
         )
 
     def _feed_forward_block(self) -> Operator:

@@ -161,6 +161,7 @@ class Mamba:
         self.A_log = torch.empty(heads).uniform_(1, A, generator=g).log().to(dtype)
         self.D = normal(heads).to(dtype)
         self.limit = (0.0, math.inf)
+        self.rounding = ops.Rounding(seed=5, stream=3)
         self.launch = (HEURISTIC.chunk_size, HEURISTIC.heads_per_task)
         self.slots = torch.arange(rows).flip(0) + 1
         self.conv_state = torch.full((rows + 2, self.channels, width - 1), math.nan, dtype=dtype)
@@ -184,9 +185,10 @@ class Mamba:
             self.weights,
             self.conv_state,
             self.ssm_state,
-            (lengths, slots.where(started > 0, 0), slots),
+            (lengths, slots.where(started > 0, 0), slots, started),
             (self.sizes[2], *self.launch),
             self.limit,
+            self.rounding,
         )
 
     def exact(self, projected):
@@ -335,6 +337,39 @@ class TestMambaMixer:
         with pytest.raises(RuntimeError, match="row 0 is in slot 3 of 3"):
             mamba.run(mamba.inputs(1, 2), [2], [0])
 
+    @pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+    @pytest.mark.parametrize("d_state", [16, 40, 128, 136, 256])
+    @pytest.mark.parametrize("cuts", [[1] * 6, [32, 32, 20, 1, 5]], ids=["decode", "prefill"])
+    def test_a_16_bit_state_is_the_rounded_one(self, state_dtype, d_state, cuts):
+        """Every step, from the same 16-bit state: what float32 gives, rounded as the definition says, bit by bit."""
+        mamba, exact = (Mamba(2, heads=3, d_state=d_state) for _ in range(2))
+        mamba.launch = exact.launch = 32, 2
+        mamba.ssm_state = mamba.ssm_state.to(state_dtype)
+        started = [0, 0]
+        for seed, tokens in enumerate(cuts):
+            exact.ssm_state, lengths = mamba.ssm_state.float(), [tokens, (tokens + 1) // 2]
+            history = mamba.inputs(2, tokens, seed)
+            y, expected_y = (each.run(history, lengths, started) for each in (mamba, exact))
+            assert torch.equal(y, expected_y), "what a step computes is rounded nowhere"
+            for row, length in enumerate(lengths):
+                position = torch.tensor([started[row] + length - 1])
+                state = exact.ssm_state[mamba.slots[row]][None]
+                expected = ops.stochastic_round(state, state_dtype, position, mamba.rounding)[0]
+                if length > 0:
+                    assert torch.equal(mamba.ssm_state[mamba.slots[row]], expected)
+                started[row] += length
+        assert mamba.ssm_state[3].isnan().all() and mamba.ssm_state[0].count_nonzero() == 0
+
+    def test_cuts_between_chunks_do_not_matter_to_a_16_bit_state(self):
+        history = Mamba(1).inputs(1, 100)
+        whole, pieces = (Mamba(1) for _ in range(2))
+        for mamba, cuts in ((whole, [0, 100]), (pieces, [0, 32, 96, 100])):
+            mamba.launch, mamba.ssm_state = (32, 2), mamba.ssm_state.to(torch.float16)
+            for start, end in zip(cuts, cuts[1:], strict=False):
+                mamba.y = mamba.run(history[:, start:end], [end - start], [start])
+        assert torch.equal(whole.ssm_state[1], pieces.ssm_state[1])
+        assert torch.equal(whole.y[:, 96:], pieces.y)
+
     @pytest.mark.parametrize("tokens", [1, 30])
     def test_time_step_limit(self, tokens):
         mamba = Mamba(1)
@@ -367,9 +402,9 @@ def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
         gated_norm={"weight": norm},
         out_proj={"weight": w_out, "bias": b_out, "weight_scale": s_out},
     )
-    block = cpu.MambaBlock(block_weights, 1, whole.limit, eps=1e-5, residual_multiplier=0.3)
+    block = cpu.MambaBlock(block_weights, 1, whole.limit, eps=1e-5, residual_multiplier=0.3, rounding=whole.rounding)
     slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
-    rows = (torch.tensor(lengths), torch.zeros_like(slots), slots)
+    rows = (torch.tensor(lengths), torch.zeros_like(slots), slots, torch.zeros_like(slots))
     output, _ = block(x, whole.conv_state, whole.ssm_state, rows, HEURISTIC)
     assert torch.equal(output, cpu.residual_add(x, mixed, 0.3))
     for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.engine import Engine, PrefixCache, Request, with_overrides
-    from granite4_neuron.generation import Conversation, ConversationEncoder, end_tokens
+    from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
 
     cache = PrefixCache(runtime, max_bytes, None)
     drafts, draft_tokens = drafter(options, runtime, tokenizer, 1)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             options.repetition_penalty,
         ),
         seed=options.seed,
-        stop_token_ids=end_tokens(runtime, tokenizer),
+        stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
         stop=tuple(options.stop),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:

@@ -32,12 +32,14 @@ SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 class PrefixCacheStats:
     """queries, hit_tokens: sequences that asked, and tokens that they found.
     snapshots, num_bytes: entries that are there, and the memory of all nodes.
+    in_use: sequences that go on from one.
     evictions: entries that made room for others.
     """
 
     queries: int = 0
     hit_tokens: int = 0
     snapshots: int = 0
+    in_use: int = 0
     num_bytes: int = 0
     evictions: int = 0
 
@@ -129,6 +131,7 @@ class PrefixCache:
             node = node.parent
         self._entries.move_to_end(node)
         node.users += 1
+        self.stats.in_use += 1
         self.stats.hit_tokens += node.length
         return Prefix(node.length, self._snapshots(node), node.logits, node)
 
@@ -145,6 +148,7 @@ class PrefixCache:
     def release(self, prefix: Prefix) -> None:
         """The sequence that goes on from it has ended."""
         prefix.node.users -= 1
+        self.stats.in_use -= 1
 
     def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot of a sequence, unless it is there already or there is no room.

@@ -7,7 +7,7 @@ from granite4_neuron.generation.conversation import Conversation, Turn
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
-    end_tokens,
+    end_of_sequence_tokens,
     generate,
     stream_generate,
 )
@@ -20,7 +20,7 @@ __all__ = [
     "Turn",
     "bundled_checkpoint",
     "chat_prompt",
-    "end_tokens",
+    "end_of_sequence_tokens",
     "generate",
     "load",
     "stream_generate",

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
@@ -86,7 +86,7 @@ def stream_generate(
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
     stop_ids = frozenset(stop_token_ids)
     if not ignore_eos:
-        stop_ids |= end_tokens(runtime, tokenizer)
+        stop_ids |= end_of_sequence_tokens(tokenizer, sampling)
     limit = runtime.config.max_position_embeddings
     prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
@@ -125,13 +125,6 @@ def generate(
     for response in stream_generate(runtime, tokenizer, prompt, **options):
         texts[response.index] += response.text
     return texts if _is_several(prompt) else texts[0]
-
-
-def end_tokens(runtime: Runtime, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """The end-of-sequence tokens of a checkpoint: what its generation defaults say, and its tokenizer."""
-    of_both = (runtime.generation_config.eos_token_id, tokenizer.eos_token_id)
-    as_lists = (ids if isinstance(ids, Sequence) else [ids] for ids in of_both if ids is not None)
-    return frozenset(itertools.chain(*as_lists))
 
 
 def _run(
@@ -234,3 +227,11 @@ def _is_list(value: object) -> bool:
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompt if _is_several(prompt) else [prompt]
+
+
+def end_of_sequence_tokens(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig) -> frozenset[int]:
+    """The tokens that end a text, by the tokenizer or by the checkpoint's generation_config.json."""
+    ids: set[int] = set()
+    for each in (generation_config.eos_token_id, tokenizer.eos_token_id):
+        ids |= set(each if isinstance(each, Sequence) else () if each is None else (each,))
+    return frozenset(ids)

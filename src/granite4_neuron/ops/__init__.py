@@ -20,12 +20,14 @@ from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
+from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 
 __all__ = [
     "TORCH",
     "LaunchParameters",
     "MambaKernels",
     "Operators",
+    "Rounding",
     "apply_rotary",
     "cached_attention",
     "causal_conv1d",
@@ -50,6 +52,7 @@ __all__ = [
     "selective_state_step",
     "selective_state_update",
     "silu_and_mul",
+    "stochastic_round",
     "topk_softmax",
     "write_cache",
 ]

@@ -12,6 +12,7 @@ import torch
 from granite4_neuron.ops.cpu.functions import is_few, kernel, mamba_mixer
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
+from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
 class MambaBlock:
@@ -26,6 +27,7 @@ class MambaBlock:
         time_step_limit: lowest and highest step size.
         eps: of both norms.
         residual_multiplier: of what is added.
+        rounding: of an SSM state that is not float32.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class MambaBlock:
         time_step_limit: tuple[float, float],
         eps: float,
         residual_multiplier: float,
+        rounding: Rounding,
     ):
         self._weights = weights
         self._n_groups = n_groups
         self._constants = (*time_step_limit, eps, residual_multiplier)
+        self._rounding = rounding
         self._run = kernel("mamba_block")
 
     def __call__(
@@ -53,7 +57,7 @@ class MambaBlock:
         those of `mamba_mixer`.
         """
         weights, sizes = self._weights.now(), self._sizes(launch_parameters)
-        return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants)
+        return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants, self._rounding)
 
     def advance(
         self,
@@ -65,7 +69,7 @@ class MambaBlock:
     ) -> None:
         """`layers.mamba2.Mamba2.advance`."""
         weights, sizes, limits = self._weights.mixer_now(), self._sizes(launch_parameters), self._constants[:2]
-        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits)
+        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits, self._rounding)
 
     def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
         return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task

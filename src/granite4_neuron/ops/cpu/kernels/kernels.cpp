@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "mamba.h"
 #include "norm.h"
+#include "paged.h"
 
 namespace granite4_neuron {
 
@@ -44,26 +45,36 @@ class WeightList {
   size_t next_ = 0;
 };
 
-// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high.
-inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2);
-  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1])};
+// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
+inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3);
+  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1]),
+          {static_cast<uint64_t>(rounding[0]), static_cast<uint32_t>(rounding[1]), rounding[2]}};
 }
 
 at::Tensor mamba_mixer_operator(
     const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  MixerState state{conv_state, ssm_state};
+  return mamba_mixer(projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, rounding));
+}
+
+at::Tensor paged_mamba_mixer_operator(
+    const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
     at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  return mamba_mixer(projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
+  MixerState state{conv_state, ssm_state};
+  return paged_mamba_mixer(
+      projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, {0, 0, 0}));
 }
 
 std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
     const at::Tensor& hidden_states, const WeightList::List& list, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants, at::IntArrayRef rounding) {
   TORCH_CHECK(constants.size() == 4);
   WeightList of(list);
   MambaBlockWeights weights{of.next(), of.linear(), of.mixer(), of.next(), of.linear()};
   return mamba_block(
-      hidden_states, weights, {conv_state, ssm_state}, rows, settings(sizes, constants.slice(0, 2)),
+      hidden_states, weights, {conv_state, ssm_state}, rows, settings(sizes, constants.slice(0, 2), rounding),
       {constants[2], constants[3]});
 }
 
@@ -90,14 +101,19 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "mlp(Tensor x, Tensor input_weight, Tensor output_weight, Tensor? input_scale, Tensor? output_scale) -> Tensor");
   library.def("logits(Tensor x, Tensor weight, float scaling, Tensor? scale) -> Tensor");
   library.def("few_rows() -> int", [] { return granite4_neuron::FEW; });
-  // rows: lengths, read_slots, write_slots. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  // rounding: seed, stream, rounds.
   library.def(
       "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
-      "int[] sizes, float[] limits) -> Tensor");
+      "int[] sizes, float[] limits, int[] rounding) -> Tensor");
+  // rows: starts, pages, accepted where the step is speculative.
+  library.def(
+      "paged_mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
+      "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
   // constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
       "mamba_block(Tensor hidden_states, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
-      "Tensor[] rows, int[] sizes, float[] constants) -> (Tensor, Tensor)");
+      "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
   library.def(
       "feed_forward_block(Tensor hidden_states, Tensor?[] weights, int top_k, float eps, float residual_multiplier) "
       "-> Tensor");
@@ -124,6 +140,7 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("mlp", &granite4_neuron::mlp);
   library.impl("logits", &granite4_neuron::logits);
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
+  library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
   library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);

@@ -10,10 +10,13 @@
 namespace granite4_neuron {
 
 // What the second half reads and writes: inputs after their activation, step sizes, states and results.
+//
+// S is the dtype of states, which are computed in float32 and rounded where they are stored.
+template <typename S>
 struct ScanViews {
   const float* xBC;  // [batch, tokens, channels], with channels = inner + 2 * groups * d_state
   const float* dt;   // [batch, tokens, heads]
-  float* ssm_state;  // [slots, heads, head_dim, d_state]
+  S* ssm_state;      // [slots, heads, head_dim, d_state]
   float* y;          // [batch, tokens, inner]
 };
 
@@ -33,7 +36,8 @@ struct HeadTokens {
   }
 };
 
-inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
+template <typename S>
+inline HeadTokens head_tokens(const Mixer& m, const ScanViews<S>& views, int64_t row, int64_t head) {
   int64_t first = row * m.tokens, groups_width = m.settings.groups * m.d_state;
   const float* x = views.xBC + first * m.channels;
   const float* B = x + m.inner() + m.group_of(head) * m.d_state;
@@ -49,50 +53,84 @@ inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t ro
 
 // A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state
 // is not to be written.
+template <typename S>
 struct HeadState {
-  const float* from;
-  float* to;
+  const S* from;
+  S* to;
 };
 
-inline HeadState head_state(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
+template <typename S>
+inline HeadState<S> head_state(const Mixer& m, const ScanViews<S>& views, int64_t row, int64_t head) {
   int64_t size = m.head_dim * m.d_state;
   int64_t slot = m.rows.write_slots[row];
   return {views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
           slot < 0 ? nullptr : views.ssm_state + (slot * m.heads + head) * size};
 }
 
+// Rows of a state as they are stored in S: as they are, or rounded.
+template <typename S>
+struct StateRows : RowRounding {
+  using RowRounding::RowRounding;
+};
+
+template <>
+struct StateRows<float> {
+  StateRows(const Rounding&, int64_t, int64_t) {}
+  void start_row(int64_t) {}
+  void store(float* to, int64_t n, Vec first, Vec second) {
+    store_pair(to + n, first, second);
+  }
+  void store_one(float* to, int64_t n, float value) {
+    to[n] = value;
+  }
+};
+
 // state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
-inline void update_state(const HeadTokens& token, HeadState state, int64_t head_dim, int64_t d_state) {
+//
+// rows: of the head's sequence at this token; first_row: the head's.
+template <typename S>
+inline void update_state(
+    const HeadTokens& token, HeadState<S> state, int64_t head_dim, int64_t d_state, StateRows<S>& rows,
+    int64_t first_row) {
   const float *x = token.x.data, *B = token.B.data, *C = token.C.data;
   float dt = *token.dt.data, decay = std::exp(dt * token.A);
   Vec keep(decay);
   for (int64_t p = 0; p < head_dim; p++) {
     float dt_x = dt * x[p];
     Vec add(dt_x), total(0.0f);
-    const float* old = state.from + p * d_state;
-    float* now = state.to + p * d_state;
+    const S* old = state.from + p * d_state;
+    S* now = state.to + p * d_state;
+    rows.start_row(first_row + p);
     int64_t n = 0;
-    for (; n + LANES <= d_state; n += LANES) {
-      Vec value = at::vec::fmadd(keep, Vec::loadu(old + n), add * Vec::loadu(B + n));
-      value.store(now + n);
-      total = at::vec::fmadd(value, Vec::loadu(C + n), total);
+    for (; n + PAIR <= d_state; n += PAIR) {
+      auto [first, second] = load_pair(old + n);
+      first = at::vec::fmadd(keep, first, add * Vec::loadu(B + n));
+      second = at::vec::fmadd(keep, second, add * Vec::loadu(B + n + LANES));
+      rows.store(now, n, first, second);
+      total = at::vec::fmadd(first, Vec::loadu(C + n), total);
+      total = at::vec::fmadd(second, Vec::loadu(C + n + LANES), total);
     }
     float rest = 0.0f;
     for (; n < d_state; n++) {
-      now[n] = decay * old[n] + dt_x * B[n];
-      rest += now[n] * C[n];
+      float value = decay * static_cast<float>(old[n]) + dt_x * B[n];
+      rows.store_one(now, n, value);
+      rest += value * C[n];
     }
     token.y.data[p] = sum(total) + rest + token.D * x[p];
   }
 }
 
 // One token of every sequence.
-inline void decode(const Mixer& m, const ScanViews& views) {
+template <typename S>
+inline void decode(const Mixer& m, const ScanViews<S>& views) {
   parallel_tasks(m.batch * m.heads, m.settings.heads_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
       if (m.rows.lengths[row] == 0) continue;
-      update_state(head_tokens(m, views, row, head), head_state(m, views, row, head), m.head_dim, m.d_state);
+      StateRows<S> rows(m.settings.rounding, m.rows.starts[row], m.d_state);
+      update_state(
+          head_tokens(m, views, row, head), head_state(m, views, row, head), m.head_dim, m.d_state, rows,
+          head * m.head_dim);
     }
   });
 }
@@ -130,15 +168,34 @@ struct HeadScan {
         dt_x(CHUNK * columns), out(CHUNK * columns), decayed(CHUNK * CHUNK), log_decay(CHUNK), segment(CHUNK),
         chunk_end_x(CHUNK * columns) {}
 
-  // scores: of `chunk_scores`, chunk by chunk.
-  void run(const HeadTokens& tokens, const float* scores, HeadState of_head) {
+  // scores: of `chunk_scores`, chunk by chunk. round: what becomes of the state after so many tokens.
+  template <typename S, typename Round>
+  void run(const HeadTokens& tokens, const float* scores, HeadState<S> of_head, const Round& round) {
     for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = of_head.from[p * d_state + n];
-    for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK)
-      chunk(tokens.part(start, CHUNK), scores);
+      for (int64_t n = 0; n < d_state; n++)
+        state[n * columns + p] = static_cast<float>(of_head.from[p * d_state + n]);
+    for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK) {
+      HeadTokens of_chunk = tokens.part(start, CHUNK);
+      chunk(of_chunk, scores);
+      round(*this, start + of_chunk.length);
+    }
     if (of_head.to == nullptr) return;
     for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = state[n * columns + p];
+      for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = static_cast<S>(state[n * columns + p]);
+  }
+
+  // The state as if it had been stored in S. first_row: the head's among `rows`.
+  template <typename S>
+  void round_state(StateRows<S>& rows, int64_t first_row) {
+    std::vector<float> row(round_up(d_state, PAIR));
+    std::vector<S> rounded(row.size());
+    for (int64_t p = 0; p < head_dim; p++) {
+      for (int64_t n = 0; n < d_state; n++) row[n] = state[n * columns + p];
+      rows.start_row(first_row + p);
+      for (int64_t n = 0; n < d_state; n += PAIR)
+        rows.store(rounded.data(), n, Vec::loadu(&row[n]), Vec::loadu(&row[n + LANES]));
+      for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = static_cast<float>(rounded[n]);
+    }
   }
 
  private:
@@ -204,8 +261,11 @@ struct HeadScan {
 };
 
 // Any number of tokens of every sequence.
-template <int64_t CHUNK>
-inline void scan(const Mixer& m, const ScanViews& views) {
+//
+// A state in a reduced dtype is rounded after each chunk, as it is between two steps: so it does not matter at which
+// ends of chunks a prompt is cut into steps.
+template <int64_t CHUNK, typename S>
+inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t groups = m.settings.groups, heads_per_group = m.heads / groups;
   int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, block = CHUNK * CHUNK;
   std::vector<float> scores(m.batch * groups * chunks * block);
@@ -224,19 +284,29 @@ inline void scan(const Mixer& m, const ScanViews& views) {
       int64_t row = task / m.heads, head = task % m.heads;
       if (m.rows.lengths[row] == 0) continue;
       const float* of_group = &scores[(row * groups + m.group_of(head)) * chunks * block];
-      head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head));
+      auto round = [&](HeadScan<CHUNK>& of_head, int64_t tokens) {
+        if constexpr (IS_REDUCED<S>) {
+          StateRows<S> rows(m.settings.rounding, m.rows.starts[row] + tokens - 1, m.d_state);
+          of_head.round_state(rows, head * m.head_dim);
+        }
+      };
+      head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head), round);
     }
   });
 }
 
-using Recurrence = void (*)(const Mixer&, const ScanViews&);
+inline void check_chunk_size(int64_t chunk_size) {
+  TORCH_CHECK(
+      chunk_size == 32 || chunk_size == 64 || chunk_size == 128, "chunk_size is ", chunk_size,
+      "; it must be 32, 64 or 128");
+}
 
-inline Recurrence recurrence(int64_t tokens, int64_t chunk_size) {
-  if (tokens == 1) return decode;
-  if (chunk_size == 32) return scan<32>;
-  if (chunk_size == 64) return scan<64>;
-  TORCH_CHECK(chunk_size == 128, "chunk_size is ", chunk_size, "; it must be 32, 64 or 128");
-  return scan<128>;
+template <typename S>
+inline void recur(const Mixer& m, const ScanViews<S>& views) {
+  if (m.tokens == 1) return decode(m, views);
+  if (m.settings.chunk_size == 32) return scan<32>(m, views);
+  if (m.settings.chunk_size == 64) return scan<64>(m, views);
+  return scan<128>(m, views);
 }
 
 }  // namespace granite4_neuron
