@@ -29,6 +29,7 @@ examples:
   granite4-neuron generate "An assignment statement"
   granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
+  granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
   granite4-neuron evaluate report.txt --compare bfloat16 int8
@@ -92,6 +93,28 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
     )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    sampling = parser.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
+    sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
+    sampling.add_argument(
+        "--top-p",
+        type=number_in(0, 1, includes_least=False),
+        metavar="P",
+        help="among the likeliest that make up probability P",
+    )
+    sampling.add_argument(
+        "--min-p", type=number_in(0, 1), metavar="P", help="among those P times as likely as the likeliest"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=number_in(0, includes_least=False),
+        metavar="R",
+        help="above 1 discourages repetition",
+    )
+    sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,8 @@ class Engine:
             that comes later holds up all others then.
         prefix_cache: where sequences find what earlier ones began with, and leave what they have; of this runtime, and
             of any number of engines one after another. Its memory is its own, not part of `memory_bytes`.
-        drafter: proposes tokens, which change how fast sequences come, and not what they are.
+        drafter: proposes tokens, which change how fast sequences come, and not what they are. A sequence whose drafts
+            keep being rejected goes without for a while.
         draft_tokens: how many it proposes of a sequence at most.
 
     Raises:
@@ -133,6 +134,17 @@ class Engine:
                 self._waiting.remove(sequence)
                 return True
         return False
+
+    def finish(self, id: int) -> str:
+        """End a sequence that runs where it is, as if that were its limit; returns the text that was held back.
+
+        Unlike one that is cancelled, it leaves what it has in the prefix cache.
+        """
+        sequence = self._running[id]
+        if self._cache is not None and sequence.logits is not None:
+            self._keep(sequence)
+        self._leave(sequence)
+        return sequence.text.finish()
 
     def step(self) -> list[Output]:
         """Run one step; returns the new tokens. Those of a sequence come in their order; with a drafter, several."""
@@ -241,7 +253,9 @@ class Engine:
         return self._drafter.propose(requests)
 
     def _most_drafts(self, sequence: RunningSequence) -> int:
-        """Beyond them lies the sequence's limit, or a place of which the prefix cache wants the state."""
+        """None in a pause. Beyond them lies the sequence's limit, or where the prefix cache wants the state."""
+        if not sequence.backoff.allows(len(sequence.tokens)):
+            return 0
         most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]
         if self._cache is not None and self._cache.interval is not None:
             most.append(self._cache.interval - sequence.stored % self._cache.interval - 1)
@@ -254,13 +268,18 @@ class Engine:
             of_one = self._choose(sequence, logits, row.tokens[1:])
             outputs.append(of_one)
             accepted.append(sum(output.error is None for output in of_one))
-            self.stats.drafted_tokens += len(row.tokens) - 1
-            self.stats.accepted_tokens += max(0, accepted[-1] - 1)
+            if len(row.tokens) > 1:
+                self._note_drafts(sequence, len(row.tokens) - 1, max(0, accepted[-1] - 1))
         self.runtime.commit(self._slots.state, verification, accepted)
         for sequence, of_one, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
             sequence.stored += count
             self._end_or_keep(sequence, of_one, logits[count - 1])
         return list(itertools.chain(*outputs))
+
+    def _note_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
+        sequence.backoff.note(len(sequence.tokens), accepted)
+        self.stats.drafted_tokens += drafted
+        self.stats.accepted_tokens += accepted
 
     def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
         """Choose the next token of each sequence all of whose tokens have been run."""
@@ -294,11 +313,15 @@ class Engine:
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
         """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
         reason = outputs[-1].finish_reason if outputs else None
+        sequence.logits = logits
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
-            take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
-            self._cache.keep(sequence.tokens[: sequence.stored], take, logits)
+            self._keep(sequence)
         if reason is not None:
             self._leave(sequence)
+
+    def _keep(self, sequence: RunningSequence) -> None:
+        take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
+        self._cache.keep(sequence.tokens[: sequence.stored], take, sequence.logits)
 
     def _leave(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

@@ -15,6 +15,7 @@ from granite4_neuron.engine.sampling import Sampler, additions, is_whole
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.speculation.backoff import DraftBackoff
 
 MOST_TOP_LOGPROBS = 20
 
@@ -151,6 +152,8 @@ class RunningSequence:
     cuts: lengths of the prompt at which it is cut, and which a prefix cache keeps.
     has_begun: whether the prefix cache has been asked, or tokens have been run.
     prefix: what the cache had of it, if anything.
+    backoff: whether it pays to draft for it.
+    logits: [vocab_size], those after the last token that was stored; None before the first step.
     prompt_logprobs: of the prompt's tokens that have been run, but the first, where the request asks for them.
     """
 
@@ -165,7 +168,9 @@ class RunningSequence:
     cuts: set[int] = field(init=False)
     has_begun: bool = False
     prefix: Prefix | None = None
+    logits: torch.Tensor | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    backoff: DraftBackoff = field(default_factory=DraftBackoff)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)

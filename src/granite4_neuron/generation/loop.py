@@ -84,7 +84,7 @@ def stream_generate(
     """
     _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
-    stop_ids = set(stop_token_ids)
+    stop_ids = frozenset(stop_token_ids)
     if not ignore_eos:
         stop_ids |= end_of_sequence_tokens(tokenizer, sampling)
     limit = runtime.config.max_position_embeddings
@@ -96,7 +96,7 @@ def stream_generate(
             max_tokens=max_tokens,
             sampling=sampling,
             seed=None if seed is None else seed + index,
-            stop_token_ids=frozenset(stop_ids),
+            stop_token_ids=stop_ids,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             snapshots_at=shared[index],
         )
