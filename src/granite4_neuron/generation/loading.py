@@ -16,6 +16,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
+from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
 
@@ -74,7 +75,8 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize, progress=progress)
+    pack = cpu.operators(cpu_kernels).pack if backend == "cpu" else None
+    weights = checkpoint.load_model(folder, dtype, quantize=quantize, pack=pack, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, **mamba_kernels)

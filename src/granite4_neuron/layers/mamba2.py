@@ -121,10 +121,10 @@ class _NormedProjection(Linear):
         if self.parallel.degree == 1:
             return super().forward(norm(y, z))
         if not self.norm_is_split:
-            total = self.parallel.all_reduce(F.linear(norm(y, z), self.weight).float())
+            total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
         else:
             gated = y.float() * F.silu(z.float())
-            partial = F.linear((gated * norm.weight.float()).to(self.weight.dtype), self.weight)
+            partial = self.operators.linear((gated * norm.weight.float()).to(norm.weight.dtype), self.weight, None)
             squares = (gated * gated).sum(-1, keepdim=True)
             total, squares = self.parallel.all_reduce_together(partial.float(), squares)
             total = total * torch.rsqrt(squares / self.norm_channels + norm.eps)

@@ -3,9 +3,9 @@
 A state that is rounded after every token loses, under rounding to nearest, every change below half the spacing of its
 dtype's values: a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
 
-Random numbers are a function of a seed and of what is rounded, and there is no generator whose state would depend on who
-else is served: Philox-4x32, whose counter is made of the element's place in the state of its sequence, the position of
-the token whose state it is, and a stream (a layer's number).
+Random numbers are a function of a seed and of what is rounded; there is no generator, whose state would depend on who
+else is served. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence, of
+the position of the token whose state it is, and of a stream, which is a layer's number.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-_COUNTERS = 16  # side by side; value i of a run takes counter i % 16
-_RUN = 8 * _COUNTERS  # values of a row that share them: 16 bits of each counter's 128 for one value
+_COUNTERS = 8  # for a run of a row's values: each has 128 bits, and a value takes 16
+_RUN = 64
+_SHARED_ROWS = 4  # have their random numbers in common, but for a quarter of the range from one to the next
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Salmon et al. 2011.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -65,7 +66,7 @@ def stochastic_round(
     float16's largest become that; infinities and NaN stay.
 
     Args:
-        values: [batch, ..., d_state], float32; states of different sequences.
+        values: [batch, ..., head_dim, d_state], float32; states of different sequences.
         dtype: float16 or bfloat16.
         positions: [batch], int64; of the tokens whose states they are.
 
@@ -74,28 +75,25 @@ def stochastic_round(
     """
     dropped = 13 if dtype == torch.float16 else 16
     largest = torch.finfo(dtype).max if dtype == torch.float16 else math.inf
-    random = (_random_bits(values.shape, positions, rounding) >> 16 - dropped).float() * 2.0**-dropped
     binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
     spacing = binade.clamp(torch.finfo(dtype).smallest_normal, 2.0**127) * 2.0 ** (dropped - 23)
-    rounded = torch.floor(values.abs() / spacing + random) * spacing
-    rounded = rounded.clamp(max=largest).copysign(values)
+    parts = torch.round(values.nan_to_num(0, 0, 0).abs() / spacing * 2**dropped).long()
+    units = parts + (_random_bits(values.shape, positions, rounding) >> 16 - dropped) >> dropped
+    rounded = (units.float() * spacing).clamp(max=largest).copysign(values)
     return rounded.where(values.isfinite(), values).to(dtype)
 
 
 def _random_bits(shape: torch.Size, positions: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """16 bits for each value [batch, ..., d_state], int64."""
-    batch, columns = shape[0], shape[-1]
-    rows, runs = shape[1:-1].numel(), -(-columns // _RUN)
-    elements = torch.arange(rows * runs * _COUNTERS, device=positions.device)
-    counter = torch.stack(
-        [
-            elements.expand(batch, -1),
-            positions[:, None].expand(-1, len(elements)),
-            torch.full((batch, len(elements)), rounding.stream, device=positions.device),
-            torch.zeros((batch, len(elements)), dtype=torch.int64, device=positions.device),
-        ],
-        -1,
-    )
-    words = philox_4x32(counter, rounding.seed, rounding.rounds).view(batch, rows, runs, _COUNTERS, 4)
-    halves = torch.stack([words & 0xFFFF, words >> 16], -1)  # [batch, rows, runs, counters, words, 2]
-    return halves.permute(0, 1, 2, 4, 5, 3).reshape(batch, rows, runs * _RUN)[..., :columns].reshape(shape)
+    """16 bits for each value [batch, ..., head_dim, d_state], int64."""
+    batch, (head_dim, columns) = shape[0], shape[-2:]
+    heads, groups, runs = shape[1:-2].numel(), -(-head_dim // _SHARED_ROWS), -(-columns // _RUN)
+    elements = torch.arange(heads * groups * runs * _COUNTERS, device=positions.device).expand(batch, -1)
+    stream = torch.full_like(elements, rounding.stream)
+    counter = torch.stack([elements, positions[:, None].expand_as(elements), stream, torch.zeros_like(elements)], -1)
+    words = philox_4x32(counter, rounding.seed, rounding.rounds)
+    # A vector of 16 words has a pair of each counter's: first their low halves are used, then the high ones.
+    words = words.view(batch, heads * groups, runs, _COUNTERS, 2, 2).transpose(3, 4).flatten(-2)[..., None, :]
+    bits = torch.cat([words & 0xFFFF, words >> 16], -2).reshape(batch, heads, groups, 1, runs * _RUN)
+    quarters = torch.arange(_SHARED_ROWS, device=positions.device)[:, None] * (2**16 // _SHARED_ROWS)
+    bits = (bits + quarters & 0xFFFF).flatten(2, 3)
+    return bits[:, :, :head_dim, :columns].reshape(shape)

@@ -94,7 +94,7 @@ class CPURuntime:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self.model.named_parameters(), self.config, self.model.kernel_layout)
+        return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)
 
     @property
     def refusals(self) -> tuple[str, ...]:

@@ -69,6 +69,14 @@ def _is_text_part(part: Any) -> bool:
     return is_right and part["type"] == "text" and isinstance(part["text"], str)
 
 
+def _logit_bias(value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict) or not all(name.isascii() and name.isdecimal() for name in value):
+        raise UserError("it must be an object of numbers by token id.")
+    for bias in value.values():
+        check_sampling({"logit_bias": bias})
+    return {int(name): bias for name, bias in value.items()}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -101,7 +109,7 @@ class GenerationBody(_Strict):
     repetition_penalty: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
     seed: int | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
@@ -113,13 +121,6 @@ class GenerationBody(_Strict):
     @classmethod
     def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
         check_sampling({info.field_name: value})
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _biases_in_range(cls, value: dict[int, float]) -> dict[int, float]:
-        for bias in value.values():
-            check_sampling({"logit_bias": bias})
         return value
 
     @model_validator(mode="after")

@@ -26,12 +26,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         UserError: it cannot be had.
     """
+    if port > 65535:  # some systems would take the rest of a division
+        raise UserError(f"the port is {port}, and must be at most 65535.")
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
     return listener
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from granite4_neuron.vllm_cpu import state_copies
+from granite4_neuron.vllm_cpu import sampling, state_copies
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 
 
@@ -23,3 +23,4 @@ def register_all() -> None:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
     state_copies.register()
+    sampling.register()

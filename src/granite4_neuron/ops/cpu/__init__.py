@@ -10,6 +10,7 @@ from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
     cached_attention,
+    embedding,
     fused_experts,
     linear,
     logits,
@@ -19,15 +20,19 @@ from granite4_neuron.ops.cpu.functions import (
     residual_add,
     rms_norm,
     rms_norm_gated,
+    router_logits,
     silu_and_mul,
     write_cache,
 )
+from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import TORCH, Operators
 
 __all__ = [
     "FeedForwardBlock",
     "MambaBlock",
+    "PackedWeight",
     "cached_attention",
+    "embedding",
     "fused_experts",
     "has_fused_kernels",
     "linear",
@@ -35,10 +40,12 @@ __all__ = [
     "mamba_mixer",
     "mlp",
     "operators",
+    "pack",
     "paged_mamba_mixer",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
+    "router_logits",
     "silu_and_mul",
     "write_cache",
 ]
@@ -68,12 +75,15 @@ def operators(kernels: str = "fused") -> Operators:
         residual_add=residual_add,
         silu_and_mul=silu_and_mul,
         mlp=mlp,
+        router_logits=router_logits,
         fused_experts=fused_experts,
         write_cache=write_cache,
         cached_attention=cached_attention,
+        embedding=embedding,
         logits=logits,
         mamba_block=MambaBlock,
         feed_forward_block=FeedForwardBlock,
+        pack=pack,
     )
 
 

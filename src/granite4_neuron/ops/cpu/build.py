@@ -23,7 +23,7 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
-_ONE_OPERATOR = "few_rows"
+_ONE_OPERATOR = "linear"
 _BUILDING = "building-"
 _STALE_SECONDS = 3600  # a build takes half a minute
 _LOGGER = logging.getLogger(__name__)
@@ -46,6 +46,12 @@ def load_kernels() -> str | None:
     if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
         return _refuse("the library that was loaded does not have them")
     return None
+
+
+@functools.cache
+def kernel(name: str) -> torch._ops.OpOverload:
+    """The operator of torch that `load_kernels` registered under this name."""
+    return getattr(torch.ops.granite4_neuron, name).default
 
 
 def _refuse(reason: str) -> str:

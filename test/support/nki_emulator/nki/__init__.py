@@ -26,8 +26,8 @@ class Kernel:
         return self.function(*args, **kwargs)
 
 
-def jit(function: Callable | None = None, mode: str | None = None) -> Any:
-    """Mark a function as a kernel; `mode` is ignored, as in NKI 0.6."""
+def jit(function: Callable | None = None, **options: Any) -> Any:
+    """Mark a function as a kernel; options say how to compile it, which nothing here does."""
     return Kernel if function is None else Kernel(function)
 
 

@@ -67,57 +67,78 @@ inline HeadState<S> head_state(const Mixer& m, const ScanViews<S>& views, int64_
           slot < 0 ? nullptr : views.ssm_state + (slot * m.heads + head) * size};
 }
 
-// Rows of a state as they are stored in S: as they are, or rounded.
+// How a state's values are stored in S: rounded, or as they are.
 template <typename S>
-struct StateRows : RowRounding {
-  using RowRounding::RowRounding;
+struct StateStores : StateRounding {
+  using StateRounding::StateRounding;
 };
 
 template <>
-struct StateRows<float> {
-  StateRows(const Rounding&, int64_t, int64_t) {}
-  void start_row(int64_t) {}
-  void store(float* to, int64_t n, Vec first, Vec second) {
-    store_pair(to + n, first, second);
+struct StateStores<float> {
+  StateStores(const Rounding&, int64_t, int64_t, int64_t) {}
+  void start_rows(int64_t, int64_t) {}
+  void store_one(float* to, int64_t, int64_t, float value) {
+    *to = value;
   }
-  void store_one(float* to, int64_t n, float value) {
-    to[n] = value;
+  void store(float* to, int64_t, int64_t, Vec first, Vec second) {
+    store_pair(to, first, second);
   }
 };
 
+// `update_state` for rows p to p + ROWS - 1 of the state.
+template <int ROWS, typename S>
+inline void update_rows(
+    const HeadTokens& token, HeadState<S> state, int64_t p, int64_t d_state, float decay, StateStores<S>& stores) {
+  const float *x = token.x.data + p, *B = token.B.data, *C = token.C.data;
+  const S* old = state.from + p * d_state;
+  S* now = state.to + p * d_state;
+  float dt_x[ROWS], rest[ROWS] = {};
+  Vec totals[ROWS], add[ROWS], keep(decay);
+  int64_t shared = p % SHARED_ROWS;
+  for (int r = 0; r < ROWS; r++) {
+    dt_x[r] = *token.dt.data * x[r];
+    add[r] = Vec(dt_x[r]);
+    totals[r] = Vec(0.0f);
+  }
+  int64_t n = 0;
+  for (; n + PAIR <= d_state; n += PAIR) {
+    Vec first_B = Vec::loadu(B + n), second_B = Vec::loadu(B + n + LANES);
+    Vec first_C = Vec::loadu(C + n), second_C = Vec::loadu(C + n + LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+      auto [first, second] = load_pair(old + r * d_state + n);
+      first = at::vec::fmadd(keep, first, add[r] * first_B);
+      second = at::vec::fmadd(keep, second, add[r] * second_B);
+      stores.store(now + r * d_state + n, shared + r, n, first, second);
+      totals[r] = at::vec::fmadd(second, second_C, at::vec::fmadd(first, first_C, totals[r]));
+    }
+  }
+  for (; n < d_state; n++) {
+    for (int r = 0; r < ROWS; r++) {
+      float value = std::fma(decay, static_cast<float>(old[r * d_state + n]), dt_x[r] * B[n]);
+      stores.store_one(now + r * d_state + n, shared + r, n, value);
+      rest[r] = std::fma(value, C[n], rest[r]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) token.y.data[p + r] = sum(totals[r]) + rest[r] + token.D * x[r];
+}
+
 // state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
 //
-// rows: of the head's sequence at this token; first_row: the head's.
+// stores: of the head's sequence at this token.
 template <typename S>
 inline void update_state(
-    const HeadTokens& token, HeadState<S> state, int64_t head_dim, int64_t d_state, StateRows<S>& rows,
-    int64_t first_row) {
-  const float *x = token.x.data, *B = token.B.data, *C = token.C.data;
-  float dt = *token.dt.data, decay = std::exp(dt * token.A);
-  Vec keep(decay);
-  for (int64_t p = 0; p < head_dim; p++) {
-    float dt_x = dt * x[p];
-    Vec add(dt_x), total(0.0f);
-    const S* old = state.from + p * d_state;
-    S* now = state.to + p * d_state;
-    rows.start_row(first_row + p);
-    int64_t n = 0;
-    for (; n + PAIR <= d_state; n += PAIR) {
-      auto [first, second] = load_pair(old + n);
-      first = at::vec::fmadd(keep, first, add * Vec::loadu(B + n));
-      second = at::vec::fmadd(keep, second, add * Vec::loadu(B + n + LANES));
-      rows.store(now, n, first, second);
-      total = at::vec::fmadd(first, Vec::loadu(C + n), total);
-      total = at::vec::fmadd(second, Vec::loadu(C + n + LANES), total);
-    }
-    float rest = 0.0f;
-    for (; n < d_state; n++) {
-      float value = decay * static_cast<float>(old[n]) + dt_x * B[n];
-      rows.store_one(now, n, value);
-      rest += value * C[n];
-    }
-    token.y.data[p] = sum(total) + rest + token.D * x[p];
-  }
+    const HeadTokens& token, HeadState<S> state, const Mixer& m, int64_t head, StateStores<S> stores) {
+  float decay = std::exp(*token.dt.data * token.A);
+  auto update = [&]<int ROWS>(int64_t p) {
+    stores.start_rows(head, p);
+    update_rows<ROWS>(token, state, p, m.d_state, decay, stores);
+  };
+  int64_t p = 0;
+  // Rows that share random numbers go together. In float32 none do, and memory is faster in one stream than in several.
+  if constexpr (IS_REDUCED<S>)
+    for (; p + SHARED_ROWS <= m.head_dim; p += SHARED_ROWS) update.template operator()<SHARED_ROWS>(p);
+  for (; p < m.head_dim; p++) update.template operator()<1>(p);
 }
 
 // One token of every sequence.
@@ -127,10 +148,8 @@ inline void decode(const Mixer& m, const ScanViews<S>& views) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
       if (m.rows.lengths[row] == 0) continue;
-      StateRows<S> rows(m.settings.rounding, m.rows.starts[row], m.d_state);
-      update_state(
-          head_tokens(m, views, row, head), head_state(m, views, row, head), m.head_dim, m.d_state, rows,
-          head * m.head_dim);
+      StateStores<S> stores(m.settings.rounding, m.rows.starts[row], m.head_dim, m.d_state);
+      update_state(head_tokens(m, views, row, head), head_state(m, views, row, head), m, head, stores);
     }
   });
 }
@@ -184,16 +203,17 @@ struct HeadScan {
       for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = static_cast<S>(state[n * columns + p]);
   }
 
-  // The state as if it had been stored in S. first_row: the head's among `rows`.
+  // The state as if it had been stored in S.
   template <typename S>
-  void round_state(StateRows<S>& rows, int64_t first_row) {
+  void round_state(int64_t head, StateStores<S> stores) {
     std::vector<float> row(round_up(d_state, PAIR));
     std::vector<S> rounded(row.size());
     for (int64_t p = 0; p < head_dim; p++) {
       for (int64_t n = 0; n < d_state; n++) row[n] = state[n * columns + p];
-      rows.start_row(first_row + p);
+      int64_t shared = p % SHARED_ROWS;
+      if (shared == 0) stores.start_rows(head, p);
       for (int64_t n = 0; n < d_state; n += PAIR)
-        rows.store(rounded.data(), n, Vec::loadu(&row[n]), Vec::loadu(&row[n + LANES]));
+        stores.store(&rounded[n], shared, n, Vec::loadu(&row[n]), Vec::loadu(&row[n + LANES]));
       for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = static_cast<float>(rounded[n]);
     }
   }
@@ -269,7 +289,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t groups = m.settings.groups, heads_per_group = m.heads / groups;
   int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, block = CHUNK * CHUNK;
   std::vector<float> scores(m.batch * groups * chunks * block);
-  at::parallel_for(0, m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / (groups * chunks), group = task / chunks % groups, start = task % chunks * CHUNK;
@@ -278,7 +298,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       chunk_scores<CHUNK>(of_group.part(start, CHUNK), m.d_state, &scores[task * block], scratch);
     }
   });
-  at::parallel_for(0, m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
     HeadScan<CHUNK> head_scan(m.head_dim, m.d_state);
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
@@ -286,8 +306,8 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       const float* of_group = &scores[(row * groups + m.group_of(head)) * chunks * block];
       auto round = [&](HeadScan<CHUNK>& of_head, int64_t tokens) {
         if constexpr (IS_REDUCED<S>) {
-          StateRows<S> rows(m.settings.rounding, m.rows.starts[row] + tokens - 1, m.d_state);
-          of_head.round_state(rows, head * m.head_dim);
+          int64_t position = m.rows.starts[row] + tokens - 1;
+          of_head.template round_state<S>(head, {m.settings.rounding, position, m.head_dim, m.d_state});
         }
       };
       head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head), round);

@@ -11,7 +11,16 @@ from nki.isa.elementwise import (
     tensor_scalar,
     tensor_tensor,
 )
-from nki.isa.options import dge_mode, engine, get_nc_version, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from nki.isa.options import (
+    dge_mode,
+    dma_engine,
+    engine,
+    get_nc_version,
+    matmul_perf_mode,
+    nc_version,
+    oob_mode,
+    reduce_cmd,
+)
 from nki.isa.products import nc_matmul, nc_transpose
 from nki.isa.reductions import (
     bn_aggr,
@@ -46,6 +55,7 @@ __all__ = [
     "core_barrier",
     "dge_mode",
     "dma_copy",
+    "dma_engine",
     "dma_transpose",
     "engine",
     "get_nc_version",

@@ -24,7 +24,8 @@ def elementwise_engine(wanted: engine, possible: tuple[str, ...], *tensors: NkiT
 
 
 def same_shapes(*tensors: NkiTensor) -> None:
-    shapes = {tensor.shape for tensor in tensors}
+    """Equal but for dimensions of one element, which are no dimensions to an access pattern."""
+    shapes = {(tensor.partitions, *(size for size in tensor.shape[1:] if size > 1)) for tensor in tensors}
     require(len(shapes) == 1, "shapes differ: " + ", ".join(str(tensor.shape) for tensor in tensors))
 
 

@@ -24,6 +24,13 @@ class dge_mode(enum.Enum):
     hwdge = "hwdge"
 
 
+class dma_engine(enum.Enum):
+    """Which queue moves."""
+
+    dma = "dma"
+    gpsimd_dma = "gpsimd_dma"
+
+
 class oob_mode(enum.Enum):
     """What an index out of range does: an error, or nothing is moved for it."""
 

@@ -69,7 +69,10 @@ def tensor_scalar_reduce(
     name: str | None = None,
 ) -> None:
     """dst = data op0 operand0, and its reduction over a partition's elements."""
-    result = apply(op0, data.read("data"), per_partition(operand0, data, "operand0"), reverse0)
+    if op0.arity == 1:  # abs takes no operand
+        result = op0.function(data.read("data"))
+    else:
+        result = apply(op0, data.read("data"), per_partition(operand0, data, "operand0"), reverse0)
     dst.write(result)
     reduce_res.write(_reduced(reduce_op, result.reshape(data.partitions, -1), (1,)))
     record("vector", "tensor_scalar_reduce", data)
