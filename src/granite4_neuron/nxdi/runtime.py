@@ -28,6 +28,7 @@ class NeuronRuntime:
 
     rows_per_step = 1
     tokens_per_verification = 0
+    state_dtype = torch.float32
     refusals = ()
     cannot: Mapping[Ability, str] = {
         "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
