@@ -33,6 +33,7 @@ class Snapshot:
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
     tokens: the sequence's, all `length` of them; empty where nobody said.
+    note: what the caller wants to find in the file again.
     """
 
     start: int
@@ -41,6 +42,7 @@ class Snapshot:
     dtype: torch.dtype
     fingerprint: str
     tokens: tuple[int, ...] = ()
+    note: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +70,7 @@ class Snapshot:
             UserError: it cannot be written.
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
-        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens)
+        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
         partial = None
         try:
             descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
@@ -109,7 +111,9 @@ class Snapshot:
             raise UserError(f"{file} cannot be read ({error}).") from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-        snapshot = cls(about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]))
+        snapshot = cls(
+            about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]), about.get("note", "")
+        )
         _check_state(str(file), snapshot, state_dtype)
         return snapshot
 

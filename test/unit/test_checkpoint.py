@@ -11,6 +11,7 @@ from granite4_neuron import checkpoint
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import CASES, small_config
@@ -168,6 +169,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 import resource, signal, sys
 from granite4_neuron.checkpoint import save_model
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import small_config

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
-from granite4_neuron.ops.int8 import Int8
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
 from granite4_neuron.stored_tensors import WEIGHTS
 
@@ -340,8 +339,8 @@ class TestCheck:
         status, output, _ = run(*command)
         assert status == 0 and "quantized weights" in output
         assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
-        original = Int8.quantize
-        monkeypatch.setattr(Int8, "quantize", lambda self, weight: original(self, weight.flip(-1)))
+        original = checkpoint.quantize_per_channel
+        monkeypatch.setattr(checkpoint, "quantize_per_channel", lambda weight: original(weight.flip(-1)))
         status, output, _ = run(*command)
         assert status == 1 and "FAILED" in output
 
@@ -365,7 +364,7 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-COMMANDS = ("generate", "info", "check", "graphs", "plan", "tune", "compile", "convert")
+COMMANDS = ("generate", "chat", "serve", "info", "check", "evaluate", "graphs", "plan", "tune", "compile", "convert")
 
 
 def test_help_names_every_command(run):
@@ -417,7 +416,7 @@ print("imported:", *(name for name in sys.modules if "." not in name))
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     imported = set(done.stdout.splitlines()[-1].partition("imported: ")[2].split())
     assert "granite4_neuron" in imported
-    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib"}
+    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib", "prompt_toolkit"}
     assert imported & heavy == set()
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
+from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
 from granite4_neuron.ops.int8 import INT8
@@ -627,5 +628,5 @@ class TestBuild:
         assert cpu.operators("torch") is TORCH
 
     def test_unknown_kernels(self):
-        with pytest.raises(ValueError, match="kernels is 'fast'; it must be one of fused, torch"):
+        with pytest.raises(UserError, match="kernels is 'fast'; it must be one of fused, torch"):
             cpu.operators("fast")

@@ -4,6 +4,7 @@ Whatever an operator must not read holds NaN: slots of padding and of nobody, th
 lead), tokens of padding, windows and states of sequences that begin.
 """
 
+import ast
 import inspect
 import math
 from functools import partial
@@ -767,6 +768,17 @@ VLLM_MODULES = {
     "selective_scan_fn": "mamba_ssm",
     "mamba_chunk_scan_combined_varlen": "ssd_combined",
 }
+# Arguments that vLLM has until 0.32, for the cache mode "all"; callers pass them by keyword.
+GONE = {
+    "causal_conv1d_fn": {
+        "block_idx_first_scheduled_token",
+        "block_idx_last_scheduled_token",
+        "initial_state_idx",
+        "num_computed_tokens",
+        "block_size_to_align",
+    },
+    "causal_conv1d_update": {"block_idx_last_scheduled_token", "initial_state_idx"},
+}
 
 
 def positional_names(function):
@@ -774,12 +786,21 @@ def positional_names(function):
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
 
 
+def defined_names(module, name):
+    """Positional arguments of the function of this name that a module defines. On a CPU the name is bound to another
+    one afterwards, whose arguments are in another order."""
+    tree = ast.parse(inspect.getsource(module))
+    (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for argument in function.args.posonlyargs + function.args.args]
+
+
 @pytest.mark.parametrize("name", VLLM_MODULES)
 def test_signatures_are_those_of_an_installed_vllm(name):
-    """Ours take all that vLLM's do, in the same order."""
+    """Ours take all that vLLM's do, in the same order; the last ones may be of a later version than the one here."""
     path = f"vllm.model_executor.layers.mamba.ops.{VLLM_MODULES[name]}"
-    theirs = pytest.importorskip(path, reason="vLLM is not installed", exc_type=ImportError)
-    assert positional_names(getattr(ops, name)) == positional_names(getattr(theirs, name))
+    module = pytest.importorskip(path, reason="vLLM is not installed", exc_type=ImportError)
+    theirs = [argument for argument in defined_names(module, name) if argument not in GONE.get(name, ())]
+    assert positional_names(getattr(ops, name))[: len(theirs)] == theirs
 
 
 def test_signatures_are_vllms():

@@ -65,7 +65,7 @@ class TestQuantizePerChannel:
     def test_a_row_that_is_not_finite_stays_so_alone(self, value):
         weight = torch.randn(3, 8)
         weight[1, 2] = value
-        values, scale = quantize_per_channel(weight)
+        _, scale = quantize_per_channel(weight)
         assert torch.isfinite(scale).tolist() == [True, False, True]
         assert not torch.isfinite(INT8.quantize(weight).dequantize(torch.float32)[1]).any()
 

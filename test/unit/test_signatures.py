@@ -11,12 +11,14 @@ ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "src").rglob("*.py")])
 CPP = sorted((ROOT / "src" / "granite4_neuron" / "ops" / "cpu" / "kernels").glob("*.[hc]*"))
 MOST = 8
-# They have the signatures of mamba_ssm's and vLLM's functions of these names.
+# They have the signatures of mamba_ssm's and vLLM's functions and kernels of these names.
 NOT_OURS = {
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
+    "postprocess_mamba_fused_kernel",
+    "precopy_mamba_align_fused_kernel",
     "rejection_sample",
     "sample_recovered_tokens",
     "selective_scan_fn",

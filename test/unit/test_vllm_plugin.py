@@ -1,4 +1,4 @@
-"""The entry point through which vLLM finds the model."""
+"""The entry points through which vLLM finds the model."""
 
 import sys
 from importlib.metadata import EntryPoint
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import vllm_plugin
+from granite4_neuron import vllm_cpu, vllm_plugin
 from granite4_neuron.config import ARCHITECTURE, MODEL_TYPE
 from test.support import nxdi
 
 
-def test_the_entry_point_is_declared():
+def test_the_entry_points_are_declared():
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     group = "vllm.general_plugins"
-    (entry,) = project["entry-points"][group].items()
-    assert EntryPoint(*entry, group).load() is vllm_plugin.register
+    entries = [EntryPoint(*entry, group).load() for entry in project["entry-points"][group].items()]
+    assert entries == [vllm_plugin.register, vllm_cpu.register]
 
 
 def test_it_does_nothing_where_nxd_inference_is_absent(monkeypatch):

@@ -47,7 +47,8 @@ class CPURuntime:
         state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
 
     Raises:
-        UserError: there is no such folder, the table in it for this model is broken, or the Mamba kernels cannot run.
+        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
+            the Mamba kernels cannot run.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -88,6 +89,11 @@ class CPURuntime:
     @property
     def is_quantized(self) -> bool:
         return self.model.is_quantized
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are held in memory."""
+        return sum(weight.nbytes for weight in self.model.parameters())
 
     @cached_property
     def fingerprint(self) -> str:

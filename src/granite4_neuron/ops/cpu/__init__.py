@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
+from granite4_neuron.errors import UserError
 from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
@@ -15,6 +16,7 @@ from granite4_neuron.ops.cpu.functions import (
     logits,
     mamba_mixer,
     mlp,
+    paged_mamba_mixer,
     residual_add,
     rms_norm,
     rms_norm_gated,
@@ -39,6 +41,7 @@ __all__ = [
     "mlp",
     "operators",
     "pack",
+    "paged_mamba_mixer",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
@@ -56,10 +59,10 @@ def operators(kernels: str = "fused") -> Operators:
             compiled; or "torch".
 
     Raises:
-        ValueError: there are no such kernels.
+        UserError: there are no such kernels.
     """
     if kernels not in CPU_KERNELS:
-        raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
+        raise UserError(f"kernels is {kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
     if kernels == "torch":
         return TORCH
     reason = load_kernels()

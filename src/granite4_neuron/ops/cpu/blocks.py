@@ -59,7 +59,8 @@ class MambaBlock:
         those of `mamba_mixer`.
         """
         weights, states, sizes = self._weights.now(), [conv_state, ssm_state], self._sizes(launch_parameters)
-        return self._run(hidden_states, self._matrices, weights, states, rows, sizes, self._constants, self._rounding)
+        run, matrices, constants = self._run, self._matrices, self._constants
+        return run(hidden_states, matrices, weights, states, rows, sizes, constants, self._rounding)
 
     def advance(
         self,

@@ -128,3 +128,33 @@ def mamba_mixer(
         [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
     """
     return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit, rounding)
+
+
+def paged_mamba_mixer(
+    projected: torch.Tensor,
+    weights: Sequence[torch.Tensor | None],
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    sizes: tuple[int, int, int],
+    time_step_limit: tuple[float, float],
+) -> torch.Tensor:
+    """`mamba_mixer` for a few tokens of each sequence, over states in the pages of a paged cache:
+    `ops.causal_conv1d_update`, then `ops.selective_state_update`.
+
+    Args:
+        projected: [tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them, sequence after sequence.
+        weights: as for `mamba_mixer`; dt_bias, A_log and D in any dtype.
+        conv_state: [pages, conv_dim, columns], at any strides, in projected's dtype. Updated in place.
+        ssm_state: [pages, num_heads, head_dim, d_state], float32; a page is contiguous. Updated in place.
+        rows: starts, [sequences + 1], where each sequence begins in projected; pages, [sequences, n], of which the
+            first is the sequence's, and is -1 or 0 for padding; and where the step is speculative accepted,
+            [sequences], how many tokens of the sequence's last step count, 1 or more. Then the state before the first
+            token is in page accepted - 1 of the row, the one behind token t goes to page t, and the first page holds
+            n - 1 more columns of inputs. All int32.
+        sizes, time_step_limit: as for `mamba_mixer`; chunk_size has no effect.
+
+    Returns:
+        [tokens, num_heads * head_dim] in float32; 0 for padding.
+    """
+    return kernel("paged_mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)

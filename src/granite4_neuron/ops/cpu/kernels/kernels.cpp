@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "mamba.h"
 #include "norm.h"
+#include "paged.h"
 
 namespace granite4_neuron {
 
@@ -49,6 +50,14 @@ at::Tensor mamba_mixer_operator(
     at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
   MixerState state{conv_state, ssm_state};
   return mamba_mixer(projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, rounding));
+}
+
+at::Tensor paged_mamba_mixer_operator(
+    const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
+  MixerState state{conv_state, ssm_state};
+  return paged_mamba_mixer(
+      projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, {0, 0, 0}));
 }
 
 // matrices: in_proj, out_proj.
@@ -100,6 +109,10 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
       "int[] sizes, float[] limits, int[] rounding) -> Tensor");
+  // rows: starts, pages, accepted where the step is speculative.
+  library.def(
+      "paged_mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
+      "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
   // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
       "mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
@@ -132,6 +145,7 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("mlp", &granite4_neuron::mlp);
   library.impl("logits", &granite4_neuron::logits);
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
+  library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
   library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);

@@ -6,13 +6,18 @@
 
 namespace granite4_neuron {
 
-inline void check_mixer(
-    const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, const MixerSettings& settings) {
+// The convolution's weights are of the inputs' dtype; those of the heads may be of any.
+inline void check_weights(const at::Tensor& projected, const MixerWeights& weights) {
   check_last_axis(projected, "projected");
-  for (const at::Tensor* weight : {&weights.conv_weight, &weights.dt_bias, &weights.A_log, &weights.D})
-    TORCH_CHECK(weight->is_contiguous() && weight->scalar_type() == projected.scalar_type());
+  TORCH_CHECK(weights.conv_weight.is_contiguous() && weights.conv_weight.scalar_type() == projected.scalar_type());
+  for (const at::Tensor* weight : {&weights.dt_bias, &weights.A_log, &weights.D}) TORCH_CHECK(weight->is_contiguous());
   const auto& bias = weights.conv_bias;
   TORCH_CHECK(!bias.has_value() || (bias->is_contiguous() && bias->scalar_type() == projected.scalar_type()));
+}
+
+inline void check_mixer(
+    const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, const MixerSettings& settings) {
+  check_weights(projected, weights);
   TORCH_CHECK(state.conv.is_contiguous() && state.conv.scalar_type() == projected.scalar_type());
   TORCH_CHECK(state.ssm.is_contiguous());
   int64_t channels = weights.conv_weight.size(0), width = weights.conv_weight.size(-1), heads = state.ssm.size(1);

@@ -1,0 +1,197 @@
+// The Mamba-2 mixer for a few tokens of each sequence, over states that lie in the pages of a paged cache: decode steps,
+// and the verify steps of speculation, which leave a state behind each token.
+#pragma once
+
+#include "mamba.h"
+
+namespace granite4_neuron {
+
+// Which tokens and pages are each sequence's. Sequences whose first page is -1 or 0 are padding.
+struct PagedRows {
+  int64_t sequences, columns;
+  const int32_t* starts;    // [sequences + 1]
+  const int32_t* pages;     // [sequences, columns], rows page_stride apart
+  int64_t page_stride;
+  const int32_t* accepted;  // [sequences], or null where nothing is speculative
+
+  int64_t length(int64_t row) const {
+    return starts[row + 1] - starts[row];
+  }
+  int64_t page(int64_t row, int64_t column) const {
+    return pages[row * page_stride + column];
+  }
+  bool is_padding(int64_t row) const {
+    return page(row, 0) <= 0 || length(row) == 0;
+  }
+  // Which token of the step before the sequence goes on from.
+  int64_t source_column(int64_t row) const {
+    return accepted == nullptr ? 0 : std::max(accepted[row], 1) - 1;
+  }
+  int64_t state_page(int64_t row, int64_t token) const {
+    return page(row, accepted == nullptr ? 0 : token);
+  }
+};
+
+// The windows of a paged cache; a page is `columns` inputs of each channel at any distances.
+template <typename T>
+struct PagedWindows {
+  T* data;
+  int64_t page_stride, channel_stride, column_stride;
+
+  MatrixView<T> page(int64_t number) const {
+    return {data + number * page_stride, column_stride, channel_stride};
+  }
+};
+
+// Channels `first` to `last` of one sequence: convolution and SiLU of its tokens, and what its window becomes.
+template <typename T>
+inline void convolve_paged(
+    const Mixer& m, const ConvViews<T>& views, const PagedWindows<T>& windows, const PagedRows& rows, int64_t row,
+    int64_t first, int64_t last) {
+  int64_t history = m.width - 1, length = rows.length(row), count = last - first;
+  MatrixView<T> page = windows.page(rows.page(row, 0)).from_column(first);
+  std::vector<float> inputs((history + length) * count), taps(m.width * count), bias(count);
+  int64_t offset = rows.source_column(row);
+  for (int64_t h = 0; h < history; h++)
+    for (int64_t c = 0; c < count; c++)
+      inputs[h * count + c] = static_cast<float>(page.row(offset + h)[c * page.column_stride]);
+  for (int64_t t = 0; t < length; t++)
+    to_float(views.token(0, rows.starts[row] + t) + first, &inputs[(history + t) * count], count);
+  transpose_to_float(views.weight + first * m.width, count, m.width, taps.data());
+  if (views.bias != nullptr) to_float(views.bias + first, bias.data(), count);
+
+  for (int64_t t = 0; t < length; t++) {
+    float* y = views.activated + (rows.starts[row] + t) * m.channels + first;
+    int64_t c = 0;
+    for (; c + LANES <= count; c += LANES) {
+      Vec total = Vec::loadu(&bias[c]);
+      for (int64_t tap = 0; tap < m.width; tap++)
+        total = at::vec::fmadd(Vec::loadu(&taps[tap * count + c]), Vec::loadu(&inputs[(t + tap) * count + c]), total);
+      silu(total).store(y + c);
+    }
+    for (; c < count; c++) {
+      float total = bias[c];
+      for (int64_t tap = 0; tap < m.width; tap++) total += taps[tap * count + c] * inputs[(t + tap) * count + c];
+      y[c] = silu(total);
+    }
+  }
+
+  // A step that is speculative keeps all its inputs: the next one knows how many of them count.
+  bool speculative = rows.accepted != nullptr;
+  int64_t from = speculative ? 1 : length, kept = speculative ? history - 1 + length : history;
+  for (int64_t h = 0; h < kept; h++)
+    for (int64_t c = 0; c < count; c++)
+      page.row(h)[c * page.column_stride] = static_cast<T>(inputs[(from + h) * count + c]);
+}
+
+// The states of a paged cache, [pages, heads, head_dim, d_state]; a page's are contiguous.
+struct PagedStates {
+  float* data;
+  int64_t page_stride;
+};
+
+// One head of one sequence, token by token; each token's state goes to a page of its own where that is asked for.
+inline void advance_paged(
+    const Mixer& m, const HeadTokens& tokens, const PagedStates& states, const PagedRows& rows, int64_t row,
+    int64_t head) {
+  float* of_head = states.data + head * m.head_dim * m.d_state;
+  const float* from = of_head + rows.page(row, rows.source_column(row)) * states.page_stride;
+  StateStores<float> unrounded(m.settings.rounding, 0, m.head_dim, m.d_state);
+  for (int64_t t = 0; t < rows.length(row); t++) {
+    float* to = of_head + rows.state_page(row, t) * states.page_stride;
+    HeadTokens token = tokens.part(rows.starts[row] + t, 1);
+    update_state<float>(token, {from, to}, m, head, unrounded);
+    from = to;
+  }
+}
+
+inline void check_paged_rows(const PagedRows& rows, int64_t tokens, int64_t num_pages) {
+  TORCH_CHECK(rows.starts[0] == 0 && rows.starts[rows.sequences] == tokens, "starts do not span ", tokens, " tokens");
+  for (int64_t row = 0; row < rows.sequences; row++) {
+    TORCH_CHECK(rows.length(row) >= 0, "row ", row, " ends before it starts");
+    if (rows.is_padding(row)) continue;
+    bool speculative = rows.accepted != nullptr;
+    int64_t used = speculative ? std::max(rows.length(row), rows.source_column(row) + 1) : 1;
+    TORCH_CHECK(used <= rows.columns, "row ", row, " needs ", used, " pages of ", rows.columns);
+    for (int64_t column = 0; column < used; column++) {
+      int64_t page = rows.page(row, column);
+      TORCH_CHECK(0 < page && page < num_pages, "row ", row, " has page ", page, " of ", num_pages);
+    }
+  }
+}
+
+// rows: starts, pages, and accepted where the step is speculative; int32.
+inline PagedRows paged_rows(at::TensorList rows, int64_t tokens, int64_t num_pages) {
+  TORCH_CHECK(rows.size() == 2 || rows.size() == 3, "rows are starts, pages and perhaps accepted");
+  for (const at::Tensor& of_rows : rows)
+    TORCH_CHECK(of_rows.scalar_type() == at::kInt && (of_rows.numel() == 0 || of_rows.stride(-1) == 1));
+  const at::Tensor &starts = rows[0], &pages = rows[1];
+  TORCH_CHECK(pages.dim() == 2 && starts.numel() == pages.size(0) + 1);
+  PagedRows paged{pages.size(0), pages.size(1), starts.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(),
+                  pages.stride(0), nullptr};
+  if (rows.size() == 3) {
+    TORCH_CHECK(rows[2].numel() == paged.sequences);
+    paged.accepted = rows[2].const_data_ptr<int32_t>();
+  }
+  check_paged_rows(paged, tokens, num_pages);
+  return paged;
+}
+
+// As ops.cpu.paged_mamba_mixer, which is the Python side.
+inline at::Tensor paged_mamba_mixer(
+    const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, at::TensorList tensors,
+    const MixerSettings& settings) {
+  check_weights(projected, weights);
+  int64_t tokens = projected.size(0), pages = state.ssm.size(0);
+  int64_t heads = state.ssm.size(1), head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
+  int64_t width = weights.conv_weight.size(-1), channels = weights.conv_weight.size(0);
+  TORCH_CHECK(projected.dim() == 2 && projected.size(1) == channels + heads && weights.dt_bias.numel() == heads);
+  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat && (pages == 0 || state.ssm[0].is_contiguous()));
+  TORCH_CHECK(state.conv.scalar_type() == projected.scalar_type() && state.conv.size(0) == pages);
+  PagedRows rows = paged_rows(tensors, tokens, pages);
+  int64_t columns = width - 1 + (rows.accepted == nullptr ? 0 : rows.columns - 1);
+  TORCH_CHECK(
+      state.conv.size(1) == channels && state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
+      " columns where ", columns, " are needed");
+
+  // One row of the mixer's own kind, whose tokens are those of all sequences.
+  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr}, settings,
+          as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
+  at::Tensor y = at::zeros({tokens, m.inner()}, projected.options().dtype(at::kFloat));
+  at::Tensor xBC = at::empty({tokens, channels}, y.options()), dt = at::empty({tokens, heads}, y.options());
+  GRANITE4_DISPATCH(projected.scalar_type(), "paged_mamba_mixer", [&] {
+    ConvViews<scalar_t> views{
+        projected.const_data_ptr<scalar_t>(),
+        0,
+        projected.stride(0),
+        weights.conv_weight.const_data_ptr<scalar_t>(),
+        pointer<scalar_t>(weights.conv_bias),
+        nullptr,
+        xBC.mutable_data_ptr<float>(),
+        dt.mutable_data_ptr<float>()};
+    PagedWindows<scalar_t> windows{
+        state.conv.mutable_data_ptr<scalar_t>(), state.conv.stride(0), state.conv.stride(1), state.conv.stride(2)};
+    constexpr int64_t BLOCK = 512;
+    int64_t blocks = (channels + BLOCK - 1) / BLOCK;
+    parallel_tasks(rows.sequences * blocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / blocks, first = task % blocks * BLOCK;
+        if (rows.is_padding(row)) continue;
+        convolve_paged(m, views, windows, rows, row, first, std::min(first + BLOCK, channels));
+        for (int64_t token = rows.starts[row]; first == 0 && token < rows.starts[row + 1]; token++)
+          step_sizes(m, views.token(0, token) + channels, views.steps + token * heads);
+      }
+    });
+  });
+  ScanViews<float> views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
+  PagedStates states{state.ssm.mutable_data_ptr<float>(), state.ssm.stride(0)};
+  parallel_tasks(rows.sequences * heads, settings.heads_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) {
+      int64_t row = task / heads, head = task % heads;
+      if (!rows.is_padding(row)) advance_paged(m, head_tokens(m, views, 0, head), states, rows, row, head);
+    }
+  });
+  return y;
+}
+
+}  // namespace granite4_neuron

@@ -1,0 +1,116 @@
+"""vLLM's Mamba-2 layer with this package's convolution and recurrence. Loading, sharding and cache stay vLLM's."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+
+from granite4_neuron.config import MODEL_TYPE
+from granite4_neuron.ops import cpu
+from granite4_neuron.vllm_cpu.mixing import (
+    DecodeRows,
+    MixerWeights,
+    Pages,
+    fused_decode,
+    fused_prefill,
+    torch_decode,
+    torch_prefill,
+)
+
+
+class Granite4MambaMixer2(MambaMixer2):
+    """MambaMixer2 of Granite 4; of another model it is MambaMixer2 itself.
+
+    Raises:
+        ValueError: ReplaySSM is asked for.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config().model_config.hf_text_config
+        self.is_granite4 = config.model_type == MODEL_TYPE
+        if self.is_granite4 and self.use_replayssm:
+            raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
+        self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, float("inf")))
+        fused = cpu.has_fused_kernels()
+        self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        if not self.is_granite4:
+            return super().get_state_dtype()
+        return self.model_config.dtype, torch.float32
+
+    def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
+        """As vLLM's: convolution and recurrence of a step's tokens, from z, x, B, C and dt to `output`."""
+        if not self.is_granite4:
+            return super().conv_ssm_forward(projected_states, output)
+        output.copy_(self.mix(projected_states[:, self.tped_intermediate_size :]))
+
+    def mix(self, xBC_dt: torch.Tensor) -> torch.Tensor:
+        """[tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""
+        metadata = self._metadata()
+        if metadata is None:  # vLLM measures how much memory a step takes
+            return xBC_dt.new_zeros(len(xBC_dt), self.tped_intermediate_size, dtype=torch.float32)
+        decodes, real = metadata.num_decode_tokens, metadata.num_decode_tokens + metadata.num_prefill_tokens
+        parts = []
+        if decodes:
+            parts.append(self._decode(metadata, xBC_dt[:decodes]))
+        if real > decodes:
+            parts += self._prefill(metadata, xBC_dt[decodes:real])
+        if len(xBC_dt) > real:
+            parts.append(torch.zeros(len(xBC_dt) - real, self.tped_intermediate_size))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _metadata(self) -> Mamba2AttentionMetadata | None:
+        of_layers = get_forward_context().attn_metadata
+        return None if of_layers is None else of_layers.get(self.prefix)
+
+    def _decode(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> torch.Tensor:
+        pages = metadata.state_indices_tensor_d
+        starts = metadata.query_start_loc_d
+        if starts is None:
+            starts = torch.arange(len(pages) + 1, dtype=torch.int32)
+        rows = DecodeRows(starts, pages, metadata.num_accepted_tokens)
+        return self.decode(self._mixer_weights(), xBC_dt, self._pages(), rows)
+
+    def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
+        """One sequence after another, each up to the place whose state the prefix cache keeps and from there on."""
+        weights, pages = self._mixer_weights(), self._pages()
+        starts = metadata.query_start_loc_p.tolist()
+        own_pages = metadata.state_indices_tensor_p.tolist()
+        checkpoint = metadata.checkpoint_meta if metadata.checkpoint_chunk_idx is not None else None
+        kept_pages = checkpoint.state_indices.tolist() if checkpoint is not None else own_pages
+        offsets = checkpoint.offsets if checkpoint is not None else [0] * len(own_pages)
+        parts = []
+        for row, has_state in enumerate(metadata.has_initial_states_p.tolist()):
+            start, end, page = starts[row], starts[row + 1], own_pages[row]
+            if page <= 0:  # padding
+                parts.append(torch.zeros(end - start, self.tped_intermediate_size))
+                continue
+            read = page if has_state else None
+            if offsets[row]:
+                middle = start + offsets[row]
+                parts.append(self.prefill(weights, xBC_dt[start:middle], pages, read, kept_pages[row]))
+                start, read = middle, kept_pages[row]
+            if start < end:
+                parts.append(self.prefill(weights, xBC_dt[start:end], pages, read, page))
+        return parts
+
+    def _pages(self) -> Pages:
+        conv, ssm = self.kv_cache[:2]
+        return Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
+
+    def _mixer_weights(self) -> MixerWeights:
+        return MixerWeights(
+            self.conv_weights,
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A,
+            self.D,
+            self.n_groups // self.tp_size,
+            self.time_step_limit,
+        )

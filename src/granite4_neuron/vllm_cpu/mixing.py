@@ -1,0 +1,164 @@
+"""What a Mamba-2 layer does between its projections, over states in the pages of vLLM's cache: by fused kernels, or in
+plain torch where there is no compiler.
+
+Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron import ops
+from granite4_neuron.ops import cpu
+from granite4_neuron.ops.launch_parameters import HEURISTIC
+
+
+@dataclass(frozen=True)
+class MixerWeights:
+    """A layer's weights between its projections, those of one rank.
+
+    conv_weight: [conv_dim, d_conv]; conv_bias: [conv_dim] or None.
+    dt_bias, A, D: [num_heads].
+    n_groups: of B and C.
+    time_step_limit: lowest and highest step size.
+    """
+
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
+    dt_bias: torch.Tensor
+    A: torch.Tensor
+    D: torch.Tensor
+    n_groups: int
+    time_step_limit: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A layer's states. conv: [pages, conv_dim, columns] in the model's dtype, any strides; ssm: [pages, num_heads,
+    head_dim, d_state] in float32, a page contiguous. Pages 0 and -1 are nobody's.
+    """
+
+    conv: torch.Tensor
+    ssm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """A few tokens each of several sequences, as `cpu.paged_mamba_mixer` takes them; accepted may be None."""
+
+    starts: torch.Tensor
+    pages: torch.Tensor
+    accepted: torch.Tensor | None
+
+
+# (weights, xBC_dt, pages, rows) to y: xBC_dt is [tokens, conv_dim + num_heads] as in_proj gives it, y is [tokens,
+# num_heads * head_dim] in float32. States advance in place.
+Decode = Callable[[MixerWeights, torch.Tensor, Pages, DecodeRows], torch.Tensor]
+# (weights, xBC_dt, pages, page that is read or None for an empty state, page that is written) to y, for the tokens of
+# one sequence.
+Prefill = Callable[[MixerWeights, torch.Tensor, Pages, int | None, int], torch.Tensor]
+
+
+def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
+    """`Decode` as one call of a kernel."""
+    tensors = [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
+    return cpu.paged_mamba_mixer(
+        xBC_dt, _kernel_weights(weights), pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
+    )
+
+
+def fused_prefill(
+    weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
+) -> torch.Tensor:
+    """`Prefill` as one call of a kernel, on a copy of the state: beside a prompt's work that is nothing."""
+    conv, ssm = _dense(weights, pages, read)
+    rows = (torch.tensor([len(xBC_dt)]), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    y = cpu.mamba_mixer(
+        xBC_dt[None], _kernel_weights(weights), conv, ssm, rows, _sizes(weights), weights.time_step_limit
+    )
+    _store(pages, write, conv, ssm)
+    return y[0]
+
+
+def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
+    """`Decode` of the operators with vLLM's signatures."""
+    xBC, dt = _split(weights, xBC_dt)
+    table = rows.pages if rows.accepted is not None else rows.pages[:, :1]
+    mixed = ops.causal_conv1d_update(
+        xBC, pages.conv, weights.conv_weight, weights.conv_bias, "silu", table, rows.accepted, rows.starts,
+        out=torch.empty_like(xBC),
+    )  # fmt: skip
+    x, B, C = _heads(weights, mixed, pages)
+    num_heads, head_dim, d_state = pages.ssm.shape[1:]
+    y = torch.empty(len(x), num_heads, head_dim)
+    ops.selective_state_update(
+        pages.ssm, x.float(), dt[..., None].expand(-1, -1, head_dim), B=B, C=C,
+        A=weights.A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
+        state_batch_indices=table, out=y, num_accepted_tokens=rows.accepted, cu_seqlens=rows.starts,
+    )  # fmt: skip
+    return y.flatten(1)
+
+
+def torch_prefill(
+    weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
+) -> torch.Tensor:
+    """`Prefill` of the plain definitions."""
+    conv, ssm = _dense(weights, pages, read)
+    xBC, dt = _split(weights, xBC_dt)
+    lengths = torch.tensor([len(xBC_dt)])
+    mixed, conv = ops.causal_conv1d(xBC[None], conv, weights.conv_weight, weights.conv_bias, lengths)
+    x, B, C = (part[None] for part in _heads(weights, mixed[0], pages))
+    chunk_size = HEURISTIC.torch_chunk_size
+    y, ssm = ops.mamba_chunk_scan_combined(
+        x, dt[None], weights.A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
+    )
+    _store(pages, write, conv, ssm)
+    return y[0].flatten(1)
+
+
+def _kernel_weights(weights: MixerWeights) -> list[torch.Tensor | None]:
+    # A is never positive, but where weights are random numbers for a test of speed.
+    A_log = weights.A.abs().log()
+    return [weights.conv_weight.unsqueeze(1), weights.conv_bias, weights.dt_bias, A_log, weights.D]
+
+
+def _sizes(weights: MixerWeights) -> tuple[int, int, int]:
+    return weights.n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
+
+
+def _dense(weights: MixerWeights, pages: Pages, read: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's states, [1, conv_dim, d_conv - 1] and [1, num_heads, head_dim, d_state], to advance in place."""
+    history = weights.conv_weight.shape[1] - 1
+    conv, ssm = pages.conv[:1, :, :history], pages.ssm[:1]
+    if read is None:
+        return torch.zeros_like(conv, memory_format=torch.contiguous_format), torch.zeros_like(ssm)
+    here = slice(read, read + 1)
+    return (
+        pages.conv[here, :, :history].clone(memory_format=torch.contiguous_format),
+        pages.ssm[here].clone(memory_format=torch.contiguous_format),
+    )
+
+
+def _store(pages: Pages, write: int, conv: torch.Tensor, ssm: torch.Tensor) -> None:
+    pages.conv[write, :, : conv.shape[2]] = conv[0]
+    pages.ssm[write] = ssm[0]
+
+
+def _split(weights: MixerWeights, xBC_dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of the convolution, and step sizes in float32."""
+    conv_dim = len(weights.conv_weight)
+    dt = F.softplus(xBC_dt[:, conv_dim:].float() + weights.dt_bias.float()).clamp(*weights.time_step_limit)
+    return xBC_dt[:, :conv_dim], dt
+
+
+def _heads(weights: MixerWeights, mixed: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, [tokens, num_heads, head_dim], and B and C, [tokens, n_groups, d_state]."""
+    num_heads, head_dim, d_state = pages.ssm.shape[1:]
+    group_width = weights.n_groups * d_state
+    x, B, C = mixed.split([num_heads * head_dim, group_width, group_width], dim=1)
+    groups = (weights.n_groups, d_state)
+    return x.unflatten(1, (num_heads, head_dim)), B.unflatten(1, groups), C.unflatten(1, groups)

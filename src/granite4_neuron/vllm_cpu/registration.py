@@ -1,0 +1,26 @@
+"""What is put in the place of vLLM's own."""
+
+from __future__ import annotations
+
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+from granite4_neuron.vllm_cpu import sampling, state_copies
+from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
+
+
+def taken_by() -> str | None:
+    """The class that another plugin has registered for MambaMixer2, if any."""
+    registered = op_registry_oot.get(MambaMixer2.__name__)
+    if registered in (None, Granite4MambaMixer2):
+        return None
+    return f"{registered.__module__}.{registered.__qualname__}"
+
+
+def register_all() -> None:
+    """Does nothing the second time."""
+    if MambaMixer2.__name__ in op_registry_oot:
+        return
+    MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
+    state_copies.register()
+    sampling.register()

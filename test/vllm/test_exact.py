@@ -1,0 +1,137 @@
+"""Greedy texts in float32 are those of transformers, whatever vLLM does at the same time."""
+
+import pytest
+
+from granite4_neuron.checkpoint import save_model
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.random_weights import random_model
+from test.support.checkpoints import CASES, small_config
+from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, Greedy, prompts_of, run_engines
+
+PREFIX = dict(enable_prefix_caching=True)
+SPECULATION = dict(speculative_config=NGRAM)
+CHUNKS = dict(max_num_batched_tokens=256)
+COMPILED = dict(enforce_eager=False)
+
+
+def crowded(blocks, **options):
+    """So little cache that not all prompts have room to the end."""
+    return dict(options, max_model_len=512, num_gpu_blocks_override=blocks)
+
+
+OPTIONS = {
+    "plain": {},
+    "chunked prefill": CHUNKS,
+    "prefix caching": PREFIX,
+    "n-gram": SPECULATION,
+    "n-gram, chunked prefill": {**SPECULATION, **CHUNKS},
+    "prefix caching, n-gram": {**PREFIX, **SPECULATION},
+    "prefix caching, n-gram, chunked prefill": {**PREFIX, **SPECULATION, **CHUNKS},
+    "compiled": COMPILED,
+    "compiled, prefix caching, n-gram": {**COMPILED, **PREFIX, **SPECULATION},
+}
+PREEMPTED = {
+    "preempted": crowded(22),
+    "preempted, chunked prefill": crowded(22, **CHUNKS),
+    "preempted, prefix caching": crowded(26, **PREFIX),
+    "preempted, n-gram": crowded(34, **SPECULATION),
+    "preempted, prefix caching, n-gram": crowded(34, **PREFIX, **SPECULATION),
+    "preempted, prefix caching, n-gram, chunked prefill": crowded(34, **PREFIX, **SPECULATION, **CHUNKS),
+}
+EVERYTHING = {**PREFIX, **SPECULATION, **CHUNKS}
+PROCESSES = {
+    "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
+    "pipeline parallel": {**PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
+}
+# vLLM's attention wants heads of 32 or wider. A head of its own keeps a random model from repeating its last token.
+WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
+FAMILY = (
+    "moe", "dense", "two_groups", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
+    "attention_only_nope", "time_step_limit", "one_expert_per_token",
+)  # fmt: skip
+
+
+def engine(options, model, prompts):
+    return dict(model=str(model), options=options, prompts=list(prompts), rounds=1 + options.get(*PREFIX, False))
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return bundled_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def greedy(folder):
+    return Greedy(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(greedy):
+    return prompts_of(greedy.model.config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def served(folder, prompts, tmp_path_factory):
+    engines = {name: engine(options, folder, ALL) for name, options in OPTIONS.items()}
+    engines |= {name: engine(options, folder, CROWDED) for name, options in PREEMPTED.items()}
+    engines["alone"] = engine({"max_num_seqs": 1}, folder, ALL)
+    return run_engines(engines, prompts, tmp_path_factory.mktemp("one process"), **ONE_PROCESS)
+
+
+@pytest.fixture(scope="module")
+def served_by_several(folder, prompts, tmp_path_factory):
+    engines = {name: engine(options, folder, ALL) for name, options in PROCESSES.items()}
+    threads = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # a processor each: the machine may have one NUMA node
+    return run_engines(engines, prompts, tmp_path_factory.mktemp("processes"), **threads)
+
+
+def check(result, greedy, prompts, options):
+    assert set(greedy.right(prompts, result)) == {len(prompts)}
+    if "enable_prefix_caching" in options:
+        assert result["cached"][-1] > 0
+    if "speculative_config" in options:
+        assert 0 < result["metrics"]["accepted"] < result["metrics"]["drafts"]
+
+
+@pytest.mark.parametrize("name", ["alone", *OPTIONS])
+def test_one_process(served, greedy, prompts, name):
+    check(served[name], greedy, prompts[: len(ALL)], OPTIONS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_preemption(served, greedy, prompts, name):
+    check(served[name], greedy, prompts[len(ALL) :], PREEMPTED[name])
+    assert served[name]["metrics"]["preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_several_processes(served_by_several, greedy, prompts, name):
+    check(served_by_several[name], greedy, prompts[: len(ALL)], PROCESSES[name])
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """(folders, prompts, results) of random checkpoints that between them have what the family has."""
+    cases, folders = {case.name: case for case in CASES}, {}
+    for name in FAMILY:
+        folders[name] = tmp_path_factory.mktemp("family") / name
+        save_model(random_model(small_config(**{**cases[name].changes, **WIDE}), seed=len(name)), folders[name])
+    prompts = prompts_of(small_config().vocab_size)
+    options = {**EVERYTHING, "skip_tokenizer_init": True}
+    engines = {name: engine(options, folder, ALL) for name, folder in folders.items()}
+    return folders, prompts, run_engines(engines, prompts, tmp_path_factory.mktemp("served"), **ONE_PROCESS)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_family(family, name):
+    folders, prompts, results = family
+    check(results[name], Greedy(folders[name]), prompts[: len(ALL)], EVERYTHING)
+
+
+def test_vllm_without_this_package_would_be_seen(folder, greedy, prompts, tmp_path):
+    """Its own mixer in the place of ours: these tests are about something."""
+    wrong = {name: OPTIONS[name] for name in ("n-gram", "prefix caching", "prefix caching, n-gram")}
+    engines = {name: engine(options, folder, ALL) for name, options in wrong.items()}
+    results = run_engines(engines, prompts, tmp_path, **ONE_PROCESS, VLLM_PLUGINS="")
+    assert greedy.right(prompts[: len(ALL)], results["n-gram"]) == [0]
+    assert all("error" in results[name] for name in wrong if name != "n-gram")

@@ -1,0 +1,73 @@
+"""A process that runs vLLM: one engine after another, each with the same prompts.
+
+Reads {"engines": {name: {"model": folder, "options": {...}, "rounds": 1}}, "prompts": [[token, ...], ...], "tokens": n}
+as JSON from standard input, and writes {name: {"tokens": [per round [per prompt [token, ...]]], "cached": [...],
+"metrics": {...}}} or {name: {"error": "..."}} to the file that is its argument.
+"""
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import traceback
+
+from vllm import LLM, SamplingParams
+
+COUNTERS = {
+    "preemptions": "vllm:num_preemptions",
+    "drafts": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+DEFAULTS = dict(
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=2048,
+    kv_cache_memory_bytes=2**28,
+    enable_prefix_caching=False,
+    disable_log_stats=False,
+)
+
+
+def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
+    llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    rounds = [
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        for _ in range(engine.get("rounds", 1))
+    ]
+    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "tokens": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds],
+        "cached": [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in rounds],
+        "metrics": {name: counted.get(metric, 0) for name, metric in COUNTERS.items()},
+    }
+
+
+def serve_into(path: str, engine: dict, prompts: list[list[int]], tokens: int) -> None:
+    try:
+        result = serve(engine, prompts, tokens)
+    except Exception:  # whatever vLLM raises is the result
+        result = {"error": traceback.format_exc()}
+    with open(path, "w") as file:
+        json.dump(result, file)
+
+
+def main() -> None:
+    job, results = json.load(sys.stdin), {}
+    # vLLM is imported once. A fork for each engine, as a second engine in a process finds what the first has left.
+    context = multiprocessing.get_context("fork")
+    for name, engine in job["engines"].items():
+        prompts = [job["prompts"][number] for number in engine.get("prompts", range(len(job["prompts"])))]
+        with tempfile.NamedTemporaryFile("r") as file:
+            process = context.Process(target=serve_into, args=(file.name, engine, prompts, job["tokens"]))
+            process.start()
+            process.join()
+            text = file.read()
+        results[name] = json.loads(text) if text else {"error": f"the process ended with {process.exitcode}"}
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
