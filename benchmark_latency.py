@@ -48,7 +48,7 @@ from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitatio
 from granite4_neuron import UserError, checkpoint, neuron_sdk, stream_generate
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from granite4_neuron.commands.options import add_cpu_options, check_folder_of, write_json
+from granite4_neuron.commands.options import add_cpu_options, check_folder_of, dtype_of, write_json
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, add_speculation, ngram_tokens
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
@@ -101,21 +101,11 @@ class Result:
 class Ours:
     """This package, on the CPU or on a Neuron device, through its public generation loop."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None,
-        compiled: Path | None,
-        kernels: str,
-        quantize: str | None,
-        tuned_configs: str | None,
-    ):
-        generation_config = transformers.GenerationConfig()
-        if compiled is not None:
-            self._runtime = load_compiled(folder, compiled, generation_config)
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        if options.compiled is not None:
+            self._runtime = load_compiled(folder, options.compiled, transformers.GenerationConfig())
         else:
-            model = checkpoint.load_model(folder, dtype, quantize=quantize)
-            self._runtime = CPURuntime(model, generation_config, kernels=kernels, tuned_configs=tuned_configs)
+            self._runtime = _cpu_runtime(folder, options)
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -175,6 +165,7 @@ def _report(results: list[Result], options: argparse.Namespace) -> None:
             "model": _source(options),
             "dtype": options.dtype or "as stored",
             "quantize": options.quantize,
+            "state_dtype": options.state_dtype or "float32",
             "warmup": options.warmup,
             "repeats": options.repeats,
             "results": [dataclasses.asdict(result) for result in results],
@@ -222,7 +213,8 @@ def _bound(folder: Path, point: Point, options: argparse.Namespace, rates: Rates
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
     is_quantized = options.quantize is not None
-    read = decode_bytes(config, _dtype(folder, options), point.batch_size, context, is_quantized)
+    state_itemsize = (dtype_of(options.state_dtype) or torch.float32).itemsize
+    read = decode_bytes(config, _dtype(folder, options), point.batch_size, context, is_quantized, state_itemsize)
     return flops / rates.flops, read / rates.bytes
 
 
@@ -271,8 +263,7 @@ def _serve(
         elif name == TRANSFORMERS:
             implementation = Transformers(folder, dtype)
         else:
-            kernels = "torch" if name == PLAIN else "fused"
-            implementation = Ours(folder, dtype, options.compiled, kernels, options.quantize, options.tuned_configs)
+            implementation = Ours(folder, options)
     except UserError as error:
         connection.send(error)
         return
@@ -334,6 +325,7 @@ def _result(
 
 def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
     weights = f", {options.quantize} weights" if options.quantize else ""
+    weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
     title = f"{_source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
     table = Table(title=escape(title))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
@@ -453,7 +445,8 @@ def _beginning(folder: Path) -> list[int]:
 
 def _cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     model = checkpoint.load_model(folder, _dtype(folder, options), quantize=options.quantize)
-    options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs)
+    state_dtype = dtype_of(options.state_dtype)
+    options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
 
 
@@ -533,6 +526,8 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError("--dtype belongs to the cpu backend; compiled graphs have one already.")
         if options.quantize:
             raise UserError("--quantize belongs to the cpu backend; compiled graphs have weights already.")
+        if options.state_dtype:
+            raise UserError("--state-dtype belongs to the cpu backend; compiled graphs have float32 states.")
         if options.tuned_configs:
             raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
         neuron_sdk.require()
