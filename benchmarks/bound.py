@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
-from granite4_neuron.sizes import sequence_bytes, token_bytes
+from granite4_neuron.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
@@ -62,7 +62,12 @@ def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
 
 
 def decode_bytes(
-    config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, context: int, is_quantized: bool = False
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    context: int,
+    is_quantized: bool = False,
+    state_itemsize: int = FLOAT32_BYTES,
 ) -> float:
     """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
 
@@ -75,9 +80,8 @@ def decode_bytes(
     for name, weight, _ in _products(config):
         itemsize = 1 if is_quantized and "router" not in name else dtype.itemsize
         weights += weight.numel() * itemsize * (chosen if _is_expert(name) else 1.0)
-    return weights + batch_size * (
-        sequence_bytes(config, dtype.itemsize) + context * token_bytes(config, dtype.itemsize)
-    )
+    state = sequence_bytes(config, dtype.itemsize, state_itemsize=state_itemsize)
+    return weights + batch_size * (state + context * token_bytes(config, dtype.itemsize))
 
 
 def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor, float]]:

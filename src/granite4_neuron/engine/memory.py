@@ -29,8 +29,9 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
-        self._sequence_bytes = sequence_bytes(runtime.config, runtime.dtype.itemsize)
-        self._token_bytes = token_bytes(runtime.config, runtime.dtype.itemsize)
+        config, itemsize = runtime.config, runtime.dtype.itemsize
+        self._sequence_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+        self._token_bytes = token_bytes(config, itemsize)
         self._allocate()
 
     def check(self, length: int) -> None:

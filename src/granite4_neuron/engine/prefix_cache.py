@@ -181,7 +181,8 @@ class PrefixCache:
         Raises:
             UserError: it is of another model, or no such snapshot.
         """
-        snapshot.check(self._runtime.dtype, self._runtime.fingerprint)
+        runtime = self._runtime
+        snapshot.check(runtime.dtype, runtime.fingerprint, runtime.state_dtype)
         tensors = dict(snapshot.tensors)
         logits = tensors.pop("logits", None)
         if len(snapshot.tokens) != snapshot.length or snapshot.start or logits is None:
@@ -274,8 +275,9 @@ class PrefixCache:
 
     def _num_bytes(self, tokens: int) -> int:
         """Of an entry with the keys and values of so many tokens."""
-        config, dtype = self._runtime.config, self._runtime.dtype
-        return sequence_bytes(config, dtype.itemsize) + tokens * token_bytes(config, dtype.itemsize)
+        config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
+        state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
+        return state + tokens * token_bytes(config, itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
