@@ -11,6 +11,7 @@ from granite4_neuron import checkpoint
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import CASES, small_config
@@ -211,7 +212,6 @@ def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     program = f"""
 import resource, torch
 from granite4_neuron.checkpoint import load_model
-from granite4_neuron.ops import as_tensor
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, {{dtype}})

@@ -1,8 +1,10 @@
-// The Mamba-2 mixer's second half: the recurrence over each head's state, token by token in decode and chunk by chunk
-// otherwise.
+// The Mamba-2 mixer's second half: the recurrence over each head's state, token by token.
+//
+// One token after another is as fast as chunks of matrix products (Dao and Gu 2024, section 6) where a part of the state
+// stays in registers while many tokens pass. And it is the same arithmetic in the same order however a sequence is cut
+// into steps: prompts, verified tokens and single tokens give the same results bit by bit.
 #pragma once
 
-#include "gemm.h"
 #include "mixer.h"
 #include "parallel.h"
 #include "views.h"
@@ -14,7 +16,7 @@ struct ScanViews {
   const float* xBC;  // [batch, tokens, channels], with channels = inner + 2 * groups * d_state
   const float* dt;   // [batch, tokens, heads]
   float* ssm_state;  // [slots, heads, head_dim, d_state]
-  float* y;          // [batch, tokens, inner]
+  float* y;          // [batch, tokens, inner]; null where nobody asks for it
 };
 
 // One head's part of one sequence's tokens: a row each of x, B, C and y, and a step size.
@@ -23,13 +25,13 @@ struct HeadTokens {
   MatrixView<const float> x;     // [length, head_dim]
   MatrixView<const float> B, C;  // [length, d_state]
   MatrixView<const float> dt;    // [length, 1]
-  MatrixView<float> y;           // [length, head_dim]
+  MatrixView<float> y;           // [length, head_dim], or null
   float A, D;
 
   // `count` tokens at most, from `start` on.
   HeadTokens part(int64_t start, int64_t count) const {
     return {std::min(count, length - start), x.from_row(start), B.from_row(start), C.from_row(start),
-            dt.from_row(start), y.from_row(start), A, D};
+            dt.from_row(start), y.data == nullptr ? y : y.from_row(start), A, D};
   }
 };
 
@@ -42,201 +44,113 @@ inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t ro
           {B, m.channels},
           {B + groups_width, m.channels},
           {views.dt + first * m.heads + head, m.heads},
-          {views.y + first * m.inner() + head * m.head_dim, m.inner()},
+          {views.y == nullptr ? nullptr : views.y + first * m.inner() + head * m.head_dim, m.inner()},
           m.A[head],
           m.D[head]};
 }
 
-// A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state
-// is not to be written.
+// A head's state before and after a call, each [head_dim, d_state]; they may be the same.
 struct HeadState {
   const float* from;
   float* to;
 };
 
-inline HeadState head_state(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
-  int64_t size = m.head_dim * m.d_state;
-  int64_t slot = m.rows.write_slots[row];
-  return {views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
-          slot < 0 ? nullptr : views.ssm_state + (slot * m.heads + head) * size};
+// state <- decay * state + dt_x B for LANES values of one channel, and their part of its y: total <- total + state C.
+inline Vec advance(Vec state, Vec decay, Vec dt_x, Vec B, Vec C, Vec& total) {
+  Vec now = at::vec::fmadd(decay, state, dt_x * B);
+  total = at::vec::fmadd(now, C, total);
+  return now;
 }
 
-// state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
-inline void update_state(const HeadTokens& token, HeadState state, int64_t head_dim, int64_t d_state) {
-  const float *x = token.x.data, *B = token.B.data, *C = token.C.data;
-  float dt = *token.dt.data, decay = std::exp(dt * token.A);
-  Vec keep(decay);
-  for (int64_t p = 0; p < head_dim; p++) {
-    float dt_x = dt * x[p];
-    Vec add(dt_x), total(0.0f);
-    const float* old = state.from + p * d_state;
-    float* now = state.to + p * d_state;
+inline float output(Vec total, float D, float x) {
+  return std::fma(D, x, sum(total));
+}
+
+// Some tokens of one head, for channels `p` to p + CHANNELS and a d_state of VECTORS vectors, whose state is kept in
+// registers. decays: exp(dt A) of the tokens.
+template <int CHANNELS, int VECTORS>
+inline void scan_in_registers(const HeadTokens& tokens, const float* decays, HeadState state, int64_t p) {
+  constexpr int64_t SIZE = VECTORS * LANES;
+  Vec now[CHANNELS][VECTORS];
+#pragma GCC unroll 2
+  for (int c = 0; c < CHANNELS; c++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) now[c][v] = Vec::loadu(state.from + (p + c) * SIZE + v * LANES);
+  for (int64_t t = 0; t < tokens.length; t++) {
+    const float *B = tokens.B.row(t), *C = tokens.C.row(t), *x = tokens.x.row(t) + p;
+    float dt = *tokens.dt.row(t);
+    Vec decay(decays[t]), totals[CHANNELS];
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++) {
+      totals[c] = Vec(0.0f);
+      Vec dt_x(dt * x[c]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++)
+        now[c][v] = advance(now[c][v], decay, dt_x, Vec::loadu(B + v * LANES), Vec::loadu(C + v * LANES), totals[c]);
+    }
+    if (tokens.y.data == nullptr) continue;
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++) tokens.y.row(t)[p + c] = output(totals[c], tokens.D, x[c]);
+  }
+#pragma GCC unroll 2
+  for (int c = 0; c < CHANNELS; c++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) now[c][v].store(state.to + (p + c) * SIZE + v * LANES);
+}
+
+// The same for one channel and any d_state, with the state in memory.
+inline void scan_in_memory(
+    const HeadTokens& tokens, const float* decays, HeadState state, int64_t p, int64_t d_state) {
+  const float* old = state.from + p * d_state;
+  float* now = state.to + p * d_state;
+  for (int64_t t = 0; t < tokens.length; t++, old = now) {
+    const float *B = tokens.B.row(t), *C = tokens.C.row(t);
+    float x = tokens.x.row(t)[p];
+    Vec decay(decays[t]), dt_x(*tokens.dt.row(t) * x), total(0.0f);
     int64_t n = 0;
-    for (; n + LANES <= d_state; n += LANES) {
-      Vec value = at::vec::fmadd(keep, Vec::loadu(old + n), add * Vec::loadu(B + n));
-      value.store(now + n);
-      total = at::vec::fmadd(value, Vec::loadu(C + n), total);
+    for (; n + LANES <= d_state; n += LANES)
+      advance(Vec::loadu(old + n), decay, dt_x, Vec::loadu(B + n), Vec::loadu(C + n), total).store(now + n);
+    if (n < d_state) {
+      int64_t rest = d_state - n;
+      advance(Vec::loadu(old + n, rest), decay, dt_x, Vec::loadu(B + n, rest), Vec::loadu(C + n, rest), total)
+          .store(now + n, rest);
     }
-    float rest = 0.0f;
-    for (; n < d_state; n++) {
-      now[n] = decay * old[n] + dt_x * B[n];
-      rest += now[n] * C[n];
-    }
-    token.y.data[p] = sum(total) + rest + token.D * x[p];
+    if (tokens.y.data != nullptr) tokens.y.row(t)[p] = output(total, tokens.D, x);
   }
 }
 
-// One token of every sequence.
-inline void decode(const Mixer& m, const ScanViews& views) {
-  parallel_tasks(m.batch * m.heads, m.settings.heads_per_task, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / m.heads, head = task % m.heads;
-      if (m.rows.lengths[row] == 0) continue;
-      update_state(head_tokens(m, views, row, head), head_state(m, views, row, head), m.head_dim, m.d_state);
-    }
-  });
-}
-
-inline int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-// scores[i, j] = C_i . B_j for the tokens of one chunk and group; [CHUNK, CHUNK], what lies above the diagonal is junk.
-template <int64_t CHUNK>
-inline void chunk_scores(const HeadTokens& tokens, int64_t d_state, float* scores, std::vector<float>& scratch) {
-  scratch.resize(d_state * CHUNK);
-  for (int64_t j = 0; j < CHUNK; j++)
-    for (int64_t n = 0; n < d_state; n++) scratch[n * CHUNK + j] = j < tokens.length ? tokens.B.row(j)[n] : 0.0f;
-  MatrixView<const float> B_transposed{scratch.data(), CHUNK};
-  for (int64_t i = 0; i < tokens.length; i += GEMM_ROWS) {
-    int64_t rows = std::min(GEMM_ROWS, tokens.length - i);
-    int64_t columns = std::min(CHUNK, round_up(i + rows, LANES));
-    gemm({rows, columns, d_state}, tokens.C.from_row(i), B_transposed, {scores + i * CHUNK, CHUNK}, false);
-  }
-}
-
-// One head of one sequence, chunk by chunk: Dao and Gu 2024, section 6; the equations are those of ops.ssd_quadratic.
+// All tokens of one head of one sequence.
 //
-// CHUNK: tokens that are scanned at once, a multiple of LANES. Their decay matrix and the state should stay in the
-// nearest caches.
-template <int64_t CHUNK>
-struct HeadScan {
-  int64_t head_dim, d_state, columns;
-  // The state as [d_state, head_dim]: all products have the channels of the head in vectors. Columns are padded.
-  std::vector<float> state, dt_x, out, decayed, log_decay, segment, chunk_end_x;
-
-  HeadScan(int64_t head_dim, int64_t d_state)
-      : head_dim(head_dim), d_state(d_state), columns(round_up(head_dim, LANES)), state(d_state * columns),
-        dt_x(CHUNK * columns), out(CHUNK * columns), decayed(CHUNK * CHUNK), log_decay(CHUNK), segment(CHUNK),
-        chunk_end_x(CHUNK * columns) {}
-
-  // scores: of `chunk_scores`, chunk by chunk.
-  void run(const HeadTokens& tokens, const float* scores, HeadState of_head) {
-    for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = of_head.from[p * d_state + n];
-    for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK)
-      chunk(tokens.part(start, CHUNK), scores);
-    if (of_head.to == nullptr) return;
-    for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = state[n * columns + p];
+// block: tokens that pass through a part of the state at a time; their B and C should stay in the nearest cache.
+inline void scan_head(const HeadTokens& tokens, HeadState state, int64_t head_dim, int64_t d_state, int64_t block) {
+  constexpr int CHANNELS = 2, VECTORS = 8;
+  float decays[MAX_SCAN_BLOCK];
+  for (int64_t start = 0; start < tokens.length; start += block) {
+    HeadTokens some = tokens.part(start, block);
+    for (int64_t t = 0; t < some.length; t++) decays[t] = std::exp(*some.dt.row(t) * some.A);
+    int64_t p = 0;
+    if (LANES == 16 && d_state == VECTORS * LANES)
+      for (; p + CHANNELS <= head_dim; p += CHANNELS) scan_in_registers<CHANNELS, VECTORS>(some, decays, state, p);
+    for (; p < head_dim; p++) scan_in_memory(some, decays, state, p, d_state);
+    state.from = state.to;
   }
-
- private:
-  void chunk(const HeadTokens& tokens, const float* scores) {
-    int64_t length = tokens.length;
-    for (int64_t i = 0; i < length; i++) {
-      float step = *tokens.dt.row(i);
-      log_decay[i] = step * tokens.A;
-      for (int64_t p = 0; p < head_dim; p++) dt_x[i * columns + p] = step * tokens.x.row(i)[p];
-    }
-    decay_scores(scores, length);
-
-    // What the state gives: out_i = exp(a_1 + ... + a_i) C_i . S.
-    gemm({length, columns, d_state}, tokens.C, view(state), view(out), false);
-    float since_start = 0.0f;
-    for (int64_t i = 0; i < length; i++) {
-      since_start += log_decay[i];
-      Vec decay(std::exp(since_start));
-      float* row = &out[i * columns];
-      for (int64_t p = 0; p < columns; p += LANES) (Vec::loadu(row + p) * decay).store(row + p);
-    }
-    // What the chunk's own tokens give, of which token i sees i + 1.
-    for (int64_t i = 0; i < length; i += GEMM_ROWS) {
-      int64_t rows = std::min(GEMM_ROWS, length - i);
-      gemm({rows, columns, i + rows}, {&decayed[i * CHUNK], CHUNK}, view(dt_x), view(out).from_row(i), true);
-    }
-    for (int64_t i = 0; i < length; i++)
-      for (int64_t p = 0; p < head_dim; p++) tokens.y.row(i)[p] = out[i * columns + p] + tokens.D * tokens.x.row(i)[p];
-
-    // S <- exp(a_1 + ... + a_L) S + sum_j exp(a_{j+1} + ... + a_L) B_j (outer) dt_j x_j.
-    float until_end = 0.0f;
-    for (int64_t j = length - 1; j >= 0; j--) {
-      Vec decay(std::exp(until_end));
-      for (int64_t p = 0; p < columns; p += LANES)
-        (Vec::loadu(&dt_x[j * columns + p]) * decay).store(&chunk_end_x[j * columns + p]);
-      until_end += log_decay[j];
-    }
-    Vec keep(std::exp(until_end));
-    for (int64_t n = 0; n < d_state * columns; n += LANES) (Vec::loadu(&state[n]) * keep).store(&state[n]);
-    gemm({d_state, columns, length}, tokens.B.transposed(), view(chunk_end_x), view(state), true);
-  }
-
-  MatrixView<float> view(std::vector<float>& matrix) const {
-    return {matrix.data(), columns};
-  }
-
-  // decayed[i, j] = scores[i, j] exp(a_{j+1} + ... + a_i) for j <= i, and 0 above the diagonal, as far as
-  // tiles of the product that follows reach beyond it.
-  //
-  // Each exponent is summed from its own terms: row i's are row i - 1's plus a_i. No exponent is positive.
-  void decay_scores(const float* scores, int64_t length) {
-    std::fill(segment.begin(), segment.end(), 0.0f);
-    for (int64_t i = 0; i < length; i++) {
-      for (int64_t j = 0; j < std::min(CHUNK, i + GEMM_ROWS); j += LANES) {
-        Vec column = Vec::arange(static_cast<float>(j), 1);
-        Vec sum = Vec::blendv(Vec(0.0f), Vec::loadu(&segment[j]) + Vec(log_decay[i]), column < Vec(i));
-        sum.store(&segment[j]);
-        Vec value = sum.exp_u20() * Vec::loadu(scores + i * CHUNK + j);
-        Vec::blendv(Vec(0.0f), value, column <= Vec(i)).store(&decayed[i * CHUNK + j]);
-      }
-    }
-  }
-};
+}
 
 // Any number of tokens of every sequence.
-template <int64_t CHUNK>
 inline void scan(const Mixer& m, const ScanViews& views) {
-  int64_t groups = m.settings.groups, heads_per_group = m.heads / groups;
-  int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, block = CHUNK * CHUNK;
-  std::vector<float> scores(m.batch * groups * chunks * block);
-  parallel_tasks(m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch;
+  int64_t size = m.head_dim * m.d_state, grain = m.tokens == 1 ? m.settings.heads_per_task : 1;
+  parallel_tasks(m.batch * m.heads, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> unwritten;  // the state of a step that leaves it as it is
     for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / (groups * chunks), group = task / chunks % groups, start = task % chunks * CHUNK;
-      if (start >= m.rows.lengths[row]) continue;
-      HeadTokens of_group = head_tokens(m, views, row, group * heads_per_group);
-      chunk_scores<CHUNK>(of_group.part(start, CHUNK), m.d_state, &scores[task * block], scratch);
-    }
-  });
-  parallel_tasks(m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
-    HeadScan<CHUNK> head_scan(m.head_dim, m.d_state);
-    for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / m.heads, head = task % m.heads;
+      int64_t row = task / m.heads, head = task % m.heads, slot = m.rows.write_slots[row];
       if (m.rows.lengths[row] == 0) continue;
-      const float* of_group = &scores[(row * groups + m.group_of(head)) * chunks * block];
-      head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head));
+      if (slot < 0) unwritten.resize(size);
+      HeadState state{
+          views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
+          slot < 0 ? unwritten.data() : views.ssm_state + (slot * m.heads + head) * size};
+      scan_head(head_tokens(m, views, row, head), state, m.head_dim, m.d_state, m.settings.chunk_size);
     }
   });
-}
-
-using Recurrence = void (*)(const Mixer&, const ScanViews&);
-
-inline Recurrence recurrence(int64_t tokens, int64_t chunk_size) {
-  if (tokens == 1) return decode;
-  if (chunk_size == 32) return scan<32>;
-  if (chunk_size == 64) return scan<64>;
-  TORCH_CHECK(chunk_size == 128, "chunk_size is ", chunk_size, "; it must be 32, 64 or 128");
-  return scan<128>;
 }
 
 }  // namespace granite4_neuron
