@@ -163,7 +163,7 @@ async def _model(client: httpx.AsyncClient, address: str) -> str:
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
         raise UserError(
-            f"{address} is not the address of an OpenAI-compatible server, or it does not answer."
+            f"no OpenAI-compatible server answers at {address}; give it like http://HOST:PORT/v1."
         ) from None
 
 
