@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import math
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,18 +28,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load import Answer, Lengths, Run, ask_all, questions
+from benchmarks.load import Answer, Lengths, Run, ask_all, questions, random_tokens
 from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.commands.options import at_least, check_folder_of, number_in, write_json
 from granite4_neuron.errors import UserError
 
 GOODPUT_TIMES = {"first-token": "first_token_ms", "per-token": "per_token_ms", "total": "total_ms"}
 PERCENTILES = (50, 90, 99)
+STATISTICS = ("mean", *(f"p{percent}" for percent in PERCENTILES))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One server. Times in milliseconds at the percentiles p50, p90, p99; rates per second."""
+    """One server. Times in milliseconds: the mean, and p50, p90, p99; rates per second."""
 
     server: str
     requests: int
@@ -81,16 +83,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
-    """The servers in turns; the first, `warmup` questions are not counted."""
+    """The servers in turns; the first `warmup` questions are not counted, and come one by one."""
     prompts, outputs = Lengths.parse(options.prompt_length), Lengths.parse(options.output_length)
     runs: dict[str, list[Run]] = {server: [] for server in servers}
     pace = options.concurrency, options.request_rate
+    prefix = random_tokens(options.shared_prefix, options.vocab_size, random.Random(options.seed))
     for repeat in range(options.repeats + 1):
         number = options.num_requests if repeat else options.warmup
-        seed = options.seed + repeat
-        asked = questions(number, prompts, outputs, options.shared_prefix, options.vocab_size, seed)
+        seed = options.seed + repeat + 1
+        asked = questions(number, prompts, outputs, prefix, options.vocab_size, random.Random(seed))
         for server, address in servers.items():
-            run = await ask_all(address, asked, *pace, seed)
+            run = await ask_all(address, asked, *(pace if repeat else (1, None)), seed)
             if repeat:
                 runs[server].append(run)
     return runs
@@ -110,9 +113,9 @@ def _result(server: str, runs: Sequence[Run], limits: dict[str, float]) -> Resul
         prompt_tokens=sum(answer.prompt_tokens for answer in good),
         cached_tokens=sum(answer.cached_tokens for answer in good),
         output_tokens=sum(answer.tokens for answer in good),
-        first_token_ms=_percentiles([answer.first_token_ms for answer in good]),
-        per_token_ms=_percentiles([answer.per_token_ms for answer in good]),
-        between_tokens_ms=_percentiles([gap for answer in good for gap in answer.between_tokens_ms]),
+        first_token_ms=_statistics([answer.first_token_ms for answer in good]),
+        per_token_ms=_statistics([answer.per_token_ms for answer in good]),
+        between_tokens_ms=_statistics([gap for answer in good for gap in answer.between_tokens_ms]),
         output_tokens_per_second=rate(lambda answer: answer.tokens),
         total_tokens_per_second=rate(lambda answer: answer.tokens + answer.prompt_tokens),
         requests_per_second=rate(lambda answer: 1),
@@ -129,12 +132,13 @@ def _is_within(answer: Answer, limits: dict[str, float]) -> bool:
     return not any(getattr(answer, name) > limit for name, limit in limits.items())
 
 
-def _percentiles(values: Sequence[float]) -> list[float]:
-    """By nearest rank; NaN where there is nothing."""
+def _statistics(values: Sequence[float]) -> list[float]:
+    """The mean, and percentiles by nearest rank; NaN where there is nothing."""
     ordered = sorted(value for value in values if not math.isnan(value))
     if not ordered:
-        return [math.nan] * len(PERCENTILES)
-    return [ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES]
+        return [math.nan] * len(STATISTICS)
+    percentiles = (ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES)
+    return [statistics.fmean(ordered), *percentiles]
 
 
 def _servers(given: Sequence[str]) -> dict[str, str]:
@@ -171,8 +175,8 @@ def _print(results: Sequence[Result]) -> None:
         ("per_token_ms", "time per output token"),
         ("between_tokens_ms", "between two parts"),
     ):
-        for place, percent in enumerate(PERCENTILES):
-            rows[f"{what}, p{percent}, ms"] = lambda r, name=name, place=place: f"{getattr(r, name)[place]:.1f}"
+        for place, statistic in enumerate(STATISTICS):
+            rows[f"{what}, {statistic}, ms"] = lambda r, name=name, place=place: f"{getattr(r, name)[place]:.1f}"
     rows["output tokens/s"] = lambda r: f"{r.output_tokens_per_second:.1f}"
     rows["tokens/s, prompts included"] = lambda r: f"{r.total_tokens_per_second:.1f}"
     rows["requests/s"] = lambda r: f"{r.requests_per_second:.3f}"
@@ -191,13 +195,12 @@ def _plot(results: Sequence[Result], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 4, figsize=(14, 4), layout="constrained")
-    labels = [f"p{percent}" for percent in PERCENTILES]
     width = 0.8 / len(results)
     for number, result in enumerate(results):
-        places = [place + number * width for place in range(len(labels))]
+        places = [place + number * width for place in range(len(STATISTICS))]
         for axis, name in zip(axes, ("first_token_ms", "per_token_ms", "between_tokens_ms"), strict=False):
             axis.bar(places, getattr(result, name), width, label=result.server)
-            axis.set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels)
+            axis.set_xticks([place + 0.4 - width / 2 for place in range(len(STATISTICS))], STATISTICS)
             axis.set_title(name.removesuffix("_ms").replace("_", " ") + ", ms")
         axes[3].bar(number, result.output_tokens_per_second)
     axes[3].set_xticks(range(len(results)), [result.server for result in results])
@@ -221,7 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-length", default="512", metavar="N", help=f"tokens: {lengths}")
     parser.add_argument("--output-length", default="128", metavar="N", help=f"tokens: {lengths}")
     parser.add_argument(
-        "--shared-prefix", type=at_least(0), default=0, metavar="N", help="tokens all prompts begin with"
+        "--shared-prefix",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="tokens that all prompts of all turns begin with",
     )
     parser.add_argument("--num-requests", type=at_least(1), default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(

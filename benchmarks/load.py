@@ -100,16 +100,22 @@ class Run:
     seconds: float
 
 
+def random_tokens(number: int, vocab_size: int, chance: random.Random) -> list[int]:
+    return [chance.randrange(1, vocab_size) for _ in range(number)]
+
+
 def questions(
-    number: int, prompt_lengths: Lengths, output_lengths: Lengths, shared_prefix: int, vocab_size: int, seed: int
+    number: int,
+    prompt_lengths: Lengths,
+    output_lengths: Lengths,
+    prefix: Sequence[int],
+    vocab_size: int,
+    chance: random.Random,
 ) -> list[Question]:
-    """Prompts of random tokens, the first `shared_prefix` of which are the same in all; the same for the same seed."""
-    chance = random.Random(seed)
-    prefix = [chance.randrange(1, vocab_size) for _ in range(shared_prefix)]
+    """Prompts that begin with the same tokens, and go on with random ones."""
     drawn = []
     for _ in range(number):
-        length = prompt_lengths.draw(chance)
-        own = [chance.randrange(1, vocab_size) for _ in range(max(1, length - shared_prefix))]
+        own = random_tokens(max(1, prompt_lengths.draw(chance) - len(prefix)), vocab_size, chance)
         drawn.append(Question([*prefix, *own], output_lengths.draw(chance)))
     return drawn
 
@@ -157,7 +163,7 @@ async def _model(client: httpx.AsyncClient, address: str) -> str:
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
         raise UserError(
-            f"{address} is not the address of an OpenAI-compatible server, or it does not answer."
+            f"no OpenAI-compatible server answers at {address}; give it like http://HOST:PORT/v1."
         ) from None
 
 
