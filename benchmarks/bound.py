@@ -44,14 +44,16 @@ class Machine:
         self._products = [(_weights(dtype, m, k), _weights(dtype, n, k)) for m, k, n in _PRODUCT_SIZES]
         self._matrix = _weights(dtype, _READ_BYTES // dtype.itemsize // 1024, 1024)
         self._vector = self._matrix[:1].clone()
-        self._linear = cpu.operators().linear
+        operators = cpu.operators()
+        self._linear = operators.linear
+        self._read = self._matrix if operators.pack is None else operators.pack(self._matrix, dtype)
 
     @torch.inference_mode()
     def rates(self) -> Rates:
         """Of the best of a few ways."""
         flops = max(_flops(x, w) / _seconds(lambda x=x, w=w: F.linear(x, w)) for x, w in self._products)
         numbers = self._matrix.view(torch.float32)
-        ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._matrix))
+        ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._read))
         return Rates(flops, self._matrix.nbytes / min(_seconds(way) for way in ways))
 
 

@@ -90,7 +90,7 @@ def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
 
 
 @contextmanager
-def worker(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
+def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
     """A process that runs points with an implementation, for `ask`; it ends with the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
-from benchmarks.implementations import MACHINE, OURS, PLAIN, Point, ask, weights_dtype, worker
+from benchmarks.implementations import MACHINE, OURS, PLAIN, Point, ask, weights_dtype, worker_process
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 
@@ -65,7 +65,7 @@ def _measure(folder: Path, point: Point, names: list[str], options: argparse.Nam
     """All implementations at one point, taking turns."""
     machine = [MACHINE] if options.backend == "cpu" else []
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(worker(name, folder, options)) for name in (*names, *machine)}
+        workers = {name: stack.enter_context(worker_process(name, folder, options)) for name in (*names, *machine)}
         runs: dict[str, list] = {name: [] for name in workers}
         peaks = dict.fromkeys(workers, 0)
         for turn in range(options.warmup + options.repeats):

@@ -93,7 +93,8 @@ class CPURuntime:
     @property
     def weight_bytes(self) -> int:
         """Of all weights, as they are held in memory."""
-        return sum(weight.nbytes for weight in self.model.parameters())
+        weights = {id(weight): weight for _, weight in self.model.named_weights()}.values()  # a tied one is there once
+        return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
 
     @cached_property
     def fingerprint(self) -> str:
