@@ -203,13 +203,13 @@ class TestEngine:
     @staticmethod
     def texts(engine, prompts):
         greedy = GenerationConfig(do_sample=False)
-        ids = [engine.add(Request(prompt, 24, sampling=greedy)) for prompt in prompts]
+        ids = [engine.add(Request(prompt, 60, sampling=greedy)) for prompt in prompts]
         outputs = run(engine)
         return [[output.token for output in outputs[id]] for id in ids]
 
     def test_prompt_lookup(self, runtime, expected):
         prompts, texts = expected
-        engine = Engine(runtime, 3, max_length=nxdi.MAX_LENGTH, drafter=NgramDrafter(), draft_tokens=TOKENS - 1)
+        engine = Engine(runtime, 3, max_length=nxdi.MAX_LENGTH, drafter=NgramDrafter(1, 3), draft_tokens=TOKENS - 1)
         assert self.texts(engine, prompts) == texts
         assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
