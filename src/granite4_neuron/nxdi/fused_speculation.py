@@ -68,9 +68,25 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     def _tkg_postprocessor(
         self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The graph's results; recurrent state in `token_gen_outs` becomes that after the accepted tokens."""
-        results = super()._tkg_postprocessor(token_gen_outs, attention_mask, position_ids)
-        accepted = (results[3] - position_ids)[:, 0].where(self._is_there, 0)
+        """The graph's results; recurrent state in `token_gen_outs` becomes that after the accepted tokens.
+
+        It is a greedy choice: the target's tokens as far as the drafts were the same, and the one behind them.
+        """
+        drafted, chosen = token_gen_outs[:2]
+        stands = torch.ones_like(position_ids[:, 0], dtype=torch.bool)
+        accepted = torch.ones_like(position_ids[:, 0])
+        for place in range(drafted.shape[1] - 1):
+            stands = stands & (drafted[:, place] == chosen[:, place])
+            accepted = accepted + stands.to(accepted.dtype)
+
+        places = torch.arange(drafted.shape[1], device=position_ids.device)
+        tokens = chosen.where(places < accepted[:, None], self.acceptance_padding_token).to(torch.int32)
+        last = chosen.masked_fill(places != accepted[:, None] - 1, 0).sum(1, keepdim=True).to(torch.int32)
+        next_position = (position_ids + accepted[:, None]).to(torch.int32)
+        positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
+        next_mask = (positions < next_position).to(position_ids.dtype)
+
+        accepted = accepted.where(self._is_there, 0)
         first = 2
         for model, inputs in (
             (self.draft_model, self._inputs_of_draft),
@@ -78,7 +94,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         ):
             self._commit(model, inputs, position_ids, accepted, token_gen_outs, first)
             first += 2 * len(model.layers)
-        return results
+        return [tokens, last, next_mask, next_position]
 
     @staticmethod
     def _commit(
