@@ -194,7 +194,8 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="of the cpu backend: hold the large weights in int8 with a scale per output channel (default: in --dtype)",
+        help="of the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with one "
+        "per 32 columns of it (default: as stored)",
     )
     parser.add_argument(
         "--state-dtype",
