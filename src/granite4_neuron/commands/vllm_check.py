@@ -123,5 +123,3 @@ def _print_facts(facts: dict[str, str]) -> None:
     for name, fact in facts.items():
         table.add_row(name, fact)
     print_table(table)
-
-

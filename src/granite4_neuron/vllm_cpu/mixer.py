@@ -26,13 +26,19 @@ class Granite4MambaMixer2(MambaMixer2):
     """MambaMixer2 of Granite 4; of another model it is MambaMixer2 itself.
 
     Raises:
-        ValueError: ReplaySSM is asked for.
+        ValueError: ReplaySSM, or vLLM's method draft_model, is asked for.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        config = get_current_vllm_config().model_config.hf_text_config
+        vllm_config = get_current_vllm_config()
+        config, speculative = vllm_config.model_config.hf_text_config, vllm_config.speculative_config
         self.is_granite4 = config.model_type == MODEL_TYPE
+        if self.is_granite4 and speculative is not None and speculative.uses_draft_model():
+            raise ValueError(
+                "vLLM's method draft_model cannot draft for or with a hybrid model; use custom_class with "
+                "granite4_neuron.vllm_cpu.draft_model.DraftModelProposer."
+            )
         if self.is_granite4 and self.use_replayssm:
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
         self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, float("inf")))
