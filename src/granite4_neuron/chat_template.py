@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import resource
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 _SECONDS = 3
@@ -25,44 +28,83 @@ class TemplateFailed(Exception):
     """The template did not give a text; the message says why."""
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
-    """The text that a template makes of its variables, as transformers' `apply_chat_template` runs it.
+class Renderer:
+    """Runs templates, one at a time, in a process that starts with the first one and stays until it is closed.
 
-    Args:
-        variables: JSON; `messages`, `add_generation_prompt` and the special tokens by name.
-
-    Raises:
-        TemplateFailed: it refuses them, is wrong, or takes more than 3 seconds or 1 GiB.
+    Several threads may share one.
     """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def render(self, template: str, variables: dict[str, Any]) -> str:
+        """The text that a template makes of its variables, as transformers' `apply_chat_template` runs it.
+
+        Args:
+            variables: JSON; `messages`, `add_generation_prompt` and the special tokens by name.
+
+        Raises:
+            TemplateFailed: it refuses them, is wrong, or takes more than 3 seconds or 1 GiB.
+        """
+        with self._lock:
+            answer = self._ask(json.dumps({"template": template, "variables": variables}))
+        if "error" in answer:
+            raise TemplateFailed(answer["error"])
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process; a later rendering starts another."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.communicate()
+                self._process = None
+
+    def _ask(self, question: str) -> dict[str, str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start()
+        process = self._process
+        # The limit in the process is of the processor's time; this one is for a template that waits.
+        timer = threading.Timer(6 * _SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(question + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        except (ValueError, BrokenPipeError):
+            # Killed by a limit, in the middle of its work.
+            process.kill()
+            process.wait()
+            raise TemplateFailed(f"it takes more than {_SECONDS} seconds or {_MEMORY_BYTES // 2**30} GiB") from None
+        finally:
+            timer.cancel()
+
+
+def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path)]
-    question = json.dumps({"template": template, "variables": variables})
-    try:
-        # The limits are the processor's time; this one is for a template that waits.
-        done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=6 * _SECONDS)
-        answer = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise TemplateFailed(f"it takes more than {_SECONDS} seconds") from None
-    except ValueError:
-        # Killed by a limit, in the middle of its work.
-        raise TemplateFailed(f"it takes more than {_SECONDS} seconds or {_MEMORY_BYTES // 2**30} GiB") from None
-    if "error" in answer:
-        raise TemplateFailed(answer["error"])
-    return answer["text"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    # A session of its own: Ctrl-C in the terminal is not meant for it.
+    return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)
 
 
 def main() -> None:
-    """The other side of `render`: a question on standard input, an answer on standard output."""
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    """The other side of `Renderer`: a question on each line of standard input, an answer on one of standard output."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    question = json.loads(sys.stdin.read())
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    for line in sys.stdin:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + _SECONDS, most))
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+def _answer(question: dict[str, Any]) -> dict[str, str]:
     try:
         text = _rendered(question["template"], question["variables"])
-        answer = {"text": text}
-        if len(text) > _MOST_CHARACTERS:
-            answer = {"error": f"it makes a text of {len(text):,} characters"}
     except Exception as error:  # the template is somebody's program: it may raise anything
-        answer = {"error": str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}
-    print(json.dumps(answer))
+        return {"error": str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}
+    if len(text) > _MOST_CHARACTERS:
+        return {"error": f"it makes a text of {len(text):,} characters"}
+    return {"text": text}
 
 
 def _rendered(template: str, variables: dict[str, Any]) -> str:

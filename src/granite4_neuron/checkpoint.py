@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,9 +18,11 @@ from granite4_neuron import memory
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.layers.linear import Matrix
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import quantize_per_channel
+from granite4_neuron.ops import FORMATS, Format, Weight, as_tensor
+from granite4_neuron.ops.operators import Pack
 from granite4_neuron.output_folder import complete_or_absent
 from granite4_neuron.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
 from granite4_neuron.weight_memory import WeightMemory
@@ -46,18 +48,21 @@ def load_model(
     parallel: Parallel = Parallel(),  # noqa: B008
     quantize: str | None = None,
     *,
+    pack: Pack | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
-    With `quantize` the weights of all projections, experts and the head are int8, see `ops.quantize_per_channel`; a
-    head that was the embedding is so no longer. Embedding, routers, convolutions, norms and biases are as without.
+    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`; a head that
+    was the embedding is so no longer. Embedding, routers, convolutions, norms and biases are as without.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         parallel: the rank whose part is read.
         quantize: "int8" or None; not for a part of a model.
+        pack: lays out the matrices for the operators that the model will be bound to, `Operators.pack`; None for plain
+            tensors.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
@@ -77,30 +82,71 @@ def load_model(
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    quantized = _quantizable(model) if quantize is not None else set()
-    parameters = dict(model.named_parameters(remove_duplicate=not quantized))
-    weights = [(parameter.shape, torch.int8 if name in quantized else dtype) for name, parameter in parameters.items()]
-    scales = [(parameters[name].shape[:-1], torch.float32) for name in quantized]
-    sizes = [math.prod(shape) * in_memory.itemsize for shape, in_memory in weights + scales]
-    memory.check_available(sum(sizes), f"the weights in {folder}", _LESS_MEMORY)
+    plan = _Plan(model, dtype, None if quantize is None else FORMATS[quantize], pack)
+    memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
-        block = WeightMemory(weights + scales)
-        for number, (name, (shape, in_memory)) in enumerate(zip(parameters, weights, strict=True), start=1):
+        block, done = WeightMemory(plan.tensors()), 0
+        for name in plan.shapes:
             source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
             tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-            if name in quantized:
-                tensor, scale = quantize_per_channel(tensor)
-                set_parameter(model, f"{name}_scale", block.empty(scale.shape, torch.float32).copy_(scale))
-            set_parameter(model, name, block.empty(shape, in_memory).copy_(tensor))
+            set_parameter(model, name, plan.place(name, tensor, block))
+            done += plan.num_bytes_of(name)
             if progress is not None:
-                progress(sum(sizes[:number]), sum(sizes[: len(weights)]))
+                progress(done, plan.num_bytes)
     model.tie_weights()
     return model.eval()
 
 
-def _quantizable(model: GraniteMoeHybridForCausalLM) -> set[str]:
-    """The names of the weights that may have a scale."""
-    return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "weight_scale")}
+class _Plan:
+    """What becomes of each stored tensor in memory.
+
+    Args:
+        model: without weights.
+        dtype: of weights that are not quantized.
+        format: of those that are; None if none is.
+        pack: lays out matrices; None to leave them as they are.
+    """
+
+    def __init__(
+        self, model: GraniteMoeHybridForCausalLM, dtype: torch.dtype, format: Format | None, pack: Pack | None
+    ):
+        self._dtype, self._format, self._pack = dtype, format, pack
+        is_tied = model.config.tie_word_embeddings and format is None
+        matrices = {f"{name}.weight" for name in model.matrices()}
+        self._packed = matrices if is_tied else (matrices - {EMBEDDING}) | {HEAD}
+        named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
+        self._quantized = {name for name, module in named if format is not None and module.may_be_quantized}
+        self.shapes = {name: one.shape for name, one in model.named_parameters(remove_duplicate=is_tied)}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(self.num_bytes_of, self.shapes))
+
+    def tensors(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of all that the model is going to be kept as."""
+        return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
+
+    def num_bytes_of(self, name: str) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
+
+    def place(self, name: str, tensor: torch.Tensor, memory: WeightMemory) -> Weight:
+        """A stored tensor as the model has it, in `memory`."""
+        places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
+        weight = self._format.quantize(tensor) if name in self._quantized else tensor
+        if self._is_packed(name):
+            return self._pack(weight if name in self._quantized else tensor.to(self._dtype), self._dtype, places[""])
+        if name in self._quantized:
+            return weight.moved_to(places)
+        return places[""].copy_(tensor)
+
+    def _is_packed(self, name: str) -> bool:
+        return self._pack is not None and name in self._packed
+
+    def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        shape, format = self.shapes[name], self._format if name in self._quantized else None
+        if self._is_packed(name):
+            return {"": (torch.Size([self._pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
+        return {"": (shape, self._dtype)} if format is None else format.layout(shape)
 
 
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
@@ -123,7 +169,7 @@ def save_model(
     """Write a checkpoint that transformers 4.57 and 5.x read: all of it, or nothing.
 
     Args:
-        model: its parameters are written in their dtype.
+        model: its weights are written in their dtype.
         folder: must not exist, or be empty.
         files_from: a checkpoint folder whose tokenizer and generation config are copied along.
         max_shard_size: larger checkpoints are split into files of at most this size.
@@ -133,8 +179,8 @@ def save_model(
     """
     if model.is_quantized:
         raise UserError("a quantized model cannot be written; write the checkpoint that it was made from.")
-    weights = dict(model.named_parameters())
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    weights = {name: as_tensor(weight, model.dtype) for name, weight in model.named_weights()}
+    dtype = str(model.dtype).removeprefix("torch.")
     plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     with complete_or_absent(Path(folder)) as partial:
         for file, names in plan.filename_to_tensors.items():
@@ -147,10 +193,14 @@ def save_model(
                 shutil.copyfile(files_from / name, partial / name)
 
 
-def set_parameter(model: nn.Module, name: str, weight: torch.Tensor) -> None:
+def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
     """Put a weight where `model` has the parameter of that name."""
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, nn.Parameter(weight, requires_grad=False))
+    module = model.get_submodule(parent)
+    if isinstance(weight, torch.Tensor):
+        setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+    else:
+        module.set_compact_weight(weight)
 
 
 def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:

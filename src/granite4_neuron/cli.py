@@ -14,7 +14,19 @@ from types import FrameType
 from typing import NoReturn
 
 from granite4_neuron import memory
-from granite4_neuron.commands import check, compile, convert, generate, graphs, info, plan, tune
+from granite4_neuron.commands import (
+    chat,
+    check,
+    compile,
+    convert,
+    evaluate,
+    generate,
+    graphs,
+    info,
+    plan,
+    serve,
+    tune,
+)
 from granite4_neuron.commands.options import EXAMPLES
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.errors import UserError
@@ -75,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--log-level", choices=LOG_LEVELS, default="warning", help="what is said on standard error (default: warning)"
     )
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
-    for command in (generate, info, check, graphs, plan, tune, compile, convert):
+    for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert):
         command.add_parser(commands)
     return parser
 

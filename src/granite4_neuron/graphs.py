@@ -65,7 +65,7 @@ class GraphReport:
     @property
     def flops_ratio(self) -> float:
         """FLOPs, as a multiple of the minimum."""
-        return self.cost.flops / self.minimum.flops
+        return self.cost.flops / self.minimum.flops if self.minimum.flops else 1.0  # a copy has none
 
     @property
     def bytes_ratio(self) -> float:

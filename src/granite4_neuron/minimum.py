@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.sizes import mamba_state_shapes, token_bytes
+from granite4_neuron.sizes import mamba_state_shapes, sequence_bytes, token_bytes
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,36 @@ def minimum(
         state=2 * mamba_layers * batch_size * state_bytes,
         key_values=token_bytes(config, dtype.itemsize, tp_degree) * (batch_size * context + all_tokens),
         activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
+    )
+
+
+def minimum_of_commit(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
+) -> Minimum:
+    """The least that a rank does to commit what it verified; arguments as in `minimum`.
+
+    The state is read and written once, and what the step kept is read: x, B, C and dt of each token.
+    """
+    layers, dimensions = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree)
+    _, ssm_shape = mamba_state_shapes(config, tp_degree)
+    kept = layers * batch_size * tokens * (dimensions.mamba_conv_dim + dimensions.mamba_heads)
+    return Minimum(
+        flops=6 * layers * batch_size * tokens * prod(ssm_shape),
+        weights=0,
+        state=2 * batch_size * sequence_bytes(config, dtype.itemsize, tp_degree),
+        key_values=0,
+        activations=kept * dtype.itemsize,
+    )
+
+
+def minimum_of_copy(config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, length: int) -> Minimum:
+    """The least that a rank does to copy all of a slot of `length` tokens: to read it and to write it."""
+    return Minimum(
+        flops=0,
+        weights=0,
+        state=2 * sequence_bytes(config, dtype.itemsize, tp_degree),
+        key_values=2 * length * token_bytes(config, dtype.itemsize, tp_degree),
+        activations=0,
     )
 
 

@@ -5,7 +5,7 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -13,15 +13,15 @@ from torch import nn
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.layers.attention import Attention, RotaryTables
 from granite4_neuron.layers.binding import bind, weights
-from granite4_neuron.layers.linear import Linear
+from granite4_neuron.layers.linear import Linear, Matrix
 from granite4_neuron.layers.mamba2 import Mamba2
 from granite4_neuron.layers.moe import SharedMLP, SparseMoe, feed_forward
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import DenseStep, NullSlotStep, Step
-from granite4_neuron.ops import TORCH, LaunchParameters, Operators, rotary_tables
+from granite4_neuron.ops import TORCH, LaunchParameters, Operators, Weight, is_quantized, rotary_tables
 from granite4_neuron.ops.launch_parameters import HEURISTIC
-from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights, Operator
+from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights, Operator, Pack
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
@@ -52,25 +52,47 @@ class GraniteMoeHybridForCausalLM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of activations, of the KV cache, and of all weights that are not quantized."""
-        return self.model.embed_tokens.weight.dtype
+        return self.model.norm.weight.dtype
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the large weights are int8, see `ops.quantization`."""
-        return self.lm_head.weight_scale is not None
+        """Whether the large weights are, see `ops.quantization`."""
+        return is_quantized(self.lm_head.weight)
 
     def tie_weights(self) -> None:
         """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values."""
-        if self.config.tie_word_embeddings and not self.is_quantized:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        if not self.config.tie_word_embeddings or self.is_quantized:
+            return
+        weight = self.model.embed_tokens.weight
+        if isinstance(weight, nn.Parameter):
+            self.lm_head.weight = weight
+        else:
+            self.lm_head.set_compact_weight(weight)
+
+    def matrices(self) -> dict[str, Matrix]:
+        """The modules whose weights operators multiply by, by name. A head that is the embedding is there as that."""
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        left_out = self.lm_head if tied else self.model.embed_tokens
+        modules = self.named_modules()
+        return {name: module for name, module in modules if isinstance(module, Matrix) and module is not left_out}
+
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """All weights by the checkpoint's names, also those that are no parameters."""
+        yield from self.named_parameters()
+        for name, module in self.matrices().items():
+            if not isinstance(module.weight, nn.Parameter):
+                yield f"{name}.weight", module.weight
 
     def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
         """This model as it computes with `operators`; it stays as it is itself.
 
         Both have the same weights, whichever of them is given new ones. With a device other than theirs the weights are
-        copied there, and are the bound model's own.
+        copied there, and are the bound model's own. Operators with a layout of their own have copies of the matrices in
+        it, unless these are in it already.
         """
         bound = bind(self, operators)
+        if operators.pack is not None:
+            bound._pack(operators.pack)
         for layer in bound.model.layers:
             layer.make_blocks()
         if device is not None:
@@ -78,6 +100,15 @@ class GraniteMoeHybridForCausalLM(nn.Module):
                 module._parameters = dict(module._parameters)
             bound.to(device).tie_weights()
         return bound
+
+    def _pack(self, pack: Pack) -> None:
+        """Have all matrices as products read them. Where they are parameters, another model may have them too."""
+        for module in self.matrices().values():
+            packed = pack(module.weight, self.dtype)
+            module._parameters = dict(module._parameters)
+            module.set_compact_weight(packed)
+        self.lm_head._parameters = dict(self.lm_head._parameters)
+        self.tie_weights()
 
     def forward(
         self,
@@ -140,7 +171,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """This rank's part of the logits: [..., hidden_size] to [..., vocab_size of the rank], float32."""
         head = self.lm_head
-        return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling, head.weight_scale)
+        return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling)
 
     def advance(
         self,
@@ -197,7 +228,7 @@ class _Decoder(nn.Module):
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_DecoderLayer(config, kind, parallel) for kind in config.layer_types)
+        self.layers = nn.ModuleList(_DecoderLayer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
@@ -225,13 +256,13 @@ class _DecoderLayer(nn.Module):
 
     operators: Operators = TORCH
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer_type: str, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_mamba = layer_type == MAMBA
+        self.is_mamba = config.layer_types[layer] == MAMBA
         if self.is_mamba:
-            self.mamba = Mamba2(config, parallel)
+            self.mamba = Mamba2(config, parallel, layer)
         else:
             self.self_attn = Attention(config, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -259,7 +290,7 @@ class _DecoderLayer(nn.Module):
             step.keep(inputs)
         else:
             hidden_states = self._mix(hidden_states, step, state, rotary)
-        if self.feed_forward_block is not None and self.feed_forward_block.takes(hidden_states):
+        if self.feed_forward_block is not None:
             return self.feed_forward_block(hidden_states)
         return feed_forward(
             hidden_states,
@@ -291,19 +322,19 @@ class _DecoderLayer(nn.Module):
         mamba = self.mamba
         parts = (self.input_layernorm, mamba.in_proj, mamba.conv1d, mamba, mamba.norm, mamba.out_proj)
         return self.operators.mamba_block(
-            MambaWeights(*map(weights, parts)),
+            MambaWeights(mamba.in_proj.weight, mamba.out_proj.weight, *map(weights, parts)),
             mamba.n_groups,
             mamba.time_step_limit,
             mamba.norm.eps,
             self.residual_multiplier,
+            mamba.rounding,
         )
 
     def _feed_forward_block(self) -> Operator:
         norm, mlp, experts = self.post_attention_layernorm, self.shared_mlp, self.block_sparse_moe
-        parts = [norm, mlp.input_linear, mlp.output_linear]
-        top_k = 0
+        parts, top_k = [mlp.input_linear, mlp.output_linear], 0
         if experts is not None:
             parts += [experts.router.layer, experts.input_linear, experts.output_linear]
             top_k = experts.top_k
-        of_parts = FeedForwardWeights(*map(weights, parts))
+        of_parts = FeedForwardWeights(weights(norm), [part.weight for part in parts])
         return self.operators.feed_forward_block(of_parts, top_k, norm.eps, self.residual_multiplier)

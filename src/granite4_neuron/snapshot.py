@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +33,7 @@ class Snapshot:
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
     tokens: the sequence's, all `length` of them; empty where nobody said.
+    note: what the caller wants to find in the file again.
     """
 
     start: int
@@ -39,6 +42,7 @@ class Snapshot:
     dtype: torch.dtype
     fingerprint: str
     tokens: tuple[int, ...] = ()
+    note: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +63,7 @@ class Snapshot:
             UserError: it cannot be written.
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
-        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens)
+        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
         partial = None
         try:
             descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
@@ -98,7 +102,9 @@ class Snapshot:
             raise UserError(f"{file} cannot be read ({error}).") from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-        return cls(about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]))
+        return cls(
+            about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]), about.get("note", "")
+        )
 
 
 def check_chain(snapshots: Sequence[Snapshot], dtype: torch.dtype, fingerprint: str, max_length: int) -> None:
@@ -150,20 +156,33 @@ def _has_positions(name: str) -> bool:
     return name.endswith((".key", ".value"))
 
 
-def fingerprint(weights: Iterable[tuple[str, torch.Tensor]], *facts: object) -> str:
-    """Tells a model from others by its weights' names, shapes, dtypes and some values of each, and by further facts
-    that states depend on: 64 hex digits.
+class Weights(Protocol):
+    """What `fingerprint` looks at: a tensor, or a matrix that is kept otherwise."""
+
+    shape: torch.Size
+
+
+def fingerprint(weights: Iterable[tuple[str, Weights]], dtype: torch.dtype, *facts: object) -> str:
+    """Tells a model from others by its weights' names, shapes and some values of each, by its dtype, and by further
+    facts that states depend on: 64 hex digits.
 
     Values are evenly spaced, so that two trainings of one architecture differ; what goes unseen is a change of a few
     single weights.
     """
-    digest = hashlib.sha256(repr(facts).encode())
-    for name, weight in weights:
-        values = weight.detach().flatten()
-        some = values[:: max(1, len(values) // _SAMPLES)].cpu().contiguous()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
+    digest = hashlib.sha256(repr((dtype, *facts)).encode())
+    for name, weight in sorted(weights, key=lambda named: named[0]):
+        count = math.prod(weight.shape)
+        places = torch.arange(0, count, max(1, count // _SAMPLES))
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(_values(weight, places).float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _values(weight: Weights, places: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().flatten()[places.to(weight.device)]
+    columns = weight.shape[-1]
+    return weight.rows(places // columns).gather(1, (places % columns)[:, None])
 
 
 def _check(what: str, its_dtype: str, its_fingerprint: str, dtype: torch.dtype, fingerprint: str) -> None:

@@ -144,7 +144,7 @@ class _Mixer:
         )
         self._weights = [weight.to(dtype) for weight in weights]
         slots = torch.arange(rows) + 1
-        self._rows = torch.full((rows,), tokens), slots, slots
+        self._rows = torch.full((rows,), tokens), slots, slots, torch.ones_like(slots)
         self._n_groups, self._time_step_limit = config.mamba_n_groups, config.time_step_limit
 
     def run(self, parameters: LaunchParameters) -> None:

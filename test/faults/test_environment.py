@@ -240,6 +240,24 @@ class TestKernelCache:
         assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
         assert built.stat().st_mode & 0o777 == 0o700
 
+    def test_what_a_killed_build_left_goes_and_a_build_that_runs_stays(self, cache, tmp_path):
+        compiler = tmp_path / "killer"
+        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID\n')
+        compiler.chmod(0o755)
+        program = f"""
+from pathlib import Path
+from granite4_neuron.ops.cpu import build
+build._compile([{str(compiler)!r}], Path("kernels.cpp"), Path({str(cache.parent)!r}), "kernels-key")
+"""
+        assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+        (left,) = cache.parent.glob("building-*")
+        assert [file.read_text() for file in left.iterdir()] == ["half"]
+        build._remove_leftovers(cache.parent)
+        assert left.is_dir(), "it may be of another process, which is building"
+        os.utime(left, (0, 0))
+        build._remove_leftovers(cache.parent)
+        assert not left.exists() and cache.exists()
+
 
 FORKS = """
 import os, sys, warnings

@@ -11,7 +11,8 @@ from granite4_neuron import load
 from granite4_neuron.checkpoint import load_model, save_model, set_parameter
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.ops import dequantize, quantize_per_channel
+from granite4_neuron.ops import QuantizedWeight, cpu
+from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.checkpoints import CASES, small_config
@@ -23,11 +24,11 @@ LEFT_ALONE = ("embed_tokens", "norm", "router", "conv1d", "bias", "A_log", ".D")
 def dequantized_model(folder, dtype=torch.float32):
     """The stored model, with each weight that int8 is for replaced by what int8 keeps of it; in plain torch."""
     model = load_model(folder, dtype)
-    head = quantize_per_channel(model.lm_head.weight)
+    head = INT8.quantize(model.lm_head.weight)
     for name, parameter in list(model.named_parameters()):
         if not any(part in name for part in LEFT_ALONE):
-            set_parameter(model, name, dequantize(*quantize_per_channel(parameter), dtype))
-    set_parameter(model, "lm_head.weight", dequantize(*head, dtype))
+            set_parameter(model, name, INT8.quantize(parameter).dequantize(dtype))
+    set_parameter(model, "lm_head.weight", head.dequantize(dtype))
     return model
 
 
@@ -91,18 +92,33 @@ def test_what_is_quantized_and_what_is_not(case_folder):
     stored = dict(load_model(case_folder).named_parameters())
     model = load_model(case_folder, quantize="int8")
     assert model.is_quantized and model.dtype == torch.float32
-    parameters = dict(model.named_parameters())
-    assert "lm_head.weight" in parameters and parameters.keys() >= stored.keys()
-    for name, parameter in parameters.items():
-        if name.endswith("_scale"):
-            assert parameter.dtype == torch.float32
-        elif any(part in name for part in LEFT_ALONE):
-            assert torch.equal(parameter, stored[name])
+    weights = dict(model.named_weights())
+    assert weights.keys() == {*stored, "lm_head.weight"}
+    for name, weight in weights.items():
+        source = stored.get(name, stored["model.embed_tokens.weight"])
+        if any(part in name for part in LEFT_ALONE):
+            assert torch.equal(weight, source) and not weight.requires_grad
         else:
-            source = stored.get(name, stored["model.embed_tokens.weight"])
-            values, scale = quantize_per_channel(source)
-            assert torch.equal(parameter, values) and torch.equal(parameters[f"{name}_scale"], scale)
-        assert not parameter.requires_grad
+            expected = INT8.quantize(source)
+            assert isinstance(weight, QuantizedWeight) and weight.shape == source.shape
+            assert torch.equal(weight.values, expected.values) and torch.equal(weight.scales, expected.scales)
+
+
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_packed_while_loading(case_folder, quantize):
+    """The same model as one that is packed when it is bound, and nothing is packed twice."""
+    packed = load_model(case_folder, quantize=quantize, pack=cpu.pack)
+    plain = load_model(case_folder, quantize=quantize)
+    matrices = [module.weight for module in packed.matrices().values()]
+    assert all(isinstance(weight, cpu.PackedWeight) for weight in matrices)
+    assert packed.is_quantized == (quantize is not None) and packed.dtype == plain.dtype
+    bound = packed.bind(cpu.operators())
+    assert [module.weight for module in bound.matrices().values()] == matrices
+    tokens = random_tokens(packed.config.vocab_size, 2, 30)
+    expected = run_cuts(plain.bind(cpu.operators()), tokens, [30])
+    assert torch.equal(run_cuts(bound, tokens, [30]), expected)
+    assert (run_cuts(packed, tokens, [30]) - expected).abs().max() <= 1e-5, "plain torch reads packed weights too"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
@@ -129,7 +145,8 @@ peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status
 load_model(bundled_checkpoint(), quantize="int8")  # what it takes besides the weights
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, quantize="int8")
-print(peak() - before, sum(parameter.nbytes for parameter in model.parameters()))
+sizes = [getattr(weight, 'num_bytes', None) or weight.nbytes for _, weight in model.named_weights()]
+print(peak() - before, sum(sizes))
 """
     # A fixed threshold keeps the C library from fragmenting its heap, which would be counted as ours.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}

@@ -357,7 +357,6 @@ class TestCpuMode:
             "all_logits": lambda: runtime.step(None, [row], all_logits=True),
             "source": lambda: runtime.step(None, [Row(1, 3, [1], source=2)]),
             "verify": lambda: runtime.verify(None, [row]),
-            "copy": lambda: runtime.copy(None, 1, 2, 3),
             "snapshot": lambda: runtime.snapshot(None, 1, 3),
         }
         assert attempts.keys() == runtime.cannot.keys()

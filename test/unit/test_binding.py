@@ -58,23 +58,24 @@ def copy_values(model):
 
 class TestWeights:
     @pytest.mark.parametrize("change", [replace_parameters, copy_values])
-    @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
-    def test_new_ones_are_used_at_once(self, model, kernels, change):
-        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+    def test_new_ones_are_used_at_once(self, model, change):
+        runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
         before = logits(runtime)
         change(model)
-        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels="torch"))
         assert (expected - before).abs().max() > 0.1
         assert torch.equal(logits(runtime), expected)
 
-    def test_each_of_them_counts(self, model):
-        """A runtime that had its own copy of one would not see that one change."""
-        runtime = CPURuntime(model, GenerationConfig())
+    @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
+    def test_each_of_them_counts(self, model, kernels):
+        """A runtime that had its own copy of one would not see that one change: packed matrices are such copies."""
+        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+        packed = set(runtime.model.matrices()) if runtime.model.operators.pack else set()
         before = logits(runtime)
         for name, weight in model.named_parameters():
             kept = weight.clone()
             weight.data.mul_(1.5).add_(0.1)
-            assert not torch.equal(logits(runtime), before), name
+            assert torch.equal(logits(runtime), before) == (name.removesuffix(".weight") in packed), name
             weight.data.copy_(kept)
         assert torch.equal(logits(runtime), before)
 
@@ -116,7 +117,7 @@ class TestSideBySide:
     def test_a_bound_model_can_be_bound_again(self, model):
         fused = model.bind(cpu.operators())
         tokens = random_tokens(model.config.vocab_size, 2, 20)
-        assert torch.equal(run_cuts(fused.bind(TORCH), tokens, [20]), run_cuts(model, tokens, [20]))
+        assert (run_cuts(fused.bind(TORCH), tokens, [20]) - run_cuts(model, tokens, [20])).abs().max() <= 1e-5
 
 
 @needs_compiler
@@ -166,8 +167,7 @@ class TestRefusals:
             "the fused Mamba layers",
         ]
         assert all("a part of 2" in refusal for refusal in operators.refusals)
-        with torch.device("meta"):
-            part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
+        part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
         assert all(layer.mamba_block is None for layer in part.bind(operators).model.layers)
 
     def test_no_compiler(self, model, monkeypatch):

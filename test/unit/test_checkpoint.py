@@ -11,6 +11,7 @@ from granite4_neuron import checkpoint
 from granite4_neuron.checkpoint import load_model, save_model
 from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import CASES, small_config
@@ -27,10 +28,10 @@ def saved(tmp_path):
 
 
 def assert_same_weights(model, other):
-    expected = dict(other.named_parameters())
-    assert dict(model.named_parameters()).keys() == expected.keys()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
+    expected = dict(other.named_weights())
+    assert dict(model.named_weights()).keys() == expected.keys()
+    for name, weight in model.named_weights():
+        assert torch.equal(weight, as_tensor(expected[name], model.dtype)), name
 
 
 def change_weights(folder, change):
@@ -168,6 +169,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 import resource, signal, sys
 from granite4_neuron.checkpoint import save_model
 from granite4_neuron.errors import UserError
+from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import small_config
@@ -211,6 +213,7 @@ def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     program = f"""
 import resource, torch
 from granite4_neuron.checkpoint import load_model
+from granite4_neuron.ops import as_tensor
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, {{dtype}})

@@ -364,7 +364,7 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-COMMANDS = ("generate", "info", "check", "graphs", "plan", "tune", "compile", "convert")
+COMMANDS = ("generate", "chat", "serve", "info", "check", "evaluate", "graphs", "plan", "tune", "compile", "convert")
 
 
 def test_help_names_every_command(run):
@@ -416,7 +416,7 @@ print("imported:", *(name for name in sys.modules if "." not in name))
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     imported = set(done.stdout.splitlines()[-1].partition("imported: ")[2].split())
     assert "granite4_neuron" in imported
-    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib"}
+    heavy = {"torch", "transformers", "jax", "torch_xla", "tokenizers", "matplotlib", "prompt_toolkit"}
     assert imported & heavy == set()
 
 

@@ -1,5 +1,6 @@
 """The fused CPU kernels against float64, over shapes, dtypes, ragged lengths, cuts and poisoned memory."""
 
+import itertools
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
+from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
+from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
+from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
 
@@ -27,26 +31,25 @@ quantized_or_not = pytest.mark.parametrize("is_quantized", [False, True], ids=["
 
 
 def weights(*shape, dtype, is_quantized):
-    """Random ones in dtype, or in int8 with their scale: (weight, scale or None, what they are in float64)."""
+    """Random ones in dtype or in int8: (packed, what they are in float64)."""
     weight = (torch.randn(shape) / shape[-1] ** 0.5).to(dtype)
-    if not is_quantized:
-        return weight, None, weight.double()
-    values, scale = ops.quantize_per_channel(weight)
-    return values, scale, ops.dequantize(values, scale, torch.float64)
+    if is_quantized:
+        weight = INT8.quantize(weight)
+    return cpu.pack(weight, dtype), ops.as_tensor(weight, torch.float64).double()
 
 
 class TestLinear:
     @every_dtype
     @quantized_or_not
-    @pytest.mark.parametrize("rows", range(1, 10))
+    @pytest.mark.parametrize("rows", [*range(1, 14), 40])
     @pytest.mark.parametrize("columns", [1, 16, 96, 131])
     def test_equals_the_definition(self, dtype, rows, columns, is_quantized):
         torch.manual_seed(rows)
         x, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(70, dtype=dtype)
-        weight, scale, exact_weight = weights(70, columns, dtype=dtype, is_quantized=is_quantized)
+        weight, exact_weight = weights(70, columns, dtype=dtype, is_quantized=is_quantized)
         for b in (None, bias):
             exact = x.double() @ exact_weight.T + (0 if b is None else b.double())
-            y = cpu.linear(x, weight, b, scale)
+            y = cpu.linear(x, weight, b)
             assert y.dtype == dtype
             assert relative_error(y, exact) <= TOLERANCES[dtype]
 
@@ -54,28 +57,28 @@ class TestLinear:
     @pytest.mark.parametrize("rows", [3, 30])
     def test_shapes_and_strides(self, rows, is_quantized):
         x = torch.randn(2, 1, rows, 40)[..., :32]
-        weight, scale, exact = weights(5, 32, dtype=torch.float32, is_quantized=is_quantized)
-        assert torch.allclose(cpu.linear(x, weight, None, scale), F.linear(x, exact.float()), atol=1e-5)
+        weight, exact = weights(5, 32, dtype=torch.float32, is_quantized=is_quantized)
+        assert torch.allclose(cpu.linear(x, weight), F.linear(x, exact.float()), atol=1e-5)
 
     @every_dtype
     @quantized_or_not
     @pytest.mark.parametrize("rows", [6, 12])
     def test_a_poisoned_row_stays_alone(self, dtype, rows, is_quantized):
-        weight, scale, _ = weights(9, 64, dtype=dtype, is_quantized=is_quantized)
+        weight, _ = weights(9, 64, dtype=dtype, is_quantized=is_quantized)
         x = torch.randn(rows, 64, dtype=dtype)
         x[2] = math.nan
-        finite = torch.isfinite(cpu.linear(x, weight, None, scale)).all(1)
+        finite = torch.isfinite(cpu.linear(x, weight)).all(1)
         assert finite.tolist() == [row != 2 for row in range(rows)]
 
     @every_dtype
-    @pytest.mark.parametrize("rows", [1, 9])
+    @pytest.mark.parametrize("rows", [1, 9, 40])
     def test_large_quantized_weights(self, dtype, rows):
-        """More than are dequantized at a time, and not a multiple of that; each row in the size of its scale."""
+        """Each row in the size of its scale."""
         weight = torch.randn(1100, 2050) * torch.logspace(-3, 3, 1100)[:, None]
-        values, scale = ops.quantize_per_channel(weight)
+        quantized = INT8.quantize(weight)
         x, bias = torch.randn(rows, 2050).to(dtype) / 2050, torch.randn(1100).to(dtype)
-        exact = x.double() @ ops.dequantize(values, scale, torch.float64).T + bias.double()
-        y = cpu.linear(x, values, bias, scale)
+        exact = x.double() @ quantized.dequantize(torch.float64).T + bias.double()
+        y = cpu.linear(x, cpu.pack(quantized, dtype), bias)
         for part in range(0, 1100, 100):
             columns = slice(part, part + 100)
             assert relative_error(y[:, columns], exact[:, columns]) <= TOLERANCES[dtype]
@@ -84,15 +87,43 @@ class TestLinear:
     def test_every_quantized_value(self, dtype):
         """At every place of a row, by weights of which x picks one."""
         values = torch.arange(-127, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
+        weight = cpu.pack(QuantizedWeight(INT8, values, torch.ones(255), values.shape), dtype)
         for first in range(0, 130, 8):
             x = torch.eye(130, dtype=dtype)[first : first + 8]
-            assert torch.equal(cpu.linear(x, values, None, torch.ones(255)), values.T[: len(x)].to(dtype))
+            assert torch.equal(cpu.linear(x, weight), values.T[: len(x)].to(dtype))
 
-    def test_a_scale_belongs_to_int8(self):
-        x, weight, scale = torch.randn(1, 32), torch.randn(5, 32), torch.rand(5)
-        for arguments in ((weight, scale), (weight.to(torch.int8), None), (weight.to(torch.int8), scale[:4])):
+    def test_what_does_not_fit_is_refused(self):
+        values, scales = torch.zeros(5, 32, dtype=torch.int8), torch.ones(5)
+        for weight in (
+            torch.randn(5, 32).half(),
+            QuantizedWeight(INT8, values.float(), scales, values.shape),
+            QuantizedWeight(INT8, values, scales[:4], values.shape),
+        ):
             with pytest.raises(RuntimeError):
-                cpu.linear(x, arguments[0], None, arguments[1])
+                cpu.pack(weight, torch.float32)
+        packed = cpu.pack(torch.randn(5, 32), torch.float32)
+        for x in (torch.randn(1, 31), torch.randn(1, 32).half()):
+            with pytest.raises(RuntimeError):
+                cpu.linear(x, packed)
+
+
+class TestPackedWeights:
+    @every_dtype
+    @quantized_or_not
+    @pytest.mark.parametrize("shape", [(1, 1), (32, 8), (70, 131), (3, 33, 17)])
+    def test_hold_what_they_were_made_of(self, dtype, shape, is_quantized):
+        packed, exact = weights(*shape, dtype=dtype, is_quantized=is_quantized)
+        assert packed.shape == shape and packed.is_quantized == is_quantized
+        assert torch.equal(packed.dequantize(torch.float32), exact.float())
+        rows = exact.flatten(0, -2).float()
+        ids = torch.randint(len(rows), (2, 3))
+        assert torch.equal(packed.rows(ids), rows[ids])
+
+    def test_a_row_that_is_not_there(self):
+        packed = cpu.pack(torch.randn(5, 32), torch.float32)
+        for row in (-1, 5):
+            with pytest.raises(RuntimeError, match="there is no row"):
+                packed.rows(torch.tensor([row]))
 
 
 class TestNorm:
@@ -124,10 +155,10 @@ class TestMLP:
     @pytest.mark.parametrize("tokens", [1, 8, 9])
     def test_equals_the_definition(self, dtype, tokens, is_quantized):
         x = torch.randn(tokens, 1, 48, dtype=dtype)
-        w1, s1, exact1 = weights(2 * 50, 48, dtype=dtype, is_quantized=is_quantized)
-        w2, s2, exact2 = weights(48, 50, dtype=dtype, is_quantized=is_quantized)
+        w1, exact1 = weights(2 * 50, 48, dtype=dtype, is_quantized=is_quantized)
+        w2, exact2 = weights(48, 50, dtype=dtype, is_quantized=is_quantized)
         gate, up = (x.double() @ exact1.T).chunk(2, -1)
-        y = cpu.mlp(x, w1, w2, s1, s2)
+        y = cpu.mlp(x, w1, w2)
         assert y.dtype == dtype and y.shape == x.shape
         # The activation is rounded before the second product, too, and so is what it is made of.
         assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
@@ -160,6 +191,7 @@ class Mamba:
         self.A_log = torch.empty(heads).uniform_(1, A, generator=g).log().to(dtype)
         self.D = normal(heads).to(dtype)
         self.limit = (0.0, math.inf)
+        self.rounding = ops.Rounding(seed=5, stream=3)
         self.launch = (HEURISTIC.chunk_size, HEURISTIC.heads_per_task)
         self.slots = torch.arange(rows).flip(0) + 1
         self.conv_state = torch.full((rows + 2, self.channels, width - 1), math.nan, dtype=dtype)
@@ -183,9 +215,10 @@ class Mamba:
             self.weights,
             self.conv_state,
             self.ssm_state,
-            (lengths, slots.where(started > 0, 0), slots),
+            (lengths, slots.where(started > 0, 0), slots, started),
             (self.sizes[2], *self.launch),
             self.limit,
+            self.rounding,
         )
 
     def exact(self, projected):
@@ -334,6 +367,39 @@ class TestMambaMixer:
         with pytest.raises(RuntimeError, match="row 0 is in slot 3 of 3"):
             mamba.run(mamba.inputs(1, 2), [2], [0])
 
+    @pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+    @pytest.mark.parametrize("d_state", [16, 40, 128, 136, 256])
+    @pytest.mark.parametrize("cuts", [[1] * 6, [32, 32, 20, 1, 5]], ids=["decode", "prefill"])
+    def test_a_16_bit_state_is_the_rounded_one(self, state_dtype, d_state, cuts):
+        """Every step, from the same 16-bit state: what float32 gives, rounded as the definition says, bit by bit."""
+        mamba, exact = (Mamba(2, heads=3, d_state=d_state) for _ in range(2))
+        mamba.launch = exact.launch = 32, 2
+        mamba.ssm_state = mamba.ssm_state.to(state_dtype)
+        started = [0, 0]
+        for seed, tokens in enumerate(cuts):
+            exact.ssm_state, lengths = mamba.ssm_state.float(), [tokens, (tokens + 1) // 2]
+            history = mamba.inputs(2, tokens, seed)
+            y, expected_y = (each.run(history, lengths, started) for each in (mamba, exact))
+            assert torch.equal(y, expected_y), "what a step computes is rounded nowhere"
+            for row, length in enumerate(lengths):
+                position = torch.tensor([started[row] + length - 1])
+                state = exact.ssm_state[mamba.slots[row]][None]
+                expected = ops.stochastic_round(state, state_dtype, position, mamba.rounding)[0]
+                if length > 0:
+                    assert torch.equal(mamba.ssm_state[mamba.slots[row]], expected)
+                started[row] += length
+        assert mamba.ssm_state[3].isnan().all() and mamba.ssm_state[0].count_nonzero() == 0
+
+    def test_cuts_between_chunks_do_not_matter_to_a_16_bit_state(self):
+        history = Mamba(1).inputs(1, 100)
+        whole, pieces = (Mamba(1) for _ in range(2))
+        for mamba, cuts in ((whole, [0, 100]), (pieces, [0, 32, 96, 100])):
+            mamba.launch, mamba.ssm_state = (32, 2), mamba.ssm_state.to(torch.float16)
+            for start, end in itertools.pairwise(cuts):
+                mamba.y = mamba.run(history[:, start:end], [end - start], [start])
+        assert torch.equal(whole.ssm_state[1], pieces.ssm_state[1])
+        assert torch.equal(whole.y[:, 96:], pieces.y)
+
     @pytest.mark.parametrize("tokens", [1, 30])
     def test_time_step_limit(self, tokens):
         mamba = Mamba(1)
@@ -353,22 +419,24 @@ def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
     width = d_inner + whole.channels + whole.sizes[0]
     x = torch.randn(rows, tokens, 24)
     before, b_in, norm, b_out = (torch.randn(size).to(dtype) for size in (24, width, d_inner, 24))
-    w_in, s_in, _ = weights(width, 24, dtype=dtype, is_quantized=is_quantized)
-    w_out, s_out, _ = weights(24, d_inner, dtype=dtype, is_quantized=is_quantized)
-    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in, s_in)
+    w_in, _ = weights(width, 24, dtype=dtype, is_quantized=is_quantized)
+    w_out, _ = weights(24, d_inner, dtype=dtype, is_quantized=is_quantized)
+    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in)
     y = parts.run(projected[..., d_inner:], lengths, [0, 0])
-    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out, s_out)
+    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
     block_weights = MambaWeights(
+        in_proj=w_in,
+        out_proj=w_out,
         norm={"weight": before},
-        in_proj={"weight": w_in, "bias": b_in, "weight_scale": s_in},
+        in_bias={"bias": b_in},
         conv1d={"weight": whole.weights[0], "bias": whole.weights[1]},
         mixer={"dt_bias": whole.dt_bias, "A_log": whole.A_log, "D": whole.D},
         gated_norm={"weight": norm},
-        out_proj={"weight": w_out, "bias": b_out, "weight_scale": s_out},
+        out_bias={"bias": b_out},
     )
-    block = cpu.MambaBlock(block_weights, 1, whole.limit, eps=1e-5, residual_multiplier=0.3)
+    block = cpu.MambaBlock(block_weights, 1, whole.limit, eps=1e-5, residual_multiplier=0.3, rounding=whole.rounding)
     slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
-    rows = (torch.tensor(lengths), torch.zeros_like(slots), slots)
+    rows = (torch.tensor(lengths), torch.zeros_like(slots), slots, torch.zeros_like(slots))
     output, _ = block(x, whole.conv_state, whole.ssm_state, rows, HEURISTIC)
     assert torch.equal(output, cpu.residual_add(x, mixed, 0.3))
     for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):
@@ -383,39 +451,27 @@ def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, is_quantize
     torch.manual_seed(tokens)
     x = torch.randn(2, tokens, 48)
     norm, router = torch.randn(48).to(dtype), torch.randn(6, 48).to(dtype)
-    (w_in, s_in, _), (w_out, s_out, _), (w1, s1, _), (w2, s2, _) = (
-        weights(*shape, dtype=dtype, is_quantized=is_quantized)
-        for shape in ((2 * 40, 48), (48, 40), (6, 2 * 24, 48), (6, 48, 24))
+    mlp, experts = (
+        [weights(*shape, dtype=dtype, is_quantized=is_quantized)[0] for shape in shapes]
+        for shapes in (((2 * 40, 48), (48, 40)), ((6, 2 * 24, 48), (6, 48, 24)))
     )
     normed = cpu.rms_norm(x, norm, 1e-5)
-    expected = cpu.residual_add(x, cpu.mlp(normed, w_in, w_out, s_in, s_out), 0.3)
+    expected = cpu.residual_add(x, cpu.mlp(normed, *mlp), 0.3)
     if has_experts:
         chosen = ops.topk_softmax(ops.router_logits(normed.flatten(0, 1), router), 2)
-        mixed = cpu.fused_experts(normed.flatten(0, 1), w1, w2, *chosen, s1, s2)
+        mixed = cpu.fused_experts(normed.flatten(0, 1), *experts, *chosen)
         expected = cpu.residual_add(expected, mixed.view(x.shape), 0.3)
-    block = feed_forward_block(norm, ((w_in, s_in), (w_out, s_out)), router, ((w1, s1), (w2, s2)), has_experts, 0.3)
-    is_few = 2 * tokens <= 8
-    assert block.takes(x) == (is_few or not has_experts)
-    if block.takes(x):
-        assert torch.allclose(block(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
-
-
-def feed_forward_block(norm, mlp, router, experts, has_experts, residual_multiplier):
-    def named(weight, scale=None):
-        return {"weight": weight, "weight_scale": scale}
-
-    parts = [{"weight": norm}, *(named(*weight) for weight in mlp)]
-    if has_experts:
-        parts += [{"weight": router}, *(named(*weight) for weight in experts)]
-    return cpu.FeedForwardBlock(FeedForwardWeights(*parts), 2 if has_experts else 0, 1e-5, residual_multiplier)
+        mlp += [cpu.pack(router, dtype), *experts]
+    block = cpu.FeedForwardBlock(FeedForwardWeights({"weight": norm}, mlp), 2 if has_experts else 0, 1e-5, 0.3)
+    assert torch.allclose(block(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_experts_of_a_poisoned_token():
     """It takes some, and the other tokens theirs."""
-    norm, w_in, w_out, router = torch.ones(16), torch.randn(24, 16), torch.randn(16, 12), torch.randn(5, 16)
-    experts = ((torch.randn(5, 24, 16),), (torch.randn(5, 16, 12),))
+    shapes = ((24, 16), (16, 12), (5, 16), (5, 24, 16), (5, 16, 12))
+    matrices = [cpu.pack(torch.randn(shape), torch.float32) for shape in shapes]
     x = torch.randn(1, 4, 16)
-    block = feed_forward_block(norm, ((w_in,), (w_out,)), router, experts, True, 1.0)
+    block = cpu.FeedForwardBlock(FeedForwardWeights({"weight": torch.ones(16)}, matrices), 2, 1e-5, 1.0)
     expected, x[0, 2] = block(x), math.nan
     output = block(x)
     assert output[0, 2].isnan().all() and torch.equal(output[0, [0, 1, 3]], expected[0, [0, 1, 3]])
@@ -424,14 +480,14 @@ def test_experts_of_a_poisoned_token():
 class TestLogits:
     @every_dtype
     @quantized_or_not
-    @pytest.mark.parametrize("rows", [1, 4, 8, 9])
+    @pytest.mark.parametrize("rows", [1, 4, 13, 40])
     def test_equals_the_definition(self, dtype, rows, is_quantized):
         x = torch.randn(rows, 48).to(dtype)
-        weight, scale, exact_weight = weights(70, 48, dtype=dtype, is_quantized=is_quantized)
-        y = cpu.logits(x, weight, 3.0, scale)
+        weight, exact_weight = weights(70, 48, dtype=dtype, is_quantized=is_quantized)
+        y = cpu.logits(x, weight, 3.0)
         assert y.dtype == torch.float32
         exact = x.double() @ exact_weight.T / 3
-        assert relative_error(y, exact) <= (1e-5 if rows <= 8 else TOLERANCES[dtype])
+        assert relative_error(y, exact) <= 1e-5
 
 
 class TestAttention:
@@ -482,15 +538,15 @@ class TestAttention:
 class TestExperts:
     @every_dtype
     @quantized_or_not
-    @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9])
+    @pytest.mark.parametrize("tokens", [1, 2, 9, 40])
     @pytest.mark.parametrize("top_k", [1, 3, 5])
     def test_equals_the_definition(self, dtype, tokens, top_k, is_quantized):
         torch.manual_seed(tokens)
         x, router = torch.randn(tokens, 48).to(dtype), torch.randn(5, 48).to(dtype)
-        w1, s1, exact1 = weights(5, 80, 48, dtype=dtype, is_quantized=is_quantized)
-        w2, s2, exact2 = weights(5, 48, 40, dtype=dtype, is_quantized=is_quantized)
+        w1, exact1 = weights(5, 80, 48, dtype=dtype, is_quantized=is_quantized)
+        w2, exact2 = weights(5, 48, 40, dtype=dtype, is_quantized=is_quantized)
         chosen = ops.topk_softmax(x.float() @ router.float().T, top_k)
-        output = cpu.fused_experts(x, w1, w2, *chosen, s1, s2)
+        output = cpu.fused_experts(x, w1, w2, *chosen)
         assert output.dtype == dtype
         exact = oracles.mixture_of_experts(x, router, exact1, exact2, top_k)
         assert relative_error(output, exact) <= 2 * TOLERANCES[dtype]  # the activation is rounded too
@@ -500,12 +556,13 @@ class TestExperts:
         w1[3:], w2[3:] = math.nan, math.nan
         ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
         chosen = torch.full((3, 2), 0.5), ids
-        assert torch.isfinite(cpu.fused_experts(x, w1, w2, *chosen)).all()
-        (w1, s1), (w2, s2) = ops.quantize_per_channel(w1), ops.quantize_per_channel(w2)
-        assert torch.isfinite(cpu.fused_experts(x, w1, w2, *chosen, s1, s2)).all()
+        for quantize in (lambda weight: weight, INT8.quantize):
+            packed = [cpu.pack(quantize(weight), torch.float32) for weight in (w1, w2)]
+            assert torch.isfinite(cpu.fused_experts(x, *packed, *chosen)).all()
 
     def test_a_poisoned_token_stays_alone(self):
-        x, w1, w2 = torch.randn(4, 16), torch.randn(5, 24, 16), torch.randn(5, 16, 12)
+        x = torch.randn(4, 16)
+        w1, w2 = (cpu.pack(torch.randn(shape), torch.float32) for shape in ((5, 24, 16), (5, 16, 12)))
         x[2] = math.nan
         weights, ids = ops.topk_softmax(x @ torch.randn(16, 5), 2)
         finite = torch.isfinite(cpu.fused_experts(x, w1, w2, weights, ids)).all(1)
@@ -522,22 +579,22 @@ class TestThreads:
         try:
             for rows in (1, 7, 700, 5000):
                 x, weight = torch.randint(-4, 5, (1, 64)).float(), torch.randint(-4, 5, (rows, 64)).float()
-                expected = F.linear(x, weight)
+                expected, packed = F.linear(x, weight), cpu.pack(weight, torch.float32)
                 for _ in range(100):
-                    assert torch.equal(cpu.linear(x, weight), expected)
+                    assert torch.equal(cpu.linear(x, packed), expected)
         finally:
             torch.set_num_threads(before)
 
     def test_callers_on_several_threads(self):
         x, weight = torch.randint(-4, 5, (1, 64)).float(), torch.randint(-4, 5, (3000, 64)).float()
-        expected = F.linear(x, weight)
+        expected, packed = F.linear(x, weight), cpu.pack(weight, torch.float32)
         with ThreadPoolExecutor(4) as pool:
-            results = pool.map(lambda _: cpu.linear(x, weight), range(400))
+            results = pool.map(lambda _: cpu.linear(x, packed), range(400))
             assert all(torch.equal(result, expected) for result in results)
 
     def test_after_a_fork(self):
         """The child has none of the threads and is right without them."""
-        x, weight = torch.ones(1, 64), torch.ones(3000, 64)
+        x, weight = torch.ones(1, 64), cpu.pack(torch.ones(3000, 64), torch.float32)
         cpu.linear(x, weight)
         child = os.fork()
         if child == 0:
@@ -571,5 +628,5 @@ class TestBuild:
         assert cpu.operators("torch") is TORCH
 
     def test_unknown_kernels(self):
-        with pytest.raises(ValueError, match="kernels is 'fast'; it must be one of fused, torch"):
+        with pytest.raises(UserError, match="kernels is 'fast'; it must be one of fused, torch"):
             cpu.operators("fast")

@@ -12,42 +12,23 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, with_overrides
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state import MambaState
-from test.support.checkpoints import DENSE, small_config
+from test.support.engines import CHUNK, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
-CHUNK = 16
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
 SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8)
 
 
-class Recorder(CPURuntime):
-    """Keeps the rows of every step."""
-
-    tokens_per_step = CHUNK
-
-    def __init__(self, model):
-        super().__init__(model, GenerationConfig(top_k=None), kernels="torch")
-        self.steps = []
-
-    def step(self, state, rows, all_logits=False):
-        self.steps.append(rows)
-        return super().step(state, rows, all_logits)
-
-
 @pytest.fixture(scope="module")
 def model():
-    sizes = dict(hidden_size=32, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=16)
-    layers = dict(layer_types=("mamba", "attention"), max_position_embeddings=200)
-    return random_model(small_config(**DENSE, **sizes, **layers))
+    return engine_model()
 
 
 @pytest.fixture
 def runtime(model):
-    return Recorder(model)
+    return ChunkRuntime(model)
 
 
 def request_of(number, max_tokens=8, sampled=False):
@@ -56,42 +37,13 @@ def request_of(number, max_tokens=8, sampled=False):
     return Request(tokens, max_tokens, SAMPLED if sampled else None, seed=number)
 
 
-def run(engine, each_step=lambda: None):
-    """Outputs by id, until all sequences have ended."""
-    outputs = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.id, []).append(output)
-        each_step()
-    return outputs
-
-
-def tokens_of(outputs):
-    return [output.token for output in outputs]
-
-
-def poison_free_slots(engine):
-    """NaN in the state of no sequence, and in the cache behind each sequence's end."""
-    slots = engine._slots
-    stored = {sequence.slot: sequence.stored for sequence in engine._running.values()}
-    for layer in slots.state.layers:
-        for tensor in vars(layer).values():
-            for slot in slots._free:
-                tensor[slot] = math.nan
-            if not isinstance(layer, MambaState):
-                for slot, length in stored.items():
-                    tensor[slot, :, length:] = math.nan
-
-
 @pytest.fixture(scope="module")
 def alone(model):
     """The tokens of a request that has an engine to itself."""
 
     @functools.cache
     def tokens(number, max_tokens, sampled):
-        engine = Engine(Recorder(model), 1)
-        id = engine.add(request_of(number, max_tokens, sampled))
-        return tokens_of(run(engine)[id])
+        return generate_one(Engine(ChunkRuntime(model), 1), request_of(number, max_tokens, sampled))
 
     return tokens
 
@@ -112,7 +64,7 @@ arrivals = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(arrivals=arrivals, num_sequences=st.integers(1, 4), prompts_first=st.booleans())
 def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequences, prompts_first):
-    engine = Engine(Recorder(model), num_sequences, prompts_first=prompts_first)
+    engine = Engine(ChunkRuntime(model), num_sequences, prompts_first=prompts_first)
     expected, outputs, cancelled = {}, {}, set()
     for step in itertools.count():
         for start, number, max_tokens, sampled, stop in arrivals:
@@ -124,7 +76,7 @@ def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequence
                 cancelled.add(id)
         if not engine.has_work and step > 30:
             break
-        poison_free_slots(engine)
+        poison_engine(engine)
         for output in engine.step():
             assert output.id not in cancelled
             outputs.setdefault(output.id, []).append(output)
@@ -136,11 +88,17 @@ def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequence
     assert sorted(engine._slots._free) == list(range(1, num_sequences + 1))
 
 
+def test_texts_depend_on_all_that_went_before(alone):
+    """What the test above relies on: a model that repeats one token for ever would hide what state it goes on from."""
+    texts = [alone(number, 12, False) for number in range(8)]
+    assert all(len(set(tokens)) > 3 for tokens in texts) and len(set(map(tuple, texts))) == len(texts)
+
+
 def test_a_slot_that_keeps_its_state_would_be_seen(model, alone):
     """What the test above relies on: the poison does reach a sequence that is not told to start anew."""
-    engine = Engine(Recorder(model), 1)
+    engine = Engine(ChunkRuntime(model), 1)
     id = engine.add(request_of(3))
-    poison_free_slots(engine)
+    poison_engine(engine)
     engine._start_waiting()
     engine._running[id].stored = 1
     assert run(engine)[id][-1].finish_reason == "error"
@@ -346,7 +304,7 @@ def test_the_recurrent_state_of_a_free_slot_may_be_nan(runtime):
     engine = Engine(runtime, 2)
     for number in range(4):
         engine.add(request_of(number))
-    run(engine, lambda: poison_free_slots(engine))
+    run(engine, lambda: poison_engine(engine))
     for layer in engine._slots.state.layers:
         if isinstance(layer, MambaState):
             assert torch.count_nonzero(layer.ssm_state[0]) == 0

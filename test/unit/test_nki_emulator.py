@@ -108,22 +108,22 @@ class TestArithmetic:
 
     def test_iota_and_affine_select(self):
         def kernel():
-            numbers, lower = tile(3, 2, 4), tile(3, 4)
+            numbers, upper = tile(3, 2, 4), tile(3, 4)
             nisa.iota(dst=numbers, pattern=[[10, 2], [1, 4]], offset=5, channel_multiplier=100)
             nisa.affine_select(
-                dst=lower,
+                dst=upper,
                 pattern=[[1, 4]],
                 channel_multiplier=-1,
                 on_true_tile=tile(3, 4, value=7.0),
                 on_false_value=-1.0,
-                cmp_op=nl.less_equal,
+                cmp_op=nl.greater_equal,
             )
-            return stored(numbers), stored(lower)
+            return stored(numbers), stored(upper)
 
-        numbers, lower = run(kernel)
+        numbers, upper = run(kernel)
         p, i, j = np.ogrid[:3, :2, :4]
         np.testing.assert_array_equal(numbers, 5 + 100 * p + 10 * i + j)
-        np.testing.assert_array_equal(lower, np.where(np.arange(4) <= np.arange(3)[:, None], 7, -1))
+        np.testing.assert_array_equal(upper, np.where(np.arange(4) >= np.arange(3)[:, None], 7, -1))
 
     def test_reduction_over_the_last_dimensions(self):
         x = random(3, 4, 5)
@@ -347,7 +347,7 @@ class TestRefusals:
         refuses("DMA does not reach PSUM", lambda: stored(tile(8, 8, buffer=nl.psum, value=0.0)))
 
     def test_dma_sizes(self):
-        refuses("sizes differ", lambda x: nisa.dma_copy(dst=tile(4, 6), src=x), random(6, 4))
+        refuses("sizes differ", lambda x: nisa.dma_copy(dst=tile(4, 6), src=x), random(6, 5))
 
     def test_engines_and_hbm(self):
         refuses("src is in shared HBM", lambda x: nisa.tensor_copy(dst=tile(4, 4), src=x), random(4, 4))
@@ -363,11 +363,12 @@ class TestRefusals:
         def psum():
             nisa.tensor_copy(dst=tile(8, 8), src=tile(8, 8, buffer=nl.psum, value=0.0), engine=nisa.engine.gpsimd)
 
-        def scalar_operand():
-            nisa.tensor_scalar(dst=tile(8, 8), data=tile(8, 8), op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
+        def sum_of_psum():
+            data = tile(8, 8, buffer=nl.psum, value=0.0)
+            nisa.tensor_scalar(dst=tile(8, 8), data=data, op0=nl.add, operand0=1.0, engine=nisa.engine.gpsimd)
 
         refuses("GpSimd does not reach PSUM", psum)
-        refuses("gpsimd does not do this, only vector or scalar", scalar_operand)
+        refuses("GpSimd does not reach PSUM", sum_of_psum)
 
     def test_engines_without_an_instruction(self):
         def product():
@@ -416,7 +417,8 @@ class TestRefusals:
 
     def test_access_pattern_dimensions(self):
         refuses("6 dimensions", lambda: tile(1, 1, 1, 1, 1).expand_dim(1))
-        refuses("4 free dimensions; at most 3", lambda: tile(1, 1, 1, 1, 1, value=0.0))
+        refuses("4 free dimensions; at most 3", lambda: nisa.tensor_copy(tile(1, 1, 1, 1, 1), tile(1, 1, 1, 1, 1)))
+        run(lambda: (tile(1, 1, 1, 1, 1, value=0.0), stored(tile(1, 1, value=0.0)))[1])
 
     def test_indices(self):
         refuses("slice 0:5 of a dimension of 4", lambda: tile(4, 4)[0:5, :])

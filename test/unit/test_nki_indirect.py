@@ -121,7 +121,8 @@ def test_what_is_accessed():
     refuses("indirect access is to HBM", access(lambda t: tile(4, 6)), TABLE)
     refuses("ap addresses a whole tensor", access(lambda t: t[0]), TABLE)
     refuses("dimensions are in order", access(lambda t: t.permute((1, 0, 2))), TABLE)
-    refuses("a scalar_offset or a vector_offset", access(lambda t: t, scalar_offset=None), TABLE)
+    offsets = dict(scalar_offset=tile, vector_offset=tile)
+    refuses("a scalar_offset or a vector_offset", access(lambda t: t, **offsets), TABLE)
 
     def by_row(table, **more):
         return table.ap([[6, 2], [1, 6]], vector_offset=tile(2, 1, dtype=nl.int32), **more)

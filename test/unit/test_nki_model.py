@@ -106,9 +106,9 @@ def test_dimensions_that_no_kernel_takes():
 
 
 def test_names_that_are_none():
-    with pytest.raises(ValueError, match="prefill_scan is 'fast'; it must be one of chunked, quadratic, scan, ssd"):
+    with pytest.raises(UserError, match="prefill_scan is 'fast'; it must be one of chunked, quadratic, scan, ssd"):
         select_operators(TORCH, small_config(), prefill_scan="fast")
-    with pytest.raises(ValueError, match="decode_kernel is 'fast'; it must be one of torch, nki"):
+    with pytest.raises(UserError, match="decode_kernel is 'fast'; it must be one of torch, nki"):
         select_operators(TORCH, small_config(), decode_kernel="fast")
 
 

@@ -52,9 +52,15 @@ def check_fails(kernel, arguments, exact):
 
 SSD = {
     "decay dropped": ("nisa.activation(dst=decay_sb, op=nl.exp, data=sums_psum)", "nisa.memset(decay_sb, 1.0)"),
-    "segments begin one token early": ("after = ones_where(nl.less,", "after = ones_where(nl.less_equal,"),
-    "segments end one token early": ("cmp_op=nl.greater_equal", "cmp_op=nl.greater"),
-    "scores masked one token early": ("up_to = ones_where(nl.greater_equal,", "up_to = ones_where(nl.greater,"),
+    "segments begin with the chunk": (
+        "after = ones_below_diagonal(CHUNK_SIZE)",
+        "after = ones(CHUNK_SIZE, CHUNK_SIZE, nl.float32)",
+    ),
+    "segments end with the chunk": (
+        "data1=for_each(up_to[0:rows, 0:rows], count)",
+        "data1=for_each(ones(rows, rows, nl.float32), count)",
+    ),
+    "scores not masked": ("data2=up_to[0:rows, 0:rows], op", "data2=ones(rows, rows, nl.float32), op"),
     "boundary decays swapped": ("summands = (up_to, after, everywhere)", "summands = (after, up_to, everywhere)"),
     "state not carried": (
         "nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)",
@@ -82,8 +88,8 @@ SSD = {
 }
 SCAN = {
     "decay dropped": (
-        "nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, channels))",
-        "nisa.memset(decay_sb, 1.0)",
+        "nisa.activation(dst=one_channel_sb, op=nl.exp, data=sums_psum)",
+        "nisa.memset(one_channel_sb, 1.0)",
     ),
     "channels run into each other": ("nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)", "pass"),
     "uninitialised inputs": (
@@ -91,9 +97,9 @@ SCAN = {
         "pass",
     ),
     "state not decayed at a tile's first token": ("operand0=first_decay_sb,", "operand0=1.0,"),
-    "state not carried": ("src=states_sb[:, :, rows - 1 : rows]", "src=states_sb[:, :, 0:1]"),
+    "state not carried": ("src=states_sb[:, :, rows - 1]", "src=states_sb[:, :, 0]"),
     "uninitialised tile": (
-        "nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)",
+        "nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.engine.gpsimd)",
         "pass",
     ),
     "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
@@ -105,14 +111,14 @@ SCAN = {
 }
 DECODE = {
     "decay dropped": ("nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)", "nisa.memset(decay_row, 1.0)"),
-    "update dropped": ("nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)", "pass"),
+    "update dropped": ("nisa.tensor_tensor(dst=bank_sb, data1=bank_sb, data2=update_psum, op=nl.add)", "pass"),
     "C of the first sequence": ("moving=C_columns[:, group, s : s + 1]", "moving=C_columns[:, group, 0:1]"),
     "B of the first sequence": ("B_row[:, s, group, :]", "B_row[:, 0, group, :]"),
-    "decay of the first sequence": ("moving=decay_row[:, s, :]", "moving=decay_row[:, 0, :]"),
+    "decay of the first sequence": ("decay_sb[:, s, own_run]", "decay_sb[:, 0, own_run]"),
     "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
     "D x dropped": (
-        "nisa.tensor_tensor(dst=y_sb[:, bank, :], data1=D_x_sb[:, bank, :], data2=y_rows_psum, op=nl.add)",
-        "nisa.tensor_copy(dst=y_sb[:, bank, :], src=y_rows_psum)",
+        "data1=flat(D_x_sb[:, bank, :]), data2=flat(y_rows_psum), op=nl.add",
+        "data1=flat(D_x_sb[:, bank, :]), data2=flat(y_rows_psum), op=nl.maximum",
     ),
     "uninitialised tile": ("nisa.tensor_copy(dst=y_columns_sb, src=y_psum, engine=nisa.engine.scalar)", "pass"),
 }

@@ -31,7 +31,12 @@ def folder(random_checkpoints):
         (dict(sequence_parallel_enabled=True), "sequence_parallel_enabled is True; this model runs with False only"),
         (dict(padding_side="left"), "padding_side is 'left'; this model runs with 'right' only"),
         (dict(windowed_context_encoding_size=64), "windowed_context_encoding_size is 64; this model runs with None"),
-        (dict(speculation_length=4), "speculation_length is 4; this model runs with 0 only"),
+        (dict(speculation_length=4), "speculation_length is set; that needs is_continuous_batching, and no on-device"),
+        (
+            dict(is_continuous_batching=True, speculation_length=1),
+            "speculation_length is 1; it must be at least 2, and",
+        ),
+        (dict(is_continuous_batching=True, speculation_length=128), "speculation_length is 128; .* less than 128"),
         (dict(async_mode=True), "async_mode is True; this model runs with False only"),
         (dict(output_logits=True), "set both or neither"),
         (dict(tp_degree=3), "tp_degree is 3; this model can be split by 1, 2"),

@@ -1,4 +1,4 @@
-"""int8 weights with a scale per output channel: what they keep of a weight, and the plain products with them."""
+"""Quantized weights: what they keep of a weight, and the plain products with them."""
 
 import math
 
@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
-from granite4_neuron.ops import dequantize, quantize_per_channel
-from granite4_neuron.ops.quantization import _PART
+from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.ops.int8 import _PART, INT8, quantize_per_channel
+from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
 
@@ -53,7 +54,7 @@ class TestQuantizePerChannel:
         weight[1, 1] = 0
         values, scale = quantize_per_channel(weight)
         assert values[1, 1].count_nonzero() == 0 and scale[1, 1] == 1
-        assert torch.equal(dequantize(values, scale, torch.float32)[1, 1], torch.zeros(8))
+        assert torch.equal(INT8.quantize(weight).dequantize(torch.float32)[1, 1], torch.zeros(8))
 
     @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1e30, 3e38])
     def test_extreme_sizes(self, size):
@@ -64,9 +65,9 @@ class TestQuantizePerChannel:
     def test_a_row_that_is_not_finite_stays_so_alone(self, value):
         weight = torch.randn(3, 8)
         weight[1, 2] = value
-        values, scale = quantize_per_channel(weight)
+        _, scale = quantize_per_channel(weight)
         assert torch.isfinite(scale).tolist() == [True, False, True]
-        assert not torch.isfinite(dequantize(values, scale, torch.float32)[1]).any()
+        assert not torch.isfinite(INT8.quantize(weight).dequantize(torch.float32)[1]).any()
 
     def test_large_tensors_are_done_in_parts(self):
         weight = torch.randn(3, 500, 1000)
@@ -86,43 +87,69 @@ class TestProducts:
     """Against float64 products with the dequantized weights, which are rounded to dtype once."""
 
     def weights(self, *shape):
-        values, scale = quantize_per_channel(torch.randn(shape) / shape[-1] ** 0.5)
-        return values, scale, dequantize(values, scale, torch.float64)
+        weight = INT8.quantize(torch.randn(shape) / shape[-1] ** 0.5)
+        return weight, weight.dequantize(torch.float64)
 
     def test_linear_and_logits(self, dtype):
         x, bias = torch.randn(2, 3, 33).to(dtype), torch.randn(20).to(dtype)
-        values, scale, exact = self.weights(20, 33)
+        weight, exact = self.weights(20, 33)
         expected = x.double() @ exact.T
         for b, total in ((None, expected), (bias, expected + bias.double())):
-            y = ops.linear(x, values, b, scale)
+            y = ops.linear(x, weight, b)
             assert y.dtype == dtype and relative_error(y, total) <= TOLERANCES[dtype]
-        y = ops.logits(x, values, 3.0, scale)
+        y = ops.logits(x, weight, 3.0)
         assert y.dtype == torch.float32 and relative_error(y, expected / 3) <= TOLERANCES[dtype]
 
     def test_mlp(self, dtype):
         x = torch.randn(5, 32).to(dtype)
-        w1, s1, exact1 = self.weights(2 * 24, 32)
-        w2, s2, exact2 = self.weights(32, 24)
+        w1, exact1 = self.weights(2 * 24, 32)
+        w2, exact2 = self.weights(32, 24)
         gate, up = (x.double() @ exact1.T).chunk(2, -1)
-        y = ops.mlp(x, w1, w2, s1, s2)
+        y = ops.mlp(x, w1, w2)
         assert y.dtype == dtype
         assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
 
     @pytest.mark.parametrize("tokens", [1, 12])
     def test_experts(self, dtype, tokens):
         x, router = torch.randn(tokens, 16).to(dtype), torch.randn(5, 16)
-        w1, s1, exact1 = self.weights(5, 2 * 12, 16)
-        w2, s2, exact2 = self.weights(5, 16, 12)
+        w1, exact1 = self.weights(5, 2 * 12, 16)
+        w2, exact2 = self.weights(5, 16, 12)
         chosen = ops.topk_softmax(x.float() @ router.T, 2)
-        y = ops.fused_experts(x, w1, w2, *chosen, s1, s2)
+        y = ops.fused_experts(x, w1, w2, *chosen)
         assert y.dtype == dtype
         exact = oracles.mixture_of_experts(x, router, exact1, exact2, 2)
         assert relative_error(y, exact) <= 2 * TOLERANCES[dtype]
 
 
 def test_experts_that_nobody_chose_are_not_read():
-    w1, w2 = torch.randint(-9, 9, (5, 24, 16), dtype=torch.int8), torch.randint(-9, 9, (5, 16, 12), dtype=torch.int8)
-    s1, s2 = torch.rand(5, 24), torch.rand(5, 16)
-    s1[3:], s2[3:] = math.nan, math.nan
+    w1, w2 = INT8.quantize(torch.randn(5, 24, 16)), INT8.quantize(torch.randn(5, 16, 12))
+    w1.scales[3:], w2.scales[3:] = math.nan, math.nan
     ids = torch.tensor([[0, 2], [1, 0], [2, 1]])
-    assert torch.isfinite(ops.fused_experts(torch.randn(3, 16), w1, w2, torch.full((3, 2), 0.5), ids, s1, s2)).all()
+    assert torch.isfinite(ops.fused_experts(torch.randn(3, 16), w1, w2, torch.full((3, 2), 0.5), ids)).all()
+
+
+@pytest.mark.parametrize("format", ops.FORMATS.values(), ids=ops.FORMATS)
+class TestFormats:
+    def test_options_know_them(self, format):
+        assert tuple(ops.FORMATS) == QUANTIZATIONS and ops.FORMATS[format.name] is format
+
+    @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 96)])
+    def test_tensors_are_as_the_layout_says(self, format, shape):
+        weight = format.quantize(torch.randn(shape))
+        assert isinstance(weight, QuantizedWeight) and weight.shape == shape
+        layout = {ending: (tensor.shape, tensor.dtype) for ending, tensor in weight.tensors().items()}
+        assert layout == format.layout(torch.Size(shape))
+
+    def test_rows_and_experts_are_those_of_the_whole(self, format):
+        weight = format.quantize(torch.randn(2, 5, 96))
+        whole, ids = weight.dequantize(torch.float32), torch.tensor([[7], [0]])
+        assert whole.shape == weight.shape
+        assert torch.equal(weight.rows(ids), whole.flatten(0, 1)[ids])
+        assert torch.equal(weight.expert(1).dequantize(torch.float32), whole[1])
+
+    def test_other_memory(self, format):
+        weight = format.quantize(torch.randn(3, 64))
+        places = {ending: torch.empty_like(tensor) for ending, tensor in weight.tensors().items()}
+        moved = weight.moved_to(places)
+        assert moved.values is places[""] and moved.scales is places["_scale"]
+        assert torch.equal(moved.dequantize(torch.float32), weight.dequantize(torch.float32))

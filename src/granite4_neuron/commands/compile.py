@@ -45,6 +45,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="longest prompt and continuation (default: %(default)s)",
     )
+    compiler.add_argument(
+        "--verify",
+        type=at_least(2),
+        default=0,
+        metavar="T",
+        help="also graphs that verify T tokens of each sequence, the last one and drafts, for generate --speculate",
+    )
     compiler.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     compiler.set_defaults(run=run)
 
@@ -69,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         max_context_length=options.max_context_length,
         seq_len=options.seq_len,
+        verified_tokens=options.verify,
         prefill_scan=options.prefill_scan,
         decode_kernel=options.decode_kernel,
         expert_path=options.expert_path,

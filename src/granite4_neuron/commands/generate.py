@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
@@ -13,10 +12,11 @@ from granite4_neuron.commands.options import (
     add_backend,
     add_cpu_options,
     add_model,
+    add_sampling,
     at_least,
     load_runtime,
     model_or_bundled,
-    number_in,
+    read_text,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
 from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
@@ -48,25 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
-    sampling = generate.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
-    sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
-    sampling.add_argument(
-        "--top-p",
-        type=number_in(0, 1, includes_least=False),
-        metavar="P",
-        help="among the likeliest that make up probability P",
-    )
-    sampling.add_argument(
-        "--min-p", type=number_in(0, 1), metavar="P", help="among those P times as likely as the likeliest"
-    )
-    sampling.add_argument(
-        "--repetition-penalty",
-        type=number_in(0, includes_least=False),
-        metavar="R",
-        help="above 1 discourages repetition",
-    )
-    sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
+    add_sampling(generate)
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
@@ -132,15 +114,8 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
         raise UserError("--system is part of a conversation; give --chat too.")
     if options.prompt:
         return options.prompt
-    if options.file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise UserError("there is no prompt; give one as an argument, with --file, or on standard input.")
-    try:
-        text = sys.stdin.read() if options.file in (None, "-") else Path(options.file).read_text(encoding="utf-8")
-        return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
-    except OSError as error:
-        raise UserError(f"{options.file} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{options.file or 'standard input'} is not text in UTF-8.") from None
+    text = read_text(options.file, "there is no prompt; give one as an argument, with --file, or on standard input.")
+    return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
 
 
 def _print_stats(stats: GenerationStats, cache: PrefixCache | None) -> None:

@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--verify",
         type=at_least(2),
         metavar="T",
-        help="of the backend xla: also the graph that verifies T tokens of each sequence, the last one and drafts",
+        help="also the graphs that verify T tokens of each sequence, the last one and drafts, and (nxdi) commit them",
     )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)
@@ -107,14 +107,12 @@ def _reports(
         if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
             raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
         return graphs.report(config, dtype, *sizes, options.verify)
-    if options.verify is not None:
-        raise UserError("--verify belongs to the backend xla; NxD Inference's graphs verify nothing here.")
     reason = neuron_stand_ins.why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
     from granite4_neuron.nxdi.graphs import report
 
-    return report(config, dtype, *sizes, kernels)
+    return report(config, dtype, *sizes, kernels, options.verify)
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:

@@ -29,8 +29,10 @@ examples:
   granite4-neuron generate "An assignment statement"
   granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
+  granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
+  granite4-neuron evaluate report.txt --compare bfloat16 int8
   granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
   granite4-neuron plan --model granite-4.0-h-small --instance trn2.3xlarge --tp-degree 4
 """
@@ -91,6 +93,28 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
     )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    sampling = parser.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
+    sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
+    sampling.add_argument(
+        "--top-p",
+        type=number_in(0, 1, includes_least=False),
+        metavar="P",
+        help="among the likeliest that make up probability P",
+    )
+    sampling.add_argument(
+        "--min-p", type=number_in(0, 1), metavar="P", help="among those P times as likely as the likeliest"
+    )
+    sampling.add_argument(
+        "--repetition-penalty",
+        type=number_in(0, includes_least=False),
+        metavar="R",
+        help="above 1 discourages repetition",
+    )
+    sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +221,22 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     import torch
 
     return None if name is None else getattr(torch, name)
+
+
+def read_text(file: str | None, nothing: str) -> str:
+    """The text in a file, or on standard input where it is None or "-".
+
+    Raises:
+        UserError: it cannot be read, or is no text; `nothing`, where there is no file and standard input is a terminal.
+    """
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UserError(nothing)
+    try:
+        return sys.stdin.read() if file in (None, "-") else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file or 'standard input'} is not text in UTF-8.") from None
 
 
 def check_folder_of(file: Path | None) -> None:

@@ -1,8 +1,19 @@
 """Which tokens run next: sequences that come and go, each in a slot of a runtime's state."""
 
 from granite4_neuron.engine.engine import Engine
+from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
-from granite4_neuron.engine.request import GenerationStats, Output, Request
+from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
 from granite4_neuron.engine.sampling import Sampler, with_overrides
 
-__all__ = ["Engine", "GenerationStats", "Output", "PrefixCache", "Request", "Sampler", "with_overrides"]
+__all__ = [
+    "Engine",
+    "GenerationStats",
+    "Output",
+    "PrefixCache",
+    "PromptReport",
+    "Request",
+    "Sampler",
+    "TokenLogprob",
+    "with_overrides",
+]

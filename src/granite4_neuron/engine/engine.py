@@ -41,7 +41,8 @@ class Engine:
             that comes later holds up all others then.
         prefix_cache: where sequences find what earlier ones began with, and leave what they have; of this runtime, and
             of any number of engines one after another. Its memory is its own, not part of `memory_bytes`.
-        drafter: proposes tokens, which change how fast sequences come, and not what they are.
+        drafter: proposes tokens, which change how fast sequences come, and not what they are. A sequence whose drafts
+            keep being rejected goes without for a while.
         draft_tokens: how many it proposes of a sequence at most.
 
     Raises:
@@ -86,6 +87,16 @@ class Engine:
         """Whether a sequence runs or waits."""
         return bool(self._waiting or self._running)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have none yet."""
+        return len(self._waiting)
+
     def add(self, request: Request) -> int:
         """Take in a request; it starts in a later step.
 
@@ -97,6 +108,8 @@ class Engine:
                 needs more memory than there is.
         """
         request.check(self.runtime.config.vocab_size)
+        if request.prompt_logprobs is not None:
+            require(self.runtime, "all_logits")
         if request.stop and self._tokenizer is None:
             raise UserError("stop strings need an engine with a tokenizer; give stop tokens.")
         if len(request.tokens) >= self.max_length:
@@ -121,6 +134,17 @@ class Engine:
                 self._waiting.remove(sequence)
                 return True
         return False
+
+    def finish(self, id: int) -> str:
+        """End a sequence that runs where it is, as if that were its limit; returns the text that was held back.
+
+        Unlike one that is cancelled, it leaves what it has in the prefix cache.
+        """
+        sequence = self._running[id]
+        if self._cache is not None and sequence.logits is not None:
+            self._keep(sequence)
+        self._leave(sequence)
+        return sequence.text.finish()
 
     def step(self) -> list[Output]:
         """Run one step; returns the new tokens. Those of a sequence come in their order; with a drafter, several."""
@@ -148,24 +172,39 @@ class Engine:
         started = time.perf_counter()
         outputs, chosen, rows = [], [], []
         for sequence in sequences:
+            # Not even a single token more would fit; who comes later finds more in the prefix cache.
+            if len(rows) == self.runtime.rows_per_step or not self._fits(rows):
+                break
             if self._waits_for_prefix(sequence, chosen):
                 continue
             outputs += self._begin(sequence)
             if not sequence.is_prompt:
                 continue
             row = sequence.next_row(sequence.next_cut(self.runtime.tokens_per_step))
-            longest = max(len(each.tokens) for each in (*rows, row))
-            if rows and (len(rows) + 1) * longest > self.runtime.tokens_per_step:
+            if not self._fits(rows, len(row.tokens)):
                 break
             chosen.append(sequence)
             rows.append(row)
-            if len(rows) == self.runtime.rows_per_step:
-                break
         if rows:
-            outputs += self._after(chosen, rows, self.runtime.step(self._slots.state, rows))
+            outputs += self._after(chosen, rows, self._prompt_logits(chosen, rows))
         self.stats.prompt_tokens += sum(len(row.tokens) for row in rows)
         self.stats.prompt_seconds += time.perf_counter() - started
         return outputs
+
+    def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
+        """Whether a step of these rows has room for another of so many tokens; an empty one has."""
+        longest = max(tokens, *(len(row.tokens) for row in rows), 0)
+        return not rows or (len(rows) + 1) * longest <= self.runtime.tokens_per_step
+
+    def _prompt_logits(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> Sequence[torch.Tensor]:
+        """Run rows of prompts: logits [vocab_size] after the last token of each."""
+        if all(sequence.request.prompt_logprobs is None for sequence in sequences):
+            return self.runtime.step(self._slots.state, rows)
+        logits = self.runtime.step(self._slots.state, rows, all_logits=True)
+        for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
+            if sequence.request.prompt_logprobs is not None:
+                sequence.note_prompt(row, of_row)
+        return [of_row[len(row.tokens) - 1] for row, of_row in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
         """Whether one of the others, in the same step, is about to leave a beginning that the sequence shares."""
@@ -181,6 +220,7 @@ class Engine:
             return []
         sequence.has_begun = True
         sequence.prefix = self._cache.find(sequence.tokens)
+        sequence.cuts |= self._cache.new_branches(sequence.tokens)
         if sequence.prefix is None:
             return []
         self.runtime.restore(self._slots.state, sequence.prefix.snapshots, sequence.slot)
@@ -213,7 +253,9 @@ class Engine:
         return self._drafter.propose(requests)
 
     def _most_drafts(self, sequence: RunningSequence) -> int:
-        """Beyond them lies the sequence's limit, or a place of which the prefix cache wants the state."""
+        """None in a pause. Beyond them lies the sequence's limit, or where the prefix cache wants the state."""
+        if not sequence.backoff.allows(len(sequence.tokens)):
+            return 0
         most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]
         if self._cache is not None and self._cache.interval is not None:
             most.append(self._cache.interval - sequence.stored % self._cache.interval - 1)
@@ -226,13 +268,18 @@ class Engine:
             of_one = self._choose(sequence, logits, row.tokens[1:])
             outputs.append(of_one)
             accepted.append(sum(output.error is None for output in of_one))
-            self.stats.drafted_tokens += len(row.tokens) - 1
-            self.stats.accepted_tokens += max(0, accepted[-1] - 1)
+            if len(row.tokens) > 1:
+                self._note_drafts(sequence, len(row.tokens) - 1, max(0, accepted[-1] - 1))
         self.runtime.commit(self._slots.state, verification, accepted)
         for sequence, of_one, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
             sequence.stored += count
             self._end_or_keep(sequence, of_one, logits[count - 1])
         return list(itertools.chain(*outputs))
+
+    def _note_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
+        sequence.backoff.note(len(sequence.tokens), accepted)
+        self.stats.drafted_tokens += drafted
+        self.stats.accepted_tokens += accepted
 
     def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
         """Choose the next token of each sequence all of whose tokens have been run."""
@@ -258,7 +305,7 @@ class Engine:
             except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
                 return [*outputs, Output(sequence.id, None, sequence.text.finish(), "error", str(error))]
             self.stats.generated_tokens += 1
-            outputs.append(sequence.append(token))
+            outputs.append(sequence.append(token, of_token))
             if token != draft or outputs[-1].finish_reason is not None:
                 break
         return outputs
@@ -266,11 +313,15 @@ class Engine:
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
         """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
         reason = outputs[-1].finish_reason if outputs else None
+        sequence.logits = logits
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
-            take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
-            self._cache.keep(sequence.tokens[: sequence.stored], take, logits)
+            self._keep(sequence)
         if reason is not None:
             self._leave(sequence)
+
+    def _keep(self, sequence: RunningSequence) -> None:
+        take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
+        self._cache.keep(sequence.tokens[: sequence.stored], take, sequence.logits)
 
     def _leave(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

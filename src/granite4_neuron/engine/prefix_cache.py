@@ -25,17 +25,21 @@ from granite4_neuron.snapshot import (
     recurrent_state,
 )
 
+SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
+
 
 @dataclass
 class PrefixCacheStats:
     """queries, hit_tokens: sequences that asked, and tokens that they found.
     snapshots, num_bytes: entries that are there, and the memory of all nodes.
+    in_use: sequences that go on from one.
     evictions: entries that made room for others.
     """
 
     queries: int = 0
     hit_tokens: int = 0
     snapshots: int = 0
+    in_use: int = 0
     num_bytes: int = 0
     evictions: int = 0
 
@@ -95,12 +99,14 @@ class PrefixCache:
         interval: a snapshot is kept of each sequence at multiples of so many tokens, beside those at the ends of its
             prompt and of itself; a multiple of the runtime's `tokens_per_step`, where prompts are cut anyway. None for
             the ends only.
+        at_branches: keep a snapshot also where a prompt parts from an earlier sequence, for a third one that begins
+            like both; the prompt is cut there.
 
     Raises:
         UserError: the runtime makes no snapshots, or the interval is no such multiple.
     """
 
-    def __init__(self, runtime: Runtime, max_bytes: int | None, interval: int | None):
+    def __init__(self, runtime: Runtime, max_bytes: int | None, interval: int | None, *, at_branches: bool = False):
         require(runtime, "snapshot")
         if interval is not None and (interval < 1 or interval % runtime.tokens_per_step):
             raise UserError(
@@ -109,6 +115,7 @@ class PrefixCache:
             )
         self.max_bytes = max_bytes
         self.interval = interval
+        self.at_branches = at_branches
         self.stats = PrefixCacheStats()
         self._runtime = runtime
         self._root = _Node(None, 0)
@@ -124,12 +131,24 @@ class PrefixCache:
             node = node.parent
         self._entries.move_to_end(node)
         node.users += 1
+        self.stats.in_use += 1
         self.stats.hit_tokens += node.length
         return Prefix(node.length, self._snapshots(node), node.logits, node)
+
+    def new_branches(self, tokens: Sequence[int]) -> set[int]:
+        """Where a sequence parts from an earlier one, if that is worth a snapshot: there is none near on its way."""
+        if not self.at_branches:
+            return set()
+        node, _, shared = self._descend(tokens)
+        length, kept = node.length + shared, node
+        while kept.recurrent is None and kept.parent is not None:
+            kept = kept.parent
+        return {length} if length - kept.length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
         """The sequence that goes on from it has ended."""
         prefix.node.users -= 1
+        self.stats.in_use -= 1
 
     def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot of a sequence, unless it is there already or there is no room.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
-from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sampling import Sampler, additions, is_whole
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.speculation.backoff import DraftBackoff
+
+MOST_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Request:
     stop: strings that end it; they are not part of its text. They need an engine with a tokenizer.
     snapshots_at: lengths of the prompt's beginning that other prompts will share, such as that of a system message. It
         is cut there, and an engine with a prefix cache keeps a snapshot.
+    logit_bias: what is added to the logits of tokens, -100 to 100.
+    frequency_penalty, presence_penalty: taken off a token's logit for each time that it was generated, and once if it
+        was; -2 to 2.
+    logprobs: report how likely each new token was, and so many of the likeliest; None for no report.
+    prompt_logprobs: the same of the prompt's tokens, all of which are run then, whatever a prefix cache has.
     """
 
     tokens: Sequence[int]
@@ -37,6 +46,11 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop: Sequence[str] = ()
     snapshots_at: frozenset[int] = frozenset()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def check(self, vocab_size: int) -> None:
         """See whether it can be run; the engine adds what depends on its size.
@@ -53,6 +67,24 @@ class Request:
             raise UserError(
                 f"snapshots are asked for at {sorted(self.snapshots_at)} tokens; the prompt has {len(self.tokens)}."
             )
+        if self.logit_bias:
+            check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, name)
+            if number is not None and not (is_whole(number) and 0 <= number <= min(MOST_TOP_LOGPROBS, vocab_size)):
+                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {MOST_TOP_LOGPROBS}.")
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What is known about a prompt once all of it has been run.
+
+    cached_tokens: those that the prefix cache had.
+    logprobs: of its tokens but the first, where the request asks for them.
+    """
+
+    cached_tokens: int
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +96,8 @@ class Output:
     text: what can be added to the sequence's text now; may be empty while a character or a stop string is incomplete.
     finish_reason: None, or with the sequence's last output "stop" (stop token or stop string), "length" or "error".
     error: what went wrong, in one sentence.
+    logprob: how likely the token was, where the request asks for it.
+    prompt: with the sequence's first token.
     """
 
     id: int
@@ -71,6 +105,8 @@ class Output:
     text: str
     finish_reason: str | None = None
     error: str | None = None
+    logprob: TokenLogprob | None = None
+    prompt: PromptReport | None = None
 
 
 @dataclass
@@ -113,8 +149,12 @@ class RunningSequence:
     slot: 0 until it has one.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
+    cuts: lengths of the prompt at which it is cut, and which a prefix cache keeps.
     has_begun: whether the prefix cache has been asked, or tokens have been run.
     prefix: what the cache had of it, if anything.
+    backoff: whether it pays to draft for it.
+    logits: [vocab_size], those after the last token that was stored; None before the first step.
+    prompt_logprobs: of the prompt's tokens that have been run, but the first, where the request asks for them.
     """
 
     id: int
@@ -125,11 +165,18 @@ class RunningSequence:
     slot: int = 0
     tokens: list[int] = field(init=False)
     stored: int = 0
+    cuts: set[int] = field(init=False)
     has_begun: bool = False
     prefix: Prefix | None = None
+    logits: torch.Tensor | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    backoff: DraftBackoff = field(default_factory=DraftBackoff)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
+        self.cuts = set(self.request.snapshots_at)
+        # The logits of a prompt's tokens are not kept anywhere.
+        self.has_begun = self.request.prompt_logprobs is not None
 
     @classmethod
     def of(
@@ -140,7 +187,8 @@ class RunningSequence:
         tokenizer: PreTrainedTokenizerFast | None,
         limit: int,
     ) -> RunningSequence:
-        sampler = Sampler(defaults if request.sampling is None else request.sampling, request.seed)
+        added = additions(request.logit_bias, request.frequency_penalty, request.presence_penalty, len(request.tokens))
+        sampler = Sampler(defaults if request.sampling is None else request.sampling, request.seed, added)
         return cls(id, request, limit, sampler, TextStream(tokenizer, request.stop, request.tokens))
 
     @property
@@ -151,9 +199,10 @@ class RunningSequence:
     def next_cut(self, chunk: int) -> int:
         """Where the tokens to run next end: at a multiple of `chunk`, where a snapshot is asked for, or with them all.
 
-        Where a prompt is cut depends on the request only, so that what is computed does so too.
+        Where a prompt is cut depends on the request only, so that what is computed does so too; unless a prefix cache
+        adds cuts where sequences part.
         """
-        asked = (length for length in self.request.snapshots_at if length > self.stored)
+        asked = (length for length in self.cuts if length > self.stored)
         return min(len(self.tokens), (self.stored // chunk + 1) * chunk, *asked)
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
@@ -163,10 +212,20 @@ class RunningSequence:
     def is_kept(self, interval: int | None) -> bool:
         """Whether a prefix cache keeps what has been stored by now, while the sequence goes on."""
         is_multiple = interval is not None and self.stored % interval == 0
-        return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.request.snapshots_at
+        return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.cuts
 
-    def append(self, token: int) -> Output:
-        """Add a token that was chosen."""
+    def note_prompt(self, row: Row, logits: torch.Tensor) -> None:
+        """Take in what logits [tokens, vocab_size], after each of a row's tokens, say of the prompt's next ones."""
+        following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
+        self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
+
+    def append(self, token: int, logits: torch.Tensor) -> Output:
+        """Add a token that was chosen by logits [vocab_size]."""
+        prompt = logprob = None
+        if len(self.tokens) == len(self.request.tokens):
+            prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)
+        if self.request.logprobs is not None:
+            [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
         self.tokens.append(token)
         text, reason = "", None
         if token in self.request.stop_token_ids:
@@ -179,12 +238,7 @@ class RunningSequence:
                 reason = "length"
         if reason is not None:
             text += self.text.finish()
-        return Output(self.id, token, text, reason)
-
-
-def is_whole(value: object) -> bool:
-    """Whether it is an integer of any library's, and not a boolean."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+        return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt)
 
 
 def check_text(text: str, which: str) -> None:

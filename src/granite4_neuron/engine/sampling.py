@@ -5,21 +5,59 @@ from __future__ import annotations
 import copy
 import math
 import reprlib
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from granite4_neuron.errors import UserError
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number of any library's, and not a boolean."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer of any library's, and not a boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# What each option must be, and how that is called.
+SAMPLING_RANGES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "temperature": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
+    "top_k": (lambda value: is_whole(value) and value >= 0, "a whole number of at least 0"),
+    "top_p": (lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "frequency_penalty": (lambda value: is_number(value) and -2 <= value <= 2, "a number from -2 to 2"),
+    "presence_penalty": (lambda value: is_number(value) and -2 <= value <= 2, "a number from -2 to 2"),
+    "logit_bias": (lambda value: is_number(value) and -100 <= value <= 100, "a number from -100 to 100"),
+    "seed": (lambda value: is_whole(value) and 0 <= value < 2**63, "a whole number from 0 to 2**63 - 1"),
+}
+
+
+def check_sampling(options: Mapping[str, object]) -> None:
+    """See whether options, by name, are in their ranges; None is.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, value in options.items():
+        is_right, what = SAMPLING_RANGES[name]
+        if value is not None and not is_right(value):
+            raise UserError(f"{name} is {reprlib.repr(value)}, and must be {what}.")
 
 
 def with_overrides(
@@ -33,6 +71,9 @@ def with_overrides(
     """The checkpoint's defaults with what the caller has set; None leaves a default.
 
     Temperature 0 means greedy. Any other sampling option given means sampling, also where the defaults are greedy.
+
+    Raises:
+        UserError: an option is outside its range.
     """
     config = copy.deepcopy(defaults)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -41,9 +82,8 @@ def with_overrides(
         config.do_sample = True
     if repetition_penalty is not None:
         given["repetition_penalty"] = repetition_penalty
+    check_sampling(given)
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise UserError(f"{name} is {reprlib.repr(value)}, and must be a number.")
         setattr(config, name, value)
     if config.temperature == 0:
         config.do_sample = False
@@ -56,24 +96,22 @@ class Sampler:
     Args:
         config: do_sample, temperature, top_k, top_p, min_p, repetition_penalty.
         seed: of this sequence's random numbers; None for different ones each time.
+        additions: what is added to the logits before all that, see `additions`.
 
     Raises:
         UserError: an option is outside its range.
     """
 
-    def __init__(self, config: GenerationConfig, seed: int | None):
-        try:
-            self._processors = _processors(config)
-        except ValueError as error:
-            raise UserError(str(error).replace("`", "").rstrip(".") + ".") from None
+    def __init__(self, config: GenerationConfig, seed: int | None, additions: Sequence[LogitsProcessor] = ()):
+        options = ("temperature", "top_k", "top_p", "min_p") if config.do_sample else ()
+        check_sampling({name: getattr(config, name) for name in (*options, "repetition_penalty")} | {"seed": seed})
+        self._processors = LogitsProcessorList([*additions, *_processors(config)])
         self._do_sample = config.do_sample
         self._generator = torch.Generator()
         if seed is None:
             self._generator.seed()
-        elif 0 <= seed < 2**63:
-            self._generator.manual_seed(seed)
         else:
-            raise UserError(f"seed is {seed}, and must be between 0 and 2**63 - 1.")
+            self._generator.manual_seed(seed)
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """The token to append.
@@ -103,6 +141,50 @@ class Sampler:
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """The logits under the options; their softmax is what a token is drawn from."""
         return self._processors(torch.tensor([tokens]), logits[None])[0] if self._processors else logits
+
+
+class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
+    """Makes tokens less likely that have been generated, as OpenAI's frequency and presence penalties do
+    (https://platform.openai.com/docs/api-reference/completions).
+
+    Args:
+        frequency: taken off a token's logit for each time that it came.
+        presence: taken off once.
+        prompt_length: tokens before the generated ones, which do not count.
+    """
+
+    def __init__(self, frequency: float, presence: float, prompt_length: int):
+        self._frequency = frequency
+        self._presence = presence
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Of input_ids [batch_size, tokens] and scores [batch_size, vocab_size]."""
+        generated = input_ids[:, self._prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def additions(
+    logit_bias: Mapping[int, float], frequency_penalty: float, presence_penalty: float, prompt_length: int
+) -> list[LogitsProcessor]:
+    """What a request adds to logits: a number to those of some tokens, and what generated tokens lose.
+
+    Args:
+        prompt_length: tokens before the generated ones.
+
+    Raises:
+        UserError: a number is outside its range.
+    """
+    check_sampling({"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty})
+    for bias in logit_bias.values():
+        check_sampling({"logit_bias": bias})
+    processors: list[LogitsProcessor] = []
+    if logit_bias:
+        processors.append(SequenceBiasLogitsProcessor([[[id], float(bias)] for id, bias in logit_bias.items()]))
+    if frequency_penalty or presence_penalty:
+        processors.append(OccurrencePenaltyLogitsProcessor(frequency_penalty, presence_penalty, prompt_length))
+    return processors
 
 
 def _processors(config: GenerationConfig) -> LogitsProcessorList:

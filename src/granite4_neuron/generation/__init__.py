@@ -1,20 +1,26 @@
-"""From prompts to text: loading, and a batch of prompts over an engine."""
+"""From prompts to text: loading, a batch of prompts over an engine, a conversation."""
 
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
-from granite4_neuron.generation.chat import chat_prompt
+from granite4_neuron.generation.chat import ConversationEncoder, chat_prompt
+from granite4_neuron.generation.conversation import Conversation, Turn
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
+    end_of_sequence_tokens,
     generate,
     stream_generate,
 )
 
 __all__ = [
+    "Conversation",
+    "ConversationEncoder",
     "GenerationResponse",
     "GenerationStats",
+    "Turn",
     "bundled_checkpoint",
     "chat_prompt",
+    "end_of_sequence_tokens",
     "generate",
     "load",
     "stream_generate",

@@ -2,36 +2,107 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import chat_template
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.errors import UserError
 
+_FIRST_PRIVATE_CHARACTER = 0xF0000
+
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
     """Tokens of a conversation's beginning, by the tokenizer's chat template, up to where the assistant speaks.
 
     Raises:
-        UserError: the tokenizer has no chat template, the template refuses the messages or fails, or it takes more time
-            or memory than a template may.
+        UserError: as `ConversationEncoder`.
     """
-    for message in (user, system or ""):
-        check_text(message, "the message")
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": user})
-    variables = {
-        **tokenizer.special_tokens_map,
-        "messages": messages,
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-    }
-    try:
-        text = chat_template.render(_template(tokenizer), variables)
-    except chat_template.TemplateFailed as error:
-        raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
-    return tokenizer.encode(text, add_special_tokens=False)
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+        return encoder.encode([*messages, {"role": "user", "content": user}])
+
+
+class ConversationEncoder:
+    """Makes prompts of conversations, by a tokenizer's chat template, and of texts that somebody else wrote.
+
+    A control token is one only where the template writes it: in what people say, its spelling is text like any other. A
+    template that cuts pieces out of a message could still put the spelling together; none of the family's does.
+
+    Raises:
+        UserError: at the first conversation, where the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer = tokenizer
+        self._as_text = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._as_text.encode_special_tokens = True
+        special = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._control_tokens = sorted((token.content for token in special), key=len, reverse=True)
+        # With nothing in it, it would match everywhere.
+        self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
+        self._renderer = chat_template.Renderer()
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the tokenizer puts around each; control tokens in it are text."""
+        check_text(text, "the prompt")
+        return self._as_text.encode(text).ids
+
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a conversation up to where the assistant speaks.
+
+        Args:
+            messages: each with a "role" and a "content".
+
+        Raises:
+            UserError: the tokenizer has no chat template, the template refuses the messages or fails, or it takes more
+                time or memory than a template may.
+        """
+        for message in messages:
+            check_text(message["content"], "the message")
+        contents = "".join(message["content"] for message in messages)
+        if not self._control_pattern.search(contents):
+            return self._tokenizer.encode(self._render(messages), add_special_tokens=False)
+        mark = next(chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in contents)
+        hidden = [{**message, "content": self._hide(message["content"], mark)} for message in messages]
+        return self._encode_rendered(self._render(hidden), mark)
+
+    def close(self) -> None:
+        """End the template's process; it starts anew when it is needed."""
+        self._renderer.close()
+
+    def _hide(self, content: str, mark: str) -> str:
+        """Write control tokens in such a way that the template's own can be told from them."""
+        return self._control_pattern.sub(lambda match: f"{mark}{self._control_tokens.index(match[0])}{mark}", content)
+
+    def _encode_rendered(self, text: str, mark: str) -> list[int]:
+        """Tokens of a rendered text with hidden control tokens, which become text."""
+        tokens, end = [], 0
+        for match in (*self._control_pattern.finditer(text), None):
+            between = text[end : match.start() if match else None]
+            shown = re.sub(f"{mark}([0-9]+){mark}", lambda hidden: self._control_tokens[int(hidden[1])], between)
+            tokens += self._as_text.encode(shown, add_special_tokens=False).ids
+            if match:
+                tokens.append(self._tokenizer.convert_tokens_to_ids(match[0]))
+                end = match.end()
+        return tokens
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        variables = {
+            **self._tokenizer.special_tokens_map,
+            "messages": list(messages),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            return self._renderer.render(_template(self._tokenizer), variables)
+        except chat_template.TemplateFailed as error:
+            raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
 
 
 def _template(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -39,5 +110,5 @@ def _template(tokenizer: PreTrainedTokenizerFast) -> str:
     if isinstance(template, dict):  # several, by name
         template = template.get("default")
     if not isinstance(template, str) or not template:
-        raise UserError("this checkpoint's tokenizer has no chat template; give the prompt without --chat.")
+        raise UserError("this checkpoint's tokenizer has no chat template; give a prompt without a conversation.")
     return template

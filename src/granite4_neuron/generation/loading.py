@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -15,8 +13,10 @@ from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
+from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
 
@@ -75,7 +75,8 @@ def load(
         if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
             raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize, progress=progress)
+    pack = cpu.operators(cpu_kernels).pack if backend == "cpu" else None
+    weights = checkpoint.load_model(folder, dtype, quantize=quantize, pack=pack, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, **mamba_kernels)
@@ -124,7 +125,7 @@ def _check_tokenizer_config(file: Path) -> None:
     """Before transformers reads it, which trusts it."""
     values = read_object(file)
     longest = values.get("model_max_length")
-    if longest is not None and not _is_number(longest):
+    if longest is not None and not is_number(longest):
         raise UserError(f"{file}: model_max_length is {reprlib.repr(longest)}, and must be a number.")
 
 
@@ -154,24 +155,12 @@ def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> Generati
     return generation_config
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_token_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 # What each field must be, and how that is called.
 _GENERATION_FIELDS = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
-    "temperature": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
-    "top_k": (lambda value: _is_token_id(value) and value >= 0, "a whole number of at least 0"),
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
-    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **{name: SAMPLING_RANGES[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "eos_token_id": (
-        lambda value: all(map(_is_token_id, value)) if isinstance(value, list) else _is_token_id(value),
+        lambda value: all(map(is_whole, value)) if isinstance(value, list) else is_whole(value),
         "a token id or a list of them",
     ),
 }

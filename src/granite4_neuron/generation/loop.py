@@ -7,18 +7,17 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
-from granite4_neuron.engine.prefix_cache import common_length
-from granite4_neuron.engine.request import check_text, check_tokens, is_whole
+from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
+from granite4_neuron.engine.request import check_text, check_tokens
+from granite4_neuron.engine.sampling import is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.speculation import Drafter
 
 Prompt = str | Sequence[int]
-
-SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,9 @@ def stream_generate(
     """
     _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
-    stop_ids = set(stop_token_ids)
+    stop_ids = frozenset(stop_token_ids)
     if not ignore_eos:
-        stop_ids |= _eos_token_ids(sampling.eos_token_id) | _eos_token_ids(tokenizer.eos_token_id)
+        stop_ids |= end_of_sequence_tokens(tokenizer, sampling)
     limit = runtime.config.max_position_embeddings
     prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
@@ -97,7 +96,7 @@ def stream_generate(
             max_tokens=max_tokens,
             sampling=sampling,
             seed=None if seed is None else seed + index,
-            stop_token_ids=frozenset(stop_ids),
+            stop_token_ids=stop_ids,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             snapshots_at=shared[index],
         )
@@ -230,7 +229,9 @@ def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompt if _is_several(prompt) else [prompt]
 
 
-def _eos_token_ids(ids: int | Sequence[int] | None) -> set[int]:
-    if ids is None:
-        return set()
-    return {ids} if isinstance(ids, int) else set(ids)
+def end_of_sequence_tokens(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig) -> frozenset[int]:
+    """The tokens that end a text, by the tokenizer or by the checkpoint's generation_config.json."""
+    ids: set[int] = set()
+    for each in (generation_config.eos_token_id, tokenizer.eos_token_id):
+        ids |= set(each if isinstance(each, Sequence) else () if each is None else (each,))
+    return frozenset(ids)

@@ -1,24 +1,36 @@
-"""The projection that all layers use, of weights that may be quantized."""
+"""Modules whose weight is a matrix, and the projection that all layers use."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from granite4_neuron.ops import TORCH, Operators
+from granite4_neuron.ops import TORCH, CompactWeight, Operators
 
 
-class Linear(nn.Linear):
-    """torch's Linear, through `operators`. A quantized weight has a scale beside it, see `ops.linear`."""
+class Matrix(nn.Module):
+    """A module whose `weight` is a matrix, or one of each expert: a parameter, or in its place a `CompactWeight`."""
+
+    may_be_quantized: ClassVar[bool] = True
+
+    def set_compact_weight(self, weight: CompactWeight) -> None:
+        """Put it in the parameter's place."""
+        self._parameters.pop("weight", None)
+        self.__dict__["weight"] = weight
+
+
+class Linear(Matrix, nn.Linear):
+    """torch's Linear, through `operators`."""
 
     operators: Operators = TORCH
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__(in_features, out_features, bias=bias)
-        self.register_parameter("weight_scale", None)
 
     def reset_parameters(self) -> None:
         """Nothing: weights come from a checkpoint. Torch's own would import its compiler for weights on "meta"."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.operators.linear(x, self.weight, self.bias, self.weight_scale)
+        return self.operators.linear(x, self.weight, self.bias)

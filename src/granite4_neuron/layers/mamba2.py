@@ -11,20 +11,24 @@ from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import TORCH, MambaKernels, Operators
+from granite4_neuron.ops import TORCH, MambaKernels, Operators, Rounding, stochastic_round
 from granite4_neuron.state import MambaState
 
 
 class Mamba2(nn.Module):
     """Projection, causal convolution, selective scan, gated norm, projection; heads are split over the ranks.
 
+    Args:
+        layer: its number in the model, so that no two layers round 16-bit states alike.
+
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
     """
 
     operators: Operators = TORCH
 
-    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel, layer: int = 0):
         super().__init__()
+        self.rounding = Rounding(stream=layer)
         dimensions = config.rank_dimensions(parallel.degree)
         self.num_heads = dimensions.mamba_heads
         self.head_dim = config.mamba_d_head
@@ -82,7 +86,10 @@ class Mamba2(nn.Module):
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         A = -torch.exp(self.A_log.float())
         chunk_size = step.launch_parameters.torch_chunk_size
-        y, ssm_state = kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state), chunk_size)
+        dtype = state.ssm_state.dtype
+        y, ssm_state = kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
+        if dtype != torch.float32:
+            ssm_state = stochastic_round(ssm_state, dtype, step.last_positions, self.rounding)
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 
@@ -114,10 +121,10 @@ class _NormedProjection(Linear):
         if self.parallel.degree == 1:
             return super().forward(norm(y, z))
         if not self.norm_is_split:
-            total = self.parallel.all_reduce(F.linear(norm(y, z), self.weight).float())
+            total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
         else:
             gated = y.float() * F.silu(z.float())
-            partial = F.linear((gated * norm.weight.float()).to(self.weight.dtype), self.weight)
+            partial = self.operators.linear((gated * norm.weight.float()).to(norm.weight.dtype), self.weight, None)
             squares = (gated * gated).sum(-1, keepdim=True)
             total, squares = self.parallel.all_reduce_together(partial.float(), squares)
             total = total * torch.rsqrt(squares / self.norm_channels + norm.eps)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.layers.linear import Linear
+from granite4_neuron.layers.linear import Linear, Matrix
 from granite4_neuron.layers.norm import RMSNorm
 from granite4_neuron.layers.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import TORCH, Operators, router_logits
+from granite4_neuron.ops import TORCH, Operators
 
 
 def feed_forward(
@@ -46,7 +46,7 @@ class SharedMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.parallel.degree == 1:
-            return self.operators.mlp(hidden_states, *_weights(self))
+            return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
 
@@ -67,28 +67,28 @@ class SparseMoe(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         tokens = hidden_states.flatten(0, -2)
-        chosen = self.operators.topk_softmax(router_logits(tokens, self.router.layer.weight), self.top_k)
-        input_weight, output_weight, *scales = _weights(self)
-        output = self.operators.fused_experts(tokens, input_weight, output_weight, *chosen, *scales)
+        router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
+        chosen = self.operators.topk_softmax(router_logits, self.top_k)
+        weights = self.input_linear.weight, self.output_linear.weight
+        output = self.operators.fused_experts(tokens, *weights, *chosen)
         return self.parallel.all_reduce(output.view(hidden_states.shape))
 
 
 class _Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
-        self.layer = nn.Linear(hidden_size, num_experts, bias=False)  # `router_logits` does the work
+        self.layer = _RouterWeights(hidden_size, num_experts, bias=False)
 
 
-class _StackedWeights(nn.Module):
-    """Weights of all experts in one tensor, under the checkpoint's name; quantized ones have scales beside them."""
+class _RouterWeights(Linear):
+    """`ops.router_logits` does the work. What experts a token goes to is not left to rounding."""
+
+    may_be_quantized = False
+
+
+class _StackedWeights(Matrix):
+    """Weights of all experts in one tensor, under the checkpoint's name."""
 
     def __init__(self, num_experts: int, rows: int, columns: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
-        self.register_parameter("weight_scale", None)
-
-
-def _weights(layer: SharedMLP | SparseMoe) -> tuple[torch.Tensor | None, ...]:
-    """Weights and scales in the order in which `ops.mlp` and `ops.fused_experts` take them."""
-    first, second = layer.input_linear, layer.output_linear
-    return first.weight, second.weight, first.weight_scale, second.weight_scale

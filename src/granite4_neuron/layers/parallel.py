@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 from torch import nn
-from torch.nn import functional as F
 
-from granite4_neuron.layers.linear import Linear
+from granite4_neuron.layers.linear import Linear, Matrix
+from granite4_neuron.ops import TORCH, Operators
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ class RowParallelLinear(Linear):
         """[..., in_features of this rank] to [..., out_features]."""
         if self.parallel.degree == 1:
             return super().forward(x)
-        total = self.parallel.all_reduce(F.linear(x, self.weight).float())
+        total = self.parallel.all_reduce(self.operators.linear(x, self.weight, None).float())
         return total if self.bias is None else total + self.bias.float()
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(Matrix, nn.Embedding):
     """An embedding of which each rank holds an equal run of rows."""
+
+    operators: Operators = TORCH
+    may_be_quantized = False
 
     def __init__(self, rows: int, width: int, parallel: Parallel):
         super().__init__(rows, width)
@@ -76,8 +79,8 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[...] token ids to [..., width] in float32."""
         if self.parallel.degree == 1:
-            return super().forward(ids).float()
+            return self.operators.embedding(ids, self.weight)
         local = ids - self.parallel.rank * self.num_embeddings
         here = (local >= 0) & (local < self.num_embeddings)
-        rows = super().forward(local.where(here, 0)).float()
+        rows = self.operators.embedding(local.where(here, 0), self.weight)
         return self.parallel.all_reduce(rows.masked_fill(~here[..., None], 0.0))

@@ -46,6 +46,11 @@ class Step(ABC):
         tokens = torch.arange(self.positions.shape[1], device=self.positions.device)
         return tokens == (self.lengths - 1).clamp(min=0)[:, None]
 
+    @cached_property
+    def last_positions(self) -> torch.Tensor:
+        """[batch], of each row's last real token."""
+        return self.positions[:, 0] + self.lengths - 1
+
     @abstractmethod
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """Each row's own part of a recurrent state, [batch, ...], to be overwritten at will if `write` follows."""
@@ -79,10 +84,12 @@ class NullSlotStep(Step):
     has_null_slot = True
 
     @cached_property
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each row's length, and where its recurrent state is read and written, or -1, as fused kernels take them."""
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """Each row's length, where its recurrent state is read, and written or -1, and its first token's position, as
+        fused kernels take them.
+        """
         write_slots = self.slots if self.kept_inputs is None else torch.full_like(self.slots, -1)
-        return self.lengths, self.read_slots, write_slots
+        return self.lengths, self.read_slots, write_slots, self.positions[:, 0].contiguous()
 
     @cached_property
     def read_slots(self) -> torch.Tensor:

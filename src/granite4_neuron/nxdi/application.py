@@ -8,16 +8,22 @@ from pathlib import Path
 import torch
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
-from neuronx_distributed_inference.models.model_wrapper import TOKEN_GENERATION_MODEL_TAG, ModelWrapper
+from neuronx_distributed_inference.models.model_wrapper import (
+    SPECULATION_MODEL_TAG,
+    TOKEN_GENERATION_MODEL_TAG,
+    ModelWrapper,
+)
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
 from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM
 
 from granite4_neuron.checkpoint import check_weights
+from granite4_neuron.config import MAMBA
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 from granite4_neuron.nxdi.checkpoint import convert
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+from granite4_neuron.nxdi.slot_graphs import COMMIT_MODEL_TAG, COPY_MODEL_TAG, SLOT_MODELS, SlotGraph, to_host
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
 
@@ -41,6 +47,10 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     tokens of a prompt that is longer than the largest bucket for context encoding. With it a prompt may be as long as
     neuron_config.seq_len. What tensor_capture_config captures of such a prompt is of the last of these steps.
 
+    With continuous batching a slot's sequence can be copied to another slot, and go on there by continuations; and with
+    neuron_config.speculation_length so many tokens of each sequence can be verified and, as many as stand, committed.
+    See `extend`, `verify`, `commit` and `copy`.
+
     Give the attention mask: without it NxD Inference takes one from the positions, and if those of padding are 1, a
     prompt of one token looks like one of two.
     """
@@ -49,9 +59,13 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.prefill_continuation_model = None
-        if self._context_tokens < self.neuron_config.max_length:
-            self.enable_prefill_continuation()
+        self.prefill_continuation_model = self.copy_model = None
+        tokens = min(self._context_tokens, CONTINUATION_TOKENS)
+        shortest = tokens if self.neuron_config.is_continuous_batching else self._context_tokens
+        if shortest < self.neuron_config.max_length:
+            self.enable_prefill_continuation(tokens, shortest)
+        if self.neuron_config.is_continuous_batching and self.neuron_config.kv_cache_batch_size > 1:
+            self.copy_model = self._slot_graph(COPY_MODEL_TAG)
 
     @property
     def _context_tokens(self) -> int:
@@ -65,7 +79,15 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     def to_cpu(self) -> None:
         """Load the weights and run on the CPU; tensor_capture_config holds there as well."""
+        # It refuses what it has no way to run: verifications, which are run by this class.
+        neuron_config = self.neuron_config
+        self.neuron_config = copy.copy(neuron_config)
+        self.neuron_config.speculation_length = 0
         super().to_cpu()
+        self.neuron_config = neuron_config
+        managers = [model.model.kv_mgr for model in self.models]
+        for manager in managers:
+            manager.past_key_values = managers[0].past_key_values
         wanted = self.neuron_config.tensor_capture_config
         if wanted:
             for module in dict.fromkeys(model.model for model in self.models):  # they may share one
@@ -76,16 +98,44 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     def get_model_wrapper_cls(self) -> type[NeuronModelWrapper]:
         return NeuronModelWrapper
 
-    def enable_prefill_continuation(self) -> None:
-        """Add the graphs for further tokens of a prompt, one for each bucket of the cache that can hold any."""
+    def get_generation_model(self) -> ModelWrapper:
+        return self.token_generation_model
+
+    def enable_speculation(self) -> None:
+        """Add the graphs that verify and commit, beside those for token generation, which NxD Inference leaves out."""
+        self.enable_token_generation()
+        self.verification_model = self._slot_graph(SPECULATION_MODEL_TAG)
+        self.commit_model = None
+        if MAMBA in self.config.granite.layer_types:
+            self.commit_model = self._slot_graph(COMMIT_MODEL_TAG)
+
+    def _slot_graph(self, tag: str) -> SlotGraph:
+        config = copy.deepcopy(self.config)
+        neuron_config = config.neuron_config
+        neuron_config.batch_size = neuron_config.max_batch_size
+        neuron_config.n_active_tokens = neuron_config.speculation_length
+        neuron_config.bucket_n_active_tokens = False
+        neuron_config.is_prefill_stage = False
+        is_one_graph = tag != SPECULATION_MODEL_TAG  # the others do not depend on the cache's length
+        neuron_config.buckets = [neuron_config.max_length] if is_one_graph else generate_buckets_for_tkg(config)
+        graph = SlotGraph(config=config, model_cls=SLOT_MODELS[tag], tag=tag, compiler_args=self.get_compiler_args())
+        self.models.append(graph)
+        return graph
+
+    def enable_prefill_continuation(self, tokens: int, shortest: int) -> None:
+        """Add the graphs for further tokens of a prompt, one for each bucket of the cache that is above `shortest`.
+
+        Args:
+            tokens: that such a graph takes.
+        """
         config = copy.deepcopy(self.config)
         neuron_config = config.neuron_config
         neuron_config.batch_size = neuron_config.ctx_batch_size
-        neuron_config.n_active_tokens = min(self._context_tokens, CONTINUATION_TOKENS)
+        neuron_config.n_active_tokens = tokens
         neuron_config.bucket_n_active_tokens = False
         neuron_config.is_prefill_stage = True
         neuron_config.allow_input_truncation = False  # it would cut a prompt's tokens and its mask in different places
-        neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > self._context_tokens]
+        neuron_config.buckets = [size for size in generate_buckets_for_tkg(config) if size > shortest]
         self.prefill_continuation_model = self.model_wrapper(
             config=config,
             model_cls=self._model_cls,
@@ -143,12 +193,23 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         )
         outputs, is_run_on_neuron = super()._get_model_outputs(*first, *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
+        self._copy_past_key_values([*results, *state])
+        return self._continue(per_row, rest, encoded, results), is_run_on_neuron
 
-        tokens, lengths = self.prefill_continuation_model.neuron_config.n_active_tokens, attention_mask.sum(1)
-        for start in range(encoded, input_ids.shape[1], tokens):
-            self._copy_past_key_values([*results, *state])
+    def _continue(
+        self, per_row: tuple[torch.Tensor, ...], rest: tuple, first: int, results: list[torch.Tensor] | None = None
+    ) -> Outputs:
+        """Continuations of prompts from their position `first` on.
+
+        Args:
+            results: of what came before, for rows that end there; None where no row does.
+        """
+        input_ids, attention_mask, _, seq_ids, sampling_params = per_row
+        graph, lengths = self.prefill_continuation_model, attention_mask.sum(1)
+        tokens = graph.neuron_config.n_active_tokens
+        for start in range(first, input_ids.shape[1], tokens):
             piece = input_ids[:, start : start + tokens]
-            outputs = self.prefill_continuation_model(
+            outputs = graph(
                 F.pad(piece, (0, tokens - piece.shape[1])),
                 attention_mask[:, : start + tokens],
                 torch.arange(start, start + tokens).expand(len(piece), -1),
@@ -156,13 +217,72 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
                 sampling_params,
                 *rest[:2],
             )
-            new_results, state = self._results_and_state(outputs, is_run_on_neuron)
+            new_results, state = self._results_and_state(outputs, graph.is_neuron())
+            self._copy_past_key_values([*new_results, *state])
             # A row that ended in an earlier piece has its token and logits from there. Captured are the last piece's.
-            for index, old in enumerate(results[: self._num_results - self._get_captured_tensors_offset()]):
+            for index, old in enumerate((results or [])[: self._num_results - self._get_captured_tensors_offset()]):
                 is_new = (lengths > start).view(-1, *[1] * (old.dim() - 1))
                 new_results[index] = new_results[index].where(is_new, old)
             results = new_results
-        return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
+        return self._outputs(results, state, graph.is_neuron())
+
+    def extend(self, tokens: torch.Tensor, start: int, slot: int) -> torch.Tensor:
+        """Add tokens to a sequence that has begun, in pieces as a continuation takes them.
+
+        Args:
+            tokens: [n], int64, those of the sequence from position `start` on.
+            slot: the sequence's, from 0.
+
+        Returns:
+            Logits after the last of them, [1, vocab_size].
+        """
+        input_ids = F.pad(tokens, (start, 0))[None]
+        per_row = (
+            input_ids,
+            torch.ones_like(input_ids),
+            None,
+            torch.tensor([slot]),
+            self.default_sampling_params[:1],
+        )
+        outputs = self._continue(per_row, (None, None), start)
+        return (outputs if torch.is_tensor(outputs) else outputs[0])[:, -1]
+
+    def verify(
+        self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
+    ) -> tuple[torch.Tensor, list]:
+        """Logits after tokens that may be taken back, of sequences that have begun.
+
+        Args:
+            input_ids: [slots, tokens], int64, with neuron_config.speculation_length tokens of each slot.
+            starts: [slots], int64, each sequence's length so far.
+            is_there: [slots], bool, false for slots that are left alone.
+
+        Returns:
+            Logits [slots, tokens, vocab_size], and what `commit` takes.
+        """
+        graph, slots = self.verification_model, torch.arange(len(starts))
+        attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
+        position_ids = starts[:, None] + torch.arange(input_ids.shape[1])
+        empty = torch.zeros_like(slots)
+        inputs = (input_ids, attention_mask.long(), position_ids, slots.where(is_there, -1))
+        inputs = graph.pad_inputs(*inputs, self.default_sampling_params.expand(len(slots), -1), empty, empty)
+        logits, *kept_inputs = graph.run(*graph.convert_int64_to_int32(*inputs))
+        return to_host(logits), kept_inputs
+
+    def commit(self, kept_inputs: list, starts: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Add the first tokens of a verification to the sequences.
+
+        Args:
+            kept_inputs, starts: of that verification.
+            accepted: [slots], int64, how many tokens of each.
+        """
+        if self.commit_model is not None:
+            counts = self.commit_model.convert_int64_to_int32(accepted, starts[:, None])
+            self.commit_model.run(*counts, *kept_inputs)
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot hold what another holds, from 0; all of it, on the device."""
+        self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
 
     def _results_and_state(
         self, outputs: Outputs, is_run_on_neuron: bool
@@ -175,12 +295,11 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
 
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:
-        """On the CPU each kind of graph is a model of its own: give all of them the state."""
-        for model in self.models:
-            if not model.is_neuron():
-                states = model.model.kv_mgr.past_key_values
-                for parameter, new in zip(states, outputs[self._num_results :], strict=True):
-                    parameter.data = new
+        """On the CPU a graph returns the state: put it where all kinds of graphs find it."""
+        if not self.models[0].is_neuron():
+            states = self.models[0].model.kv_mgr.past_key_values
+            for parameter, new in zip(states, outputs[self._num_results :], strict=True):
+                parameter.data = new
 
     def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """The mask [batch, n] for a caller that gives none, such as vLLM, from position_ids [batch, tokens]."""

@@ -82,10 +82,13 @@ class NeuronAttention(NeuronAttentionBase):
         softmax = _Softmax(query)
         if tokens == 1:
             return softmax.add(*past_key_value, attention_mask).add(K, V).result().view(Q.shape)
-        is_before = attention_mask[:, :, 0, :, None]
-        for start in range(0, is_before.shape[2], _KEYS_PER_BLOCK):
-            block = slice(start, start + _KEYS_PER_BLOCK)
-            softmax.add_where(*(cache[:, :, block] for cache in past_key_value), is_before[:, :, block])
+        if query.shape[2] <= query.shape[3]:  # fewer scores than entries of keys
+            softmax.add(*past_key_value, attention_mask[:, :, :1])
+        else:
+            is_before = attention_mask[:, :, 0, :, None]
+            for start in range(0, is_before.shape[2], _KEYS_PER_BLOCK):
+                block = slice(start, start + _KEYS_PER_BLOCK)
+                softmax.add_where(*(cache[:, :, block] for cache in past_key_value), is_before[:, :, block])
         mask = active_mask.repeat(1, 1, query.shape[2] // tokens, 1)
         return softmax.add(K, V, mask).result().view(Q.shape)
 

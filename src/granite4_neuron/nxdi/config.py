@@ -7,7 +7,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import EXPERT_PATHS, LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import Operators, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
@@ -39,7 +39,6 @@ _SUPPORTED = {
     "kv_cache_quant": False,
     "kv_quant_config": None,
     "token_generation_batches": None,
-    "speculation_length": 0,
     "medusa_speculation_length": 0,
     "enable_fused_speculation": False,
     "is_medusa": False,
@@ -122,6 +121,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 "where nothing is sampled on the device, logits are what is returned."
             )
         self._check_sizes()
+        self._check_speculation()
         self.granite.rank_dimensions(neuron_config.tp_degree)
         self._check_kernels()
         if self.granite.num_local_experts:
@@ -139,6 +139,21 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             raise UserError("neuron_config.ctx_batch_size must be 1 with is_continuous_batching.")
         if neuron_config.kv_cache_batch_size != neuron_config.max_batch_size:
             raise UserError("neuron_config.kv_cache_batch_size must be what it is by default, the batch size.")
+
+    def _check_speculation(self) -> None:
+        neuron_config = self.neuron_config
+        tokens = neuron_config.speculation_length
+        if not tokens:
+            return
+        if not 2 <= tokens < min(neuron_config.max_context_length, CONTINUATION_TOKENS):
+            raise UserError(
+                f"neuron_config.speculation_length is {tokens}; it must be at least 2, and less than "
+                f"{min(neuron_config.max_context_length, CONTINUATION_TOKENS)}, the tokens that a prompt's graphs take."
+            )
+        if not neuron_config.is_continuous_batching or neuron_config.on_device_sampling_config is not None:
+            raise UserError(
+                "neuron_config.speculation_length is set; that needs is_continuous_batching, and no on-device sampling."
+            )
 
     def _check_kernels(self) -> None:
         choices_of = {"prefill_scan": PREFILL_SCANS, "decode_kernel": DECODE_KERNELS, "expert_path": EXPERT_PATHS}

@@ -19,7 +19,7 @@ from granite4_neuron.graphs import (
     graph_report,
 )
 from granite4_neuron.hlo_cost import hlo_proto, parameter_numbers
-from granite4_neuron.minimum import minimum
+from granite4_neuron.minimum import Minimum, minimum, minimum_of_commit, minimum_of_copy
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
@@ -44,8 +44,11 @@ def report(
     buckets: Sequence[int],
     max_length: int,
     kernels: Mapping[str, str] = {},
+    verified_tokens: int | None = None,
 ) -> Iterator[GraphReport]:
     """Context encoding of one prompt for each bucket, its continuation over the whole cache, and decode of all rows.
+
+    With speculation also verification of all rows and its commit; with several rows the copy of a slot.
 
     Args:
         config, dtype: the model.
@@ -54,6 +57,7 @@ def report(
         buckets: tokens of the context encoding graphs, ascending.
         max_length: of the cache.
         kernels: prefill_scan, decode_kernel and expert_path, see `GraniteMoeHybridInferenceConfig`.
+        verified_tokens: of each sequence, the last certain one and drafts; None for no such graphs.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -63,7 +67,8 @@ def report(
         tp_degree=tp_degree,
         batch_size=batch_size,
         ctx_batch_size=1,
-        is_continuous_batching=batch_size > 1,
+        is_continuous_batching=batch_size > 1 or verified_tokens is not None,
+        speculation_length=verified_tokens or 0,
         max_context_length=buckets[-1],
         seq_len=max_length,
         torch_dtype=dtype,
@@ -73,12 +78,14 @@ def report(
         logical_nc_config=LOGICAL_CORE_SIZE,
     )
 
-    def graph(name: str, kind: str, bucket: int, rows: int, tokens: int) -> GraphReport:
+    def graph(name: str, kind: str, bucket: int, rows: int, tokens: int, least: Minimum | None = None) -> GraphReport:
         def traced(layer_types: Sequence[str]) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
             application = _application(layers, neuron_config, kernels)
             return _traced(trace(application, getattr(application, kind), bucket, with_components=True))
 
+        if least is not None:
+            return graph_report(name, config.layer_types, traced, least)
         least = minimum(config, tp_degree, dtype, rows, tokens, bucket - tokens)
         notes = application.config.notes(rows * tokens)
         return replace(graph_report(name, config.layer_types, traced, least), notes=notes)
@@ -90,6 +97,16 @@ def report(
         tokens = application.prefill_continuation_model.neuron_config.n_active_tokens
         yield graph(f"continuation {tokens}", "prefill_continuation_model", max_length, 1, tokens)
     yield graph(f"decode, batch {batch_size}", "token_generation_model", max_length, batch_size, 1)
+    where = f"batch {batch_size}"
+    if verified_tokens is not None:
+        name = f"verify {verified_tokens}, {where}"
+        yield graph(name, "verification_model", max_length, batch_size, verified_tokens)
+        if application.commit_model is not None:
+            least = minimum_of_commit(config, tp_degree, dtype, batch_size, verified_tokens)
+            yield graph(f"commit {verified_tokens}, {where}", "commit_model", max_length, batch_size, 0, least)
+    if application.copy_model is not None:
+        least = minimum_of_copy(config, tp_degree, dtype, max_length)
+        yield graph(f"copy of a slot, {where}", "copy_model", max_length, 1, 0, least)
 
 
 def _application(

@@ -29,6 +29,7 @@ def compile_model(
     batch_size: int,
     max_context_length: int,
     seq_len: int,
+    verified_tokens: int = 0,
     prefill_scan: str = "chunked",
     decode_kernel: str = "torch",
     expert_path: str = "torch",
@@ -42,6 +43,7 @@ def compile_model(
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
+        verified_tokens: of a sequence, the last certain one and drafts; 0 for no graphs that verify.
         prefill_scan, decode_kernel, expert_path: see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
@@ -54,6 +56,7 @@ def compile_model(
         is_continuous_batching=True,
         max_context_length=max_context_length,
         seq_len=seq_len,
+        speculation_length=verified_tokens,
         torch_dtype=dtype,
         enable_bucketing=True,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
 from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
@@ -26,8 +28,16 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     * context encoding, tokens == n: the first tokens of sequences. The mask has ones for the real ones.
     * continuation, 1 < tokens < n: further tokens of prompts, which attend to the cache as well. The mask has ones for
       all tokens of a sequence up to the step's last real one.
+    * verification, tokens == neuron_config.speculation_length < n: tokens that may be taken back, of sequences that
+      have begun. Recurrent state stays as it is, and `kept_inputs` has what `advance` takes. The mask has ones for the
+      tokens before the step.
     * token generation, tokens == 1: the mask has ones for the tokens before this one.
+
+    keeps_inputs: whether token generation is to put into `kept_inputs` what it advances by.
     """
+
+    keeps_inputs = False
+    kept_inputs: Sequence[torch.Tensor] = ()
 
     def setup_attr_for_model(self, config: GraniteMoeHybridInferenceConfig) -> None:
         neuron_config = config.neuron_config
@@ -62,14 +72,53 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         seq_ids: torch.Tensor,
         sampling_params: torch.Tensor,
         *args: torch.Tensor,
+        **kwargs: object,
     ) -> list[torch.Tensor]:
         """As NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
         self.n_positions = attention_mask.shape[-1]  # a bucket's; on the CPU nobody else sets it
-        position_ids = _positions(input_ids, attention_mask, position_ids, seq_ids)
-        return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args)
+        end = self._end(input_ids, attention_mask)
+        position_ids = _positions(input_ids, end, position_ids, seq_ids)
+        return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args, **kwargs)
+
+    def advance(
+        self, kept_inputs: Sequence[torch.Tensor], position_ids: torch.Tensor, accepted: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What recurrent state becomes by the first tokens of a verification: a masked replay.
+
+        Args:
+            kept_inputs: of each Mamba layer, [slots, tokens, conv_dim + num_heads].
+            position_ids: [slots, 1], of that step's first tokens.
+            accepted: [slots], 0 to tokens; those behind have dt = 0 and leave no trace.
+
+        Returns:
+            conv_state and ssm_state of each Mamba layer.
+        """
+        tokens = kept_inputs[0].shape[1] if kept_inputs else 0
+        positions = position_ids.long() + torch.arange(tokens, device=position_ids.device)
+        slots = torch.arange(len(accepted), device=position_ids.device)
+        step = NeuronStep(positions, accepted.long(), slots, self.n_positions, None, has_begun=True)
+        new = []
+        for (idx, layer), inputs in zip(self.mamba_layers(), kept_inputs, strict=True):
+            state = self.kv_mgr.mamba_state(idx)
+            layer.mamba.advance(inputs, step, state)
+            new += [state.conv_state, state.ssm_state]
+        return new
+
+    def mamba_layers(self) -> Iterator[tuple[int, NeuronDecoderLayer]]:
+        """Each with its index among all layers."""
+        return ((idx, layer) for idx, layer in enumerate(self.layers) if layer.is_mamba)
 
     def _is_context_encoding(self, input_ids: torch.Tensor) -> bool:
         return 1 < input_ids.shape[-1] == self.n_positions
+
+    def _is_for_speculation(self, input_ids: torch.Tensor) -> bool:
+        return 1 < input_ids.shape[-1] == self.speculation_length < self.n_positions
+
+    def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """[batch, 1], the position behind each row's last real token."""
+        if self._is_for_speculation(input_ids):
+            return torch.full_like(attention_mask[:, :1], self.max_length)
+        return attention_mask.sum(1, keepdim=True)
 
     def create_attn_mask(
         self,
@@ -88,11 +137,25 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def get_model_output(
         self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor."""
+        """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor.
+
+        Of a verification those of all tokens, [batch, tokens, hidden_size].
+        """
         lengths = (position_ids >= 0).sum(1)
         slots = seq_ids.long()
         sequences = None if len(slots) == self.kv_mgr.num_slots else slots
-        step = NeuronStep(position_ids.long(), lengths, slots, self.n_positions, sequences)
+        verifies = self._is_for_speculation(input_ids)
+        self.kept_inputs = []
+        step = NeuronStep(
+            position_ids.long(),
+            lengths,
+            slots,
+            self.n_positions,
+            sequences,
+            kept_inputs=self.kept_inputs if verifies else None,
+            journal=self.kept_inputs if self.keeps_inputs else None,
+            has_begun=verifies,
+        )
         if step.is_continuation:
             tokens = position_ids.shape[1]
             kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
@@ -105,7 +168,22 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         )
         # Selected by a mask and not by an index: what a compiler for static shapes handles well.
         self.sliced_hidden = True
+        if verifies:
+            return hidden_states, state
         return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True), state
+
+    def _sample_on_device(
+        self,
+        logits: torch.Tensor,
+        sampling_params: torch.Tensor,
+        is_for_speculation: bool,
+        is_for_context_encoding: bool,
+    ) -> torch.Tensor:
+        """Tokens [batch, 1]; of a verification the greedy ones after each token, [batch, tokens]."""
+        if not is_for_speculation:
+            return super()._sample_on_device(logits, sampling_params, is_for_speculation, is_for_context_encoding)
+        tokens = self.sampler(logits.flatten(0, 1), sampling_params, rank_id=self.rank_util.get_rank())
+        return tokens.view(logits.shape[:2]).to(torch.int32)
 
     def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors that tensor_capture_config names."""
@@ -153,7 +231,7 @@ class NeuronDecoderLayer(nn.Module):
         """Hidden states, the layer's new state (key and value of the batch's rows only), rotary tables, no residual."""
         x = self.input_layernorm(hidden_states)
         if self.is_mamba:
-            new = kv_mgr.mamba_state(idx)
+            new = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
             mixed, state = self.mamba(x, step, new), (new.conv_state, new.ssm_state)
         else:
             mixed, state, cos_cache, sin_cache = self.self_attn(
@@ -182,14 +260,15 @@ class _ScaledHead(ColumnParallelLinear):
 
 
 def _positions(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, seq_ids: torch.Tensor
+    input_ids: torch.Tensor, end: torch.Tensor, position_ids: torch.Tensor, seq_ids: torch.Tensor
 ) -> torch.Tensor:
     """[batch, tokens]: a token's place in its sequence; -1 for padding, and in rows that only fill the batch.
 
-    NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells.
+    NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells, by
+    `end` [batch, 1].
     """
     is_real = seq_ids[:, None] >= 0
     if input_ids.shape[1] > 1:
         position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        is_real = is_real & (position_ids < attention_mask.sum(1, keepdim=True))
+        is_real = is_real & (position_ids < end)
     return position_ids.where(is_real, -1)

@@ -11,7 +11,14 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
-from granite4_neuron.runtime.interface import Ability, Row, Verification, require
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    check_verification,
+    require,
+)
 from granite4_neuron.snapshot import Snapshot
 
 
@@ -27,15 +34,7 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
-    tokens_per_verification = 0
     refusals = ()
-    cannot: Mapping[Ability, str] = {
-        "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
-        "source": "NxD Inference's graphs read and write a sequence's state in one place.",
-        "verify": "NxD Inference's graphs add tokens to a sequence at once; it cannot verify and take back.",
-        "copy": "NxD Inference keeps the state on the device and has no graph that copies a sequence's.",
-        "snapshot": "NxD Inference keeps the state on the device and gives no access to it.",
-    }
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
         neuron_config = model.neuron_config
@@ -43,6 +42,17 @@ class NeuronRuntime:
             raise UserError("the model must be compiled with is_continuous_batching, and without on-device sampling.")
         self.model = model
         self.generation_config = generation_config
+        cannot: dict[Ability, str] = {
+            "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
+            "source": "NxD Inference's graphs read and write a sequence's state in one place.",
+            "snapshot": "NxD Inference keeps the state on the device: a sequence's can be copied to another slot "
+            "there, and not to the host.",
+        }
+        if not neuron_config.speculation_length:
+            cannot["verify"] = "the model was compiled without graphs that verify; compile it with --verify."
+        if model.copy_model is None:
+            cannot["copy"] = "the model was compiled for one sequence; there is no other slot to copy it to."
+        self.cannot: Mapping[Ability, str] = cannot
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -66,6 +76,10 @@ class NeuronRuntime:
         """All of a prompt: the model itself cuts it into what its graphs take."""
         return self.model.neuron_config.max_length
 
+    @property
+    def tokens_per_verification(self) -> int:
+        return self.model.neuron_config.speculation_length
+
     def allocate(self, num_sequences: int, max_length: int) -> None:
         """Check that the compiled model has the slots; it made them when it was loaded.
 
@@ -81,30 +95,55 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `Runtime.step`, for whole prompts and for single tokens; the model cuts a prompt itself.
+        """As `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
 
         Raises:
             UserError: with `all_logits` or a source.
-            ValueError: several tokens come after others of their sequence.
         """
         if all_logits:
             require(self, "all_logits")
         if any(row.source is not None for row in rows):
             require(self, "source")
-        if any(row.start and len(row.tokens) > 1 for row in rows):
-            raise ValueError("NxD Inference runs whole prompts or single tokens.")
-        if all(row.start for row in rows):
-            return self._logits(rows)
-        return torch.cat([self._logits([row]) for row in rows])
+        single = [row for row in rows if row.start and len(row.tokens) == 1]
+        decoded = dict(zip((row.slot for row in single), self._logits(single), strict=True)) if single else {}
+        return torch.stack([decoded[row.slot] if row.slot in decoded else self._prompt(row) for row in rows])
 
-    def verify(self, state: None, rows: Sequence[Row]) -> NoReturn:
-        self._refuse("verify")
+    @torch.inference_mode()
+    def verify(self, state: None, rows: Sequence[Row]) -> Verification:
+        """As `Runtime.verify`, in one graph for all slots; what it keeps stays on the device.
 
-    def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> NoReturn:
-        self._refuse("verify")
+        That graph takes sequences that have begun. The first token of one that has not is run as a prompt, which
+        changes nothing: a row at position 0 starts from zeros whatever its slot holds.
+        """
+        require(self, "verify")
+        check_verification(self, rows)
+        first = {row.slot: self._logits([Row(row.slot, 0, row.tokens[:1])]) for row in rows if not row.start}
+        tokens = torch.zeros(self._num_slots, self.tokens_per_verification, dtype=torch.int64)
+        is_there = torch.zeros(self._num_slots, dtype=torch.bool)
+        for slot, (_, of_row) in _begun(rows).items():
+            tokens[slot - 1, : len(of_row)] = torch.tensor(of_row)
+            is_there[slot - 1] = len(of_row) > 0
+        by_slot, kept_inputs = self.model.verify(tokens, self._starts(rows), is_there)
+        for slot, logits in first.items():
+            by_slot[slot - 1] = torch.cat([logits, by_slot[slot - 1, :-1]])
+        longest = max(len(row.tokens) for row in rows)
+        logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows]).float()
+        return Verification(rows, logits, kept_inputs)
 
-    def copy(self, state: None, source: int, destination: int, length: int) -> NoReturn:
-        self._refuse("copy")
+    @torch.inference_mode()
+    def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> None:
+        """As `Runtime.commit`, on the device."""
+        require(self, "verify")
+        counts = torch.zeros(self._num_slots, dtype=torch.int64)
+        for slot, (_, of_row) in _begun(accepted_rows(verification.rows, accepted)).items():
+            counts[slot - 1] = len(of_row)
+        self.model.commit(verification.kept_inputs, self._starts(verification.rows), counts)
+
+    @torch.inference_mode()
+    def copy(self, state: None, source: int, destination: int, length: int) -> None:
+        """As `Runtime.copy`, of the whole slot, on the device."""
+        require(self, "copy")
+        self.model.copy(source - 1, destination - 1)
 
     def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
         self._refuse("snapshot")
@@ -114,6 +153,27 @@ class NeuronRuntime:
 
     def _refuse(self, ability: Ability) -> NoReturn:
         raise UserError(self.cannot[ability])
+
+    @property
+    def _num_slots(self) -> int:
+        return self.model.neuron_config.kv_cache_batch_size
+
+    def _starts(self, rows: Sequence[Row]) -> torch.Tensor:
+        """[slots], where the rows are verified from; 0 for others."""
+        starts = torch.zeros(self._num_slots, dtype=torch.int64)
+        for slot, (start, _) in _begun(rows).items():
+            starts[slot - 1] = start
+        return starts
+
+    def _prompt(self, row: Row) -> torch.Tensor:
+        """Logits [vocab_size] after a prompt, or further tokens of one."""
+        if not row.start:
+            return self._logits([row])[0]
+        if self.model.prefill_continuation_model is not None:
+            return self.model.extend(torch.tensor(row.tokens), row.start, row.slot - 1)[0].float()
+        for place, token in enumerate(row.tokens):
+            logits = self._logits([Row(row.slot, row.start + place, [token])])
+        return logits[0]
 
     def _logits(self, rows: Sequence[Row]) -> torch.Tensor:
         starts = torch.tensor([row.start for row in rows])
@@ -126,3 +186,8 @@ class NeuronRuntime:
             seq_ids=torch.tensor([row.slot - 1 for row in rows]),
         )
         return output.logits[:, -1].float()
+
+
+def _begun(rows: Sequence[Row]) -> dict[int, tuple[int, Sequence[int]]]:
+    """By slot where each row starts and its tokens, without the first token of a sequence."""
+    return {row.slot: (row.start, row.tokens) if row.start else (1, row.tokens[1:]) for row in rows}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,12 +18,28 @@ from granite4_neuron.sizes import mamba_state_shapes
 from granite4_neuron.state import MambaState
 
 
+@dataclass(frozen=True)
 class NeuronStep(DenseStep):
     """A step of NxD Inference. `positions` are -1 for padding and for rows without a sequence.
 
-    NxD Inference runs a full batch in the order of its slots, and a row at position 0 in context encoding only: decode
-    keeps the contract of `DenseStep`.
+    NxD Inference runs a full batch in the order of its slots, and decodes no row at position 0: decode keeps the
+    contract of `DenseStep`.
+
+    journal: None, or where `kept_inputs` of a step are collected that advances the recurrent state all the same.
+    has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between that
+        and zeros costs as much as to advance it.
     """
+
+    journal: list[torch.Tensor] | None = field(default=None, kw_only=True)
+    has_begun: bool = field(default=False, kw_only=True)
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        return self.rows_of(state).clone() if self.has_begun else super().read(state)
+
+    def keep(self, inputs: torch.Tensor) -> None:
+        super().keep(inputs)
+        if self.journal is not None:
+            self.journal.append(inputs)
 
     @property
     def is_context_encoding(self) -> bool:
@@ -73,22 +91,33 @@ class HybridCacheManager(KVCacheManager):
                 tensors += [next(caches), next(caches)]
         self.past_key_values = nn.ParameterList(tensors)
 
-    def mamba_state(self, idx: int) -> MambaState:
+    def mamba_state(self, idx: int, kvcache_buffer: Sequence[torch.Tensor] | None = None) -> MambaState:
         """The state of a Mamba layer, in tensors of its own: a graph does not write its state in place, it returns it.
 
         In a compiled graph this copies nothing.
-        """
-        return MambaState(*(state.clone() for state in self._fetch_cache(idx)))
 
-    def get_kv_by_layer_id(self, idx: int, *args, step: NeuronStep, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        Args:
+            kvcache_buffer: what an earlier step of the same graph returned, in place of `past_key_values`.
+        """
+        return MambaState(*(state.clone() for state in self._fetch_cache(idx, kvcache_buffer)))
+
+    def get_kv_by_layer_id(
+        self, idx: int, *args, step: NeuronStep, kvcache_buffer: Sequence[torch.Tensor] | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_state`."""
         if self.layer_types[idx] == MAMBA:
-            return self._fetch_cache(idx)
-        key, value = super().get_kv_by_layer_id(idx, *args, **kwargs)
+            return self._fetch_cache(idx, kvcache_buffer)
+        key, value = super().get_kv_by_layer_id(idx, *args, kvcache_buffer=kvcache_buffer, **kwargs)
         return (step.rows_of(key), step.rows_of(value)) if step.is_continuation else (key, value)
 
     def update_kv_by_layer_id(
-        self, idx: int, *args, kv_per_layer: tuple[torch.Tensor, torch.Tensor], step: NeuronStep, **kwargs
+        self,
+        idx: int,
+        *args,
+        kv_per_layer: tuple[torch.Tensor, torch.Tensor],
+        step: NeuronStep,
+        kvcache_buffer: Sequence[torch.Tensor] | None = None,
+        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new state of a layer, of all slots: of a Mamba layer what it returned, for attention that of the rows."""
         if self.layer_types[idx] == MAMBA:
@@ -96,8 +125,11 @@ class HybridCacheManager(KVCacheManager):
         # What is read with the weight 0 must be finite, and a cache is not cleared between two sequences.
         kv_per_layer = tuple(torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
         if step.is_context_encoding:
-            return super().update_kv_by_layer_id(idx, *args, kv_per_layer=kv_per_layer, **kwargs)
-        return tuple(_with_tokens(*pair, step) for pair in zip(self._fetch_cache(idx), kv_per_layer, strict=True))
+            return super().update_kv_by_layer_id(
+                idx, *args, kv_per_layer=kv_per_layer, kvcache_buffer=kvcache_buffer, **kwargs
+            )
+        caches = self._fetch_cache(idx, kvcache_buffer)
+        return tuple(_with_tokens(*pair, step) for pair in zip(caches, kv_per_layer, strict=True))
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
         """Keeps the SSM states in float32 when a model is cast to the dtype of its weights."""
@@ -112,10 +144,13 @@ class HybridCacheManager(KVCacheManager):
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
     """A cache [slots, kv_heads, length, head_dim] with a batch's tokens [batch, kv_heads, tokens, head_dim] added.
 
-    Padding, and rows without a sequence, go to the last place: what is there is read by tokens after it, and there are
-    none.
+    Padding repeats its row's first token, where that one goes. Rows without a sequence go to the last place: what is
+    there is read by tokens after it, and there are none.
     """
-    positions = step.positions.where(step.is_real, cache.shape[2] - 1)
+    is_real = step.is_real
+    new = new.where(is_real[:, None, :, None], new[:, :, :1])
+    positions = step.positions.where(is_real, step.positions[:, :1])
+    positions = positions.where(step.lengths[:, None] > 0, cache.shape[2] - 1)
     heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
     places = (step.cache_rows[:, None, None], heads, positions[:, None, :])
     return torch.index_put(cache, places, new.to(cache.dtype))

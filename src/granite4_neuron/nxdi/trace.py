@@ -39,7 +39,7 @@ class Trace:
 
     outputs: results, then the new value of each state tensor.
     aliases: the index among `outputs` of the new value of each state tensor, in the order in which they are kept.
-    states: the state tensors themselves, before the step.
+    states: the state tensors themselves, before the step, as far as the graph has them.
     components: the outputs of a module when it is traced alone, by its name.
     weight_bytes: of all parameters but the state.
     """
@@ -74,8 +74,9 @@ def trace(
         _use_placeholders(instance.module)
         index = wrapper.neuron_config.buckets.index(bucket)
         module, aliases = instance.get(index)
-        states = list(module.kv_mgr.past_key_values)
-        weight_bytes = sum(parameter.nbytes for parameter in module.parameters()) - sum(s.nbytes for s in states)
+        states = list(aliases)
+        weights = (parameter for name, parameter in module.named_parameters() if "past_key_values" not in name)
+        weight_bytes = sum(weight.nbytes for weight in weights)
         inputs = [_placeholder(tensor) for tensor in wrapper.input_generator()[index]]
         with _calls_of_components(module) as calls, torch.no_grad(), torch.device("xla"):
             outputs = list(module(*inputs))

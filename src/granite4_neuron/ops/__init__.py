@@ -15,31 +15,40 @@ from granite4_neuron.ops.mamba_kernels import MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
-from granite4_neuron.ops.quantization import dequantize, linear, quantize_per_channel
+from granite4_neuron.ops.quantization import FORMATS, embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_scan import selective_scan_fn
 from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
+from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
+from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
 
 __all__ = [
+    "FORMATS",
     "TORCH",
+    "CompactWeight",
+    "Format",
     "LaunchParameters",
     "MambaKernels",
     "Operators",
+    "QuantizedWeight",
+    "Rounding",
+    "Weight",
     "apply_rotary",
+    "as_tensor",
     "cached_attention",
     "causal_conv1d",
     "causal_conv1d_fn",
     "causal_conv1d_update",
-    "dequantize",
+    "embedding",
     "fused_experts",
+    "is_quantized",
     "linear",
     "logits",
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "mlp",
     "pinned_launch_parameters",
-    "quantize_per_channel",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
@@ -50,6 +59,7 @@ __all__ = [
     "selective_state_step",
     "selective_state_update",
     "silu_and_mul",
+    "stochastic_round",
     "topk_softmax",
     "write_cache",
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops.quantization import linear
+from granite4_neuron.ops.weight import Weight, as_tensor
 
 # torch 2.9 has the CPU implementation under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -19,21 +18,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def mlp(
-    x: torch.Tensor,
-    input_weight: torch.Tensor,
-    output_weight: torch.Tensor,
-    input_scale: torch.Tensor | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape.
-
-    The scales are those of quantized weights, see `quantization.linear`.
-    """
-    return linear(silu_and_mul(linear(x, input_weight, scale=input_scale)), output_weight, scale=output_scale)
+def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
+    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
+    return linear(silu_and_mul(linear(x, input_weight)), output_weight)
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def router_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """How well each expert suits each token, in float32: rounding it to a reduced dtype would change choices.
 
     Args:
@@ -43,7 +33,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         [tokens, num_experts].
     """
-    return F.linear(x.float(), weight.float())
+    return F.linear(x.float(), as_tensor(weight, torch.float32).float())
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,12 +52,10 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
 
 def fused_experts(
     hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: Weight,
+    w2: Weight,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight * w2[e] (silu(gate) * up), with (gate, up) = w1[e] x.
 
@@ -79,38 +67,28 @@ def fused_experts(
         w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows first.
         w2: [num_experts, hidden_size, intermediate_size].
         topk_weights, topk_ids: [tokens, top_k], see `topk_softmax`.
-        w1_scale, w2_scale: of quantized weights, [num_experts, rows], see `quantization.linear`.
 
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
-    if w1_scale is None and _rows_are_aligned(w1) and _rows_are_aligned(w2):
-        return _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
-    return experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, mlp)
+    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
+    if all(isinstance(weight, torch.Tensor) and _rows_are_aligned(weight) for weight in (w1, w2)):
+        return _experts_by_group(*arguments)
+    return _experts_one_by_one(*arguments)
 
 
-def experts_one_by_one(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    w1_scale: torch.Tensor | None,
-    w2_scale: torch.Tensor | None,
-    mlp: Callable[..., torch.Tensor],
-) -> torch.Tensor:
-    """`fused_experts`, an expert at a time: nobody holds two of them dequantized.
-
-    Args:
-        mlp: this function, or another way to compute it.
-    """
+def _experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids):
+    """An expert at a time: nobody holds two of them dequantized."""
     output = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in topk_ids.unique().tolist():
         tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
-        scales = () if w1_scale is None else (w1_scale[expert], w2_scale[expert])
-        y = mlp(hidden_states[tokens], w1[expert], w2[expert], *scales)
+        y = mlp(hidden_states[tokens], *(_expert(weight, expert) for weight in (w1, w2)))
         output.index_add_(0, tokens, y.float() * topk_weights[tokens, places, None])
     return output.to(hidden_states.dtype)
+
+
+def _expert(weights, number):
+    return weights[number] if isinstance(weights, torch.Tensor) else weights.expert(number)
 
 
 def _rows_are_aligned(weights):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaKernels
-from granite4_neuron.ops.moe import fused_experts, mlp, silu_and_mul, topk_softmax
+from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
-from granite4_neuron.ops.quantization import linear
+from granite4_neuron.ops.quantization import embedding, linear
+from granite4_neuron.ops.weight import CompactWeight, Format, Weight
 
 Operator = Callable[..., torch.Tensor]
 # One module's parameters by name, and not their values: a parameter that is replaced later is found there too.
@@ -21,39 +23,28 @@ Weights = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class MambaWeights:
-    """Where the weights of a layer's first half are, with a Mamba-2 layer in it.
+    """The weights of a layer's first half, with a Mamba-2 layer in it: the matrices, and where the others are.
 
+    in_proj, out_proj: the projections' matrices.
+    in_bias, out_bias: "bias" of the projections.
     norm, gated_norm: "weight".
-    in_proj, out_proj: "weight", "bias" and "weight_scale", see `ops.linear`.
     conv1d: "weight", [conv_dim, 1, d_conv], and "bias".
     mixer: "dt_bias", "A_log" and "D".
     """
 
+    in_proj: Weight
+    out_proj: Weight
     norm: Weights
-    in_proj: Weights
+    in_bias: Weights
     conv1d: Weights
     mixer: Weights
     gated_norm: Weights
-    out_proj: Weights
+    out_bias: Weights
 
     def now(self) -> list[torch.Tensor | None]:
-        """The weights of this moment, in the order of the fields."""
-        in_proj, conv1d, mixer, out_proj = self.in_proj, self.conv1d, self.mixer, self.out_proj
-        return [
-            self.norm["weight"],
-            in_proj["weight"],
-            in_proj["bias"],
-            in_proj["weight_scale"],
-            conv1d["weight"],
-            conv1d["bias"],
-            mixer["dt_bias"],
-            mixer["A_log"],
-            mixer["D"],
-            self.gated_norm["weight"],
-            out_proj["weight"],
-            out_proj["bias"],
-            out_proj["weight_scale"],
-        ]
+        """All but the matrices at this moment, in the order of the fields."""
+        norms = self.norm["weight"], self.gated_norm["weight"]
+        return [norms[0], self.in_bias["bias"], *self.mixer_now(), norms[1], self.out_bias["bias"]]
 
     def mixer_now(self) -> list[torch.Tensor | None]:
         """Those of conv1d and mixer."""
@@ -63,41 +54,24 @@ class MambaWeights:
 
 @dataclass(frozen=True)
 class FeedForwardWeights:
-    """Where the weights of a layer's second half are. Without experts the last three are None.
+    """The weights of a layer's second half.
 
-    norm, router: "weight".
-    mlp_input, mlp_output, experts_input, experts_output: "weight" and "weight_scale", see `ops.mlp` and
-        `ops.fused_experts`.
+    norm: where "weight" is.
+    matrices: input and output of the MLP; with experts the router, and their input and output.
     """
 
     norm: Weights
-    mlp_input: Weights
-    mlp_output: Weights
-    router: Weights | None = None
-    experts_input: Weights | None = None
-    experts_output: Weights | None = None
+    matrices: Sequence[Weight]
 
-    def now(self) -> list[torch.Tensor | None]:
-        """The weights of this moment, in the order of the fields."""
-        first, second = self.mlp_input, self.mlp_output
-        weights = [
-            self.norm["weight"],
-            first["weight"],
-            first["weight_scale"],
-            second["weight"],
-            second["weight_scale"],
-        ]
-        if self.router is None:
-            return weights
-        first, second = self.experts_input, self.experts_output
-        weights += [
-            self.router["weight"],
-            first["weight"],
-            first["weight_scale"],
-            second["weight"],
-            second["weight_scale"],
-        ]
-        return weights
+
+class Pack(Protocol):
+    """How a backend lays out matrices for its products."""
+
+    def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> CompactWeight:
+        """A matrix as the products read it, for activations of a dtype; `out`: `num_bytes` of memory for it, uint8."""
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
+        """What a matrix takes: of a dtype, or quantized in a format for activations of that dtype."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +84,8 @@ class Operators:
     mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
     mamba_block, feed_forward_block: half a decoder layer each as one call, see `ops.cpu.blocks`; None for its parts one
         after the other.
+    pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
+        others; None where they take tensors.
     refusals: a sentence for each faster way that is not taken: which it is, and why.
     """
 
@@ -119,16 +95,19 @@ class Operators:
     residual_add: Operator = residual_add
     silu_and_mul: Operator = silu_and_mul
     mlp: Operator = mlp
+    router_logits: Operator = router_logits
     topk_softmax: Callable[..., tuple[torch.Tensor, torch.Tensor]] = topk_softmax
     fused_experts: Operator = fused_experts
     write_cache: Callable[..., None] = write_cache
     cached_attention: Operator = cached_attention
+    embedding: Operator = embedding
     logits: Operator = logits
     mamba_prefill: MambaKernels = CHUNKED
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     mamba_block: Callable[..., Operator] | None = None
     feed_forward_block: Callable[..., Operator] | None = None
+    pack: Pack | None = None
     refusals: tuple[str, ...] = ()
 
 

@@ -33,13 +33,13 @@ def select_operators(
         decode_kernel: for steps of one token: "torch", as the base has it, or "nki".
 
     Raises:
-        ValueError: there is no such implementation.
-        UserError: it needs the package nki, which is not installed, or does not take the model's dimensions.
+        UserError: there is no such implementation; or it needs the package nki, which is not installed, or does not
+            take the model's dimensions.
     """
     if prefill_scan not in PREFILL_SCANS:
-        raise ValueError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
+        raise UserError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
     if decode_kernel not in DECODE_KERNELS:
-        raise ValueError(f"decode_kernel is {decode_kernel!r}; it must be one of {', '.join(DECODE_KERNELS)}.")
+        raise UserError(f"decode_kernel is {decode_kernel!r}; it must be one of {', '.join(DECODE_KERNELS)}.")
     operators = base
     if (prefill_scan, decode_kernel) != (PREFILL_SCANS[0], DECODE_KERNELS[0]):
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)

@@ -46,7 +46,8 @@ class CPURuntime:
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
 
     Raises:
-        UserError: there is no such folder, the table in it for this model is broken, or the Mamba kernels cannot run.
+        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
+            the Mamba kernels cannot run.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -86,9 +87,14 @@ class CPURuntime:
     def is_quantized(self) -> bool:
         return self.model.is_quantized
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are held in memory."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self.model.named_parameters(), self.config, self.model.kernel_layout)
+        return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)
 
     @property
     def refusals(self) -> tuple[str, ...]:

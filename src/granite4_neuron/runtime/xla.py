@@ -80,7 +80,7 @@ class XLARuntime:
         self.device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         self.model = model.bind(operators, self.device)
-        self.fingerprint = fingerprint(model.named_parameters(), model.config, self.model.kernel_layout)
+        self.fingerprint = fingerprint(model.named_weights(), model.dtype, model.config, self.model.kernel_layout)
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
+from granite4_neuron.errors import UserError
 from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
     cached_attention,
+    embedding,
     fused_experts,
     linear,
     logits,
@@ -18,15 +20,19 @@ from granite4_neuron.ops.cpu.functions import (
     residual_add,
     rms_norm,
     rms_norm_gated,
+    router_logits,
     silu_and_mul,
     write_cache,
 )
+from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import TORCH, Operators
 
 __all__ = [
     "FeedForwardBlock",
     "MambaBlock",
+    "PackedWeight",
     "cached_attention",
+    "embedding",
     "fused_experts",
     "has_fused_kernels",
     "linear",
@@ -34,10 +40,12 @@ __all__ = [
     "mamba_mixer",
     "mlp",
     "operators",
+    "pack",
     "paged_mamba_mixer",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
+    "router_logits",
     "silu_and_mul",
     "write_cache",
 ]
@@ -51,10 +59,10 @@ def operators(kernels: str = "fused") -> Operators:
             compiled; or "torch".
 
     Raises:
-        ValueError: there are no such kernels.
+        UserError: there are no such kernels.
     """
     if kernels not in CPU_KERNELS:
-        raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
+        raise UserError(f"kernels is {kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
     if kernels == "torch":
         return TORCH
     reason = load_kernels()
@@ -67,12 +75,15 @@ def operators(kernels: str = "fused") -> Operators:
         residual_add=residual_add,
         silu_and_mul=silu_and_mul,
         mlp=mlp,
+        router_logits=router_logits,
         fused_experts=fused_experts,
         write_cache=write_cache,
         cached_attention=cached_attention,
+        embedding=embedding,
         logits=logits,
         mamba_block=MambaBlock,
         feed_forward_block=FeedForwardBlock,
+        pack=pack,
     )
 
 

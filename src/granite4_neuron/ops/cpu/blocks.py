@@ -1,6 +1,6 @@
 """Half a decoder layer as one call of a fused kernel: the time that Python takes between short kernels is saved.
 
-A block is bound to a layer's weights by where they are, not by their values: it reads them anew in each call.
+A block is bound to a layer's packed matrices, and to where its other weights are: these it reads anew in each call.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.ops.cpu.functions import is_few, kernel, mamba_mixer
+from granite4_neuron.ops.cpu.build import kernel
+from granite4_neuron.ops.cpu.functions import mamba_mixer
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
+from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
 class MambaBlock:
@@ -26,6 +28,7 @@ class MambaBlock:
         time_step_limit: lowest and highest step size.
         eps: of both norms.
         residual_multiplier: of what is added.
+        rounding: of an SSM state that is not float32.
     """
 
     def __init__(
@@ -35,10 +38,13 @@ class MambaBlock:
         time_step_limit: tuple[float, float],
         eps: float,
         residual_multiplier: float,
+        rounding: Rounding,
     ):
         self._weights = weights
+        self._matrices = [weights.in_proj.handle, weights.out_proj.handle]
         self._n_groups = n_groups
         self._constants = (*time_step_limit, eps, residual_multiplier)
+        self._rounding = rounding
         self._run = kernel("mamba_block")
 
     def __call__(
@@ -52,8 +58,9 @@ class MambaBlock:
         """As hidden_states, [batch, tokens, hidden_size] in float32, and what `advance` takes. States and rows are
         those of `mamba_mixer`.
         """
-        weights, sizes = self._weights.now(), self._sizes(launch_parameters)
-        return self._run(hidden_states, weights, conv_state, ssm_state, rows, sizes, self._constants)
+        weights, states, sizes = self._weights.now(), [conv_state, ssm_state], self._sizes(launch_parameters)
+        run, matrices, constants = self._run, self._matrices, self._constants
+        return run(hidden_states, matrices, weights, states, rows, sizes, constants, self._rounding)
 
     def advance(
         self,
@@ -65,7 +72,7 @@ class MambaBlock:
     ) -> None:
         """`layers.mamba2.Mamba2.advance`."""
         weights, sizes, limits = self._weights.mixer_now(), self._sizes(launch_parameters), self._constants[:2]
-        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits)
+        mamba_mixer(inputs, weights, conv_state, ssm_state, rows, sizes, limits, self._rounding)
 
     def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
         return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task
@@ -82,14 +89,11 @@ class FeedForwardBlock:
     """
 
     def __init__(self, weights: FeedForwardWeights, top_k: int, eps: float, residual_multiplier: float):
-        self._weights = weights
+        self._norm = weights.norm
+        self._matrices = [weight.handle for weight in weights.matrices]
         self._settings = (top_k, eps, residual_multiplier)
         self._run = kernel("feed_forward_block")
 
-    def takes(self, hidden_states: torch.Tensor) -> bool:
-        """Whether it computes so many tokens [batch, tokens, hidden_size]: with experts a few."""
-        return self._settings[0] == 0 or is_few(hidden_states)
-
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As hidden_states, [batch, tokens, hidden_size] in float32."""
-        return self._run(hidden_states, self._weights.now(), *self._settings)
+        return self._run(hidden_states, self._matrices, self._norm["weight"], *self._settings)

@@ -13,7 +13,9 @@ import stat
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
@@ -21,7 +23,9 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
-_ONE_OPERATOR = "few_rows"
+_ONE_OPERATOR = "linear"
+_BUILDING = "building-"
+_STALE_SECONDS = 3600  # a build takes half a minute
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -42,6 +46,12 @@ def load_kernels() -> str | None:
     if not hasattr(torch.ops.granite4_neuron, _ONE_OPERATOR):
         return _refuse("the library that was loaded does not have them")
     return None
+
+
+@functools.cache
+def kernel(name: str) -> torch._ops.OpOverload:
+    """The operator of torch that `load_kernels` registered under this name."""
+    return getattr(torch.ops.granite4_neuron, name).default
 
 
 def _refuse(reason: str) -> str:
@@ -73,7 +83,8 @@ def _library() -> Path:
 
 def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> Path:
     """Compile into a folder of its own first: another process, or one after a crash, sees all of it or nothing."""
-    with tempfile.TemporaryDirectory(dir=folder) as building:
+    _remove_leftovers(folder)
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder) as building:
         built = Path(building) / name
         paths = (f"-isystem{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}")
         flags = (*_FLAGS, *_processor_flags())
@@ -83,6 +94,14 @@ def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> 
         with built.open("rb") as file:
             os.fsync(file.fileno())
         return built.replace(folder / f"{name}-{_digest(built)}.so")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of builds that were killed. Another process may be building, or removing the same ones."""
+    for building in folder.glob(f"{_BUILDING}*"):
+        with suppress(FileNotFoundError):
+            if time.time() - building.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(building, ignore_errors=True)
 
 
 def _compiler() -> list[str]:

@@ -1,23 +1,29 @@
-"""The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says more.
+"""The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says$
 
-They take over where fusing pays and leave the rest to the plain definition. Arithmetic is float32 inside.
+Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. What a row of a batch gives is the
+same bit by bit whatever other rows there are.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
-from granite4_neuron.ops import moe
+from granite4_neuron.ops import quantization
+from granite4_neuron.ops.cpu.build import kernel
+from granite4_neuron.ops.cpu.weights import PackedWeight
+from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`ops.linear`; few rows at the speed at which the weights can be read, and quantized ones never rounded again."""
-    return kernel("linear")(x, weight, bias, scale)
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`ops.linear`; a quantized weight is never rounded again."""
+    return kernel("linear")(x, weight.handle, bias)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+    """`ops.embedding`, also of the head's packed matrix."""
+    return weight.rows(ids) if isinstance(weight, PackedWeight) else quantization.embedding(ids, weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
@@ -40,33 +46,25 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return kernel("silu_and_mul")(x.contiguous())
 
 
-def mlp(
-    x: torch.Tensor,
-    input_weight: torch.Tensor,
-    output_weight: torch.Tensor,
-    input_scale: torch.Tensor | None = None,
-    output_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def mlp(x: torch.Tensor, input_weight: PackedWeight, output_weight: PackedWeight) -> torch.Tensor:
     """`ops.mlp`, of `linear` and `silu_and_mul`."""
-    return kernel("mlp")(x, input_weight, output_weight, input_scale, output_scale)
+    return kernel("mlp")(x, input_weight.handle, output_weight.handle)
+
+
+def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """`ops.router_logits`, of products in x's dtype that are added in float32."""
+    return kernel("logits")(x, weight.handle, 1.0)
 
 
 def fused_experts(
     hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
+    w1: PackedWeight,
+    w2: PackedWeight,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.fused_experts`; for few tokens each chosen expert's weights are read once, and nobody else's."""
-    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
-    if is_few(hidden_states):
-        return kernel("fused_experts")(*arguments, w1_scale, w2_scale)
-    if w1_scale is not None:
-        return moe.experts_one_by_one(*arguments, w1_scale, w2_scale, mlp)
-    return moe.fused_experts(*arguments)
+    """`ops.fused_experts`; each chosen expert's weights are read, and nobody else's."""
+    return kernel("fused_experts")(hidden_states, w1.handle, w2.handle, topk_weights, topk_ids)
 
 
 def write_cache(
@@ -93,9 +91,9 @@ def cached_attention(
     return attend(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor, scaling: float, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """`ops.logits`, of few tokens never rounded to the weights' dtype."""
-    return kernel("logits")(x, weight, scaling, scale)
+def logits(x: torch.Tensor, weight: PackedWeight, scaling: float) -> torch.Tensor:
+    """`ops.logits`, never rounded to the weights' dtype."""
+    return kernel("logits")(x, weight.handle, scaling)
 
 
 def mamba_mixer(
@@ -106,6 +104,7 @@ def mamba_mixer(
     rows: Sequence[torch.Tensor],
     sizes: tuple[int, int, int],
     time_step_limit: tuple[float, float],
+    rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
 ) -> torch.Tensor:
     """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
     dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens `mamba_chunk_scan_combined`.
@@ -117,16 +116,18 @@ def mamba_mixer(
         weights: conv_weight, [conv_dim, 1, d_conv]; conv_bias, [conv_dim] or None; dt_bias, A_log and D, [num_heads];
             all in projected's dtype.
         conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
-        ssm_state: [slots, num_heads, head_dim, d_state], float32, advanced in place.
-        rows: lengths, read_slots and write_slots, each [batch]: a row's real tokens, where its state is read, and where
-            it is written; -1 for nowhere, in steps of several tokens.
+        ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16 with
+            `stochastic_round` where it is stored and after each chunk of a prompt.
+        rows: lengths, read_slots, write_slots and starts, each [batch]: a row's real tokens; where its state is read,
+            and where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
         sizes: n_groups, of B and C; chunk_size and heads_per_task, see `LaunchParameters`.
         time_step_limit: of the clamp.
+        rounding: of an ssm_state that is not float32.
 
     Returns:
         [batch, tokens, num_heads * head_dim] in float32; 0 for padding.
     """
-    return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)
+    return kernel("mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit, rounding)
 
 
 def paged_mamba_mixer(
@@ -157,19 +158,3 @@ def paged_mamba_mixer(
         [tokens, num_heads * head_dim] in float32; 0 for padding.
     """
     return kernel("paged_mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)
-
-
-def is_few(x: torch.Tensor) -> bool:
-    """Whether reading the weights takes longer than the arithmetic with so many rows [..., channels]."""
-    return x.numel() <= _few_rows() * x.shape[-1]
-
-
-@functools.cache
-def _few_rows() -> int:
-    return torch.ops.granite4_neuron.few_rows()
-
-
-@functools.cache
-def kernel(name: str) -> torch._ops.OpOverload:
-    """The operator of torch that `build.load_kernels` registered under this name."""
-    return getattr(torch.ops.granite4_neuron, name).default

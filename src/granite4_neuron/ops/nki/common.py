@@ -54,14 +54,30 @@ def ones(rows: int, columns: int, dtype: str) -> nl.ndarray:
     return tile_sb
 
 
-def ones_where(comparison: object, rows: int, columns: int) -> nl.ndarray:
-    """[rows, columns] in float32: 1 where `column - row` compares true with 0, else 0."""
-    tile_sb = nl.ndarray((rows, columns), dtype=nl.float32, buffer=nl.sbuf)
+def ones_from_diagonal(size: int) -> nl.ndarray:
+    """[size, size] in float32: 1 where row <= column, else 0."""
+    return _ones_where(size, 1, 0, nl.greater_equal)
+
+
+def ones_below_diagonal(size: int) -> nl.ndarray:
+    """[size, size] in float32: 1 where row > column, else 0."""
+    return _ones_where(size, -1, -1, nl.greater_equal)
+
+
+def identity(size: int) -> nl.ndarray:
+    """[size, size] in float32: 1 where row = column, else 0."""
+    return _ones_where(size, 1, 0, nl.equal)
+
+
+def _ones_where(size: int, sign: int, offset: int, comparison: object) -> nl.ndarray:
+    """1 where sign * (column - row) + offset compares true with 0, else 0."""
+    tile_sb = nl.ndarray((size, size), dtype=nl.float32, buffer=nl.sbuf)
     nisa.affine_select(
         dst=tile_sb,
-        pattern=[[1, columns]],
-        channel_multiplier=-1,
-        on_true_tile=ones(rows, columns, nl.float32),
+        pattern=[[sign, size]],
+        offset=offset,
+        channel_multiplier=-sign,
+        on_true_tile=ones(size, size, nl.float32),
         on_false_value=0.0,
         cmp_op=comparison,
     )
@@ -81,6 +97,12 @@ def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
     rows_sb = nl.ndarray((MAX_PARTITIONS, columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=rows_sb, src=rows_psum)
     return rows_sb
+
+
+def flat(tile: nl.ndarray) -> nl.ndarray:
+    """[rows, n, m] as [rows, n * m], which is how matrix products take their operands."""
+    rows, count, columns = tile.shape
+    return tile.reshape((rows, count * columns))
 
 
 def along(tile: nl.ndarray, columns: int) -> nl.ndarray:

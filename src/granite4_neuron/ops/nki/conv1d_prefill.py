@@ -11,6 +11,7 @@ from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.nki.common import (
     MAX_PARTITIONS,
     PSUM_BANK,
+    identity,
     largest_divisor,
     load,
     on_all_partitions,
@@ -144,14 +145,9 @@ def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
     """Taps [width, tiles, d_conv] as diagonal matrices [width, tiles, d_conv, width]."""
     width, tiles, d_conv = weight_sb.shape
     diagonals_sb = nl.ndarray((width, tiles, d_conv, width), dtype=weight_sb.dtype, buffer=nl.sbuf)
-    nisa.affine_select(
-        dst=diagonals_sb,
-        pattern=[[0, tiles], [0, d_conv], [1, width]],
-        channel_multiplier=-1,
-        on_true_tile=weight_sb.expand_dim(3).broadcast(3, width),
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
+    ones_sb = identity(width).expand_dim(1).broadcast(1, d_conv).expand_dim(1).broadcast(1, tiles)
+    taps_sb = weight_sb.expand_dim(3).broadcast(3, width)
+    nisa.tensor_tensor(dst=diagonals_sb, data1=ones_sb, data2=taps_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
     return diagonals_sb
 
 

@@ -12,7 +12,9 @@ from granite4_neuron.ops.nki.common import (
     PSUM_BANK,
     along,
     common_divisor,
+    flat,
     for_each,
+    identity,
     load,
     on_all_partitions,
     ones,
@@ -110,6 +112,7 @@ def selective_scan(
     final_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=nl.float32, buffer=nl.shared_hbm)
 
     everywhere = ones(TOKENS, MAX_PARTITIONS, nl.float32)
+    diagonal = identity(TOKENS)
     members = _members(parts, d_state)
     A_sb = on_all_partitions(load(A.reshape((1, num_heads))[0:1, own_heads], nl.float32))
     D_sb = on_all_partitions(load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32))
@@ -140,14 +143,14 @@ def selective_scan(
                 for bank_start in range(run_start, run_start + run, heads_per_bank):
                     count = min(heads_per_bank, run_start + run - bank_start)
                     bank = nl.ds(bank_start, count)
-                    y_psum = nl.ndarray((rows, count, head_dim), dtype=nl.float32, buffer=nl.psum)
+                    y_psum = nl.ndarray((rows, count, part, parts), dtype=nl.float32, buffer=nl.psum)
                     for i in range(count):
                         h = bank_start + i
                         decay_sb, first_decay_sb = _decays(
-                            log_decay_sb[:, h : h + 1], everywhere, min(part, SCAN_CHANNELS)
+                            log_decay_sb[:, h : h + 1], everywhere, diagonal, min(part, SCAN_CHANNELS)
                         )
                         _scan_head(
-                            y_psum[:, i, :],
+                            y_psum[:, i, :, :],
                             state_sb[:, h, :],
                             dt_x_sb[:, h, :],
                             B_sb[:, group, :],
@@ -155,6 +158,7 @@ def selective_scan(
                             decay_sb,
                             first_decay_sb,
                             members,
+                            diagonal,
                         )
                     _add_skip(y_sb[:, bank, :], y_psum, x_sb[:, bank, :], D_sb[0:rows, bank])
             nisa.dma_copy(dst=y[b, tokens, own_heads, 0:head_dim], src=y_sb)
@@ -188,22 +192,23 @@ def _columns(C_sb: nl.ndarray, parts: int) -> nl.ndarray:
     return columns_sb
 
 
-def _on_diagonal(values_sb: nl.ndarray) -> nl.ndarray:
-    """[rows, n] as n diagonal matrices [rows, n, rows]."""
+def _on_diagonal(values_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
+    """[rows, n] as n diagonal matrices side by side: [rows, n * rows]."""
     rows, count = values_sb.shape
     diagonals_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.affine_select(
+    nisa.tensor_tensor(
         dst=diagonals_sb,
-        pattern=[[0, count], [1, rows]],
-        channel_multiplier=-1,
-        on_true_tile=along(values_sb, rows),
-        on_false_value=0.0,
-        cmp_op=nl.equal,
+        data1=for_each(diagonal[0:rows, 0:rows], count),
+        data2=along(values_sb, rows),
+        op=nl.multiply,
+        engine=nisa.engine.gpsimd,
     )
-    return diagonals_sb
+    return flat(diagonals_sb)
 
 
-def _decays(log_decay_sb: nl.ndarray, everywhere: nl.ndarray, channels: int) -> tuple[nl.ndarray, nl.ndarray]:
+def _decays(
+    log_decay_sb: nl.ndarray, everywhere: nl.ndarray, diagonal: nl.ndarray, channels: int
+) -> tuple[nl.ndarray, nl.ndarray]:
     """A head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
 
     Returns:
@@ -215,15 +220,15 @@ def _decays(log_decay_sb: nl.ndarray, everywhere: nl.ndarray, channels: int) -> 
     nisa.nc_matmul(
         dst=sums_psum,
         stationary=everywhere[0:rows, :],
-        moving=_on_diagonal(log_decay_sb),
+        moving=_on_diagonal(log_decay_sb, diagonal),
         is_stationary_onezero=True,
     )
+    one_channel_sb = nl.ndarray((MAX_PARTITIONS, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=one_channel_sb, op=nl.exp, data=sums_psum)
     decay_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.activation(dst=decay_sb, op=nl.exp, data=for_each(sums_psum, channels))
-    first_decay_sb = nl.ndarray((MAX_PARTITIONS, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=first_decay_sb, src=decay_sb[:, 0, 0:1], engine=nisa.engine.scalar)
+    nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.engine.gpsimd)
     nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)
-    return decay_sb, first_decay_sb
+    return decay_sb, one_channel_sb[:, 0:1]
 
 
 def _scan_head(
@@ -235,30 +240,31 @@ def _scan_head(
     decay_sb: nl.ndarray,
     first_decay_sb: nl.ndarray,
     members: nl.ndarray,
+    diagonal: nl.ndarray,
 ) -> None:
     """Scan a head's channels over a tile of tokens.
 
     Args:
-        y_psum: [rows, head_dim], written.
+        y_psum: [rows, part, parts], written.
         state_sb: [128, part], float32, advanced in place.
         dt_x_sb: [rows, head_dim], float32.
         B_sb: [rows, d_state], float32.
         C_columns_sb: [128, rows], float32.
         decay_sb, first_decay_sb: from `_decays`.
         members: [128, parts], from `_members`.
+        diagonal: [128, 128], the identity.
     """
     rows = B_sb.shape[0]
     parts, part = members.shape[1], state_sb.shape[1]
     dt_x_parts = dt_x_sb.reshape_dim(1, (parts, part))
-    y_parts = y_psum.reshape_dim(1, (parts, part))
     channels = decay_sb.shape[1]
     size = channels * rows
     for first in range(0, part, channels):
         own_channels = nl.ds(first, channels)
-        inputs_sb = _inputs(dt_x_parts[:, :, own_channels], B_sb)
+        inputs_sb = _inputs(dt_x_parts[:, :, own_channels], B_sb, diagonal)
         nisa.scalar_tensor_tensor(
             dst=inputs_sb[:, :, 0:1],
-            data=state_sb[:, own_channels],
+            data=state_sb[:, own_channels].expand_dim(2),
             op0=nl.multiply,
             operand0=first_decay_sb,
             op1=nl.add,
@@ -273,7 +279,7 @@ def _scan_head(
             op0=nl.multiply,
             op1=nl.add,
         )
-        nisa.tensor_copy(dst=state_sb[:, own_channels], src=states_sb[:, :, rows - 1 : rows], engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=state_sb[:, own_channels], src=states_sb[:, :, rows - 1], engine=nisa.engine.scalar)
         nisa.tensor_tensor(
             dst=states_sb,
             data1=states_sb,
@@ -283,14 +289,14 @@ def _scan_head(
         )
         for i in range(channels):
             nisa.nc_matmul(
-                dst=y_parts[:, :, first + i],
+                dst=y_psum[:, first + i, :],
                 stationary=states_sb[:, i, :],
                 moving=members,
                 is_moving_onezero=True,
             )
 
 
-def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray) -> nl.ndarray:
+def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
     """What each token adds to the states: dt * x [rows, parts, channels] times B [rows, d_state].
 
     A product with a diagonal matrix per channel multiplies token by token and turns tokens to the free dimension.
@@ -303,18 +309,34 @@ def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray) -> nl.ndarray:
     inputs_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
     for p in range(parts):
         own_partitions = nl.ds(p * d_state, d_state)
-        diagonals_sb = _on_diagonal(dt_x_parts[:, p, :])
+        diagonals_sb = _on_diagonal(dt_x_parts[:, p, :], diagonal)
         for start in range(0, channels, PRODUCT_CHANNELS):
             block = nl.ds(start, PRODUCT_CHANNELS)
             inputs_psum = nl.ndarray((d_state, PRODUCT_CHANNELS, rows), dtype=nl.float32, buffer=nl.psum)
-            nisa.nc_matmul(dst=inputs_psum, stationary=B_sb, moving=diagonals_sb[:, block, :])
+            nisa.nc_matmul(
+                dst=flat(inputs_psum),
+                stationary=B_sb,
+                moving=diagonals_sb[:, start * rows : (start + PRODUCT_CHANNELS) * rows],
+            )
             nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.engine.scalar)
     return inputs_sb
 
 
 def _add_skip(y_sb: nl.ndarray, y_psum: nl.ndarray, x_sb: nl.ndarray, D_sb: nl.ndarray) -> None:
-    """y = y_psum + D * x, for up to a bank of heads: [rows, heads, head_dim], D [rows, heads]."""
+    """y = y_psum + D * x, for up to a bank of heads.
+
+    Args:
+        y_sb, x_sb: [rows, heads, head_dim].
+        y_psum: [rows, heads, part, parts]; the parts of head_dim.
+        D_sb: [rows, heads].
+    """
+    parts = (y_psum.shape[3], y_psum.shape[2])
     skip_sb = nl.ndarray(x_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     factors = along(D_sb, x_sb.shape[2])
     nisa.tensor_tensor(dst=skip_sb, data1=x_sb, data2=factors, op=nl.multiply)
-    nisa.tensor_tensor(dst=y_sb, data1=skip_sb, data2=y_psum, op=nl.add)
+    nisa.tensor_tensor(
+        dst=y_sb.reshape_dim(2, parts),
+        data1=skip_sb.reshape_dim(2, parts),
+        data2=y_psum.permute((0, 1, 3, 2)),
+        op=nl.add,
+    )

@@ -13,11 +13,13 @@ from granite4_neuron.ops.nki.common import (
     PSUM_BANK,
     along,
     common_divisor,
+    flat,
     for_each,
     load,
     on_all_partitions,
     ones,
-    ones_where,
+    ones_below_diagonal,
+    ones_from_diagonal,
     program_share,
 )
 
@@ -107,8 +109,8 @@ def ssd_chunk_scan(
     y = nl.ndarray((batch, length, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
     final_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=nl.float32, buffer=nl.shared_hbm)
 
-    up_to = ones_where(nl.greater_equal, CHUNK_SIZE, CHUNK_SIZE)  # [k, i] = 1 for k <= i
-    after = ones_where(nl.less, CHUNK_SIZE, CHUNK_SIZE)  # [k, j] = 1 for k > j
+    up_to = ones_from_diagonal(CHUNK_SIZE)  # [k, i] = 1 for k <= i
+    after = ones_below_diagonal(CHUNK_SIZE)  # [k, j] = 1 for k > j
     everywhere = ones(CHUNK_SIZE, MAX_PARTITIONS, nl.float32)
     A_sb = on_all_partitions(load(A.reshape((1, num_heads))[0:1, own_heads], nl.float32))
     D_sb = on_all_partitions(load(D.reshape((1, num_heads))[0:1, own_heads], nl.float32))
@@ -228,16 +230,20 @@ def _within_chunk(
         count = min(heads_per_product, heads - start)
         # summands[k, h, i] = a_k for k <= i, else 0; those after j add up to a_{j+1} + ... + a_i.
         summands_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.affine_select(
+        nisa.tensor_tensor(
             dst=summands_sb,
-            pattern=[[0, count], [1, rows]],
-            channel_multiplier=-1,
-            on_true_tile=along(log_decay_sb[:, start : start + count], rows),
-            on_false_value=0.0,
-            cmp_op=nl.greater_equal,
+            data1=for_each(up_to[0:rows, 0:rows], count),
+            data2=along(log_decay_sb[:, start : start + count], rows),
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
         )
         sums_psum = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.psum)
-        nisa.nc_matmul(dst=sums_psum, stationary=after[0:rows, 0:rows], moving=summands_sb, is_stationary_onezero=True)
+        nisa.nc_matmul(
+            dst=flat(sums_psum),
+            stationary=after[0:rows, 0:rows],
+            moving=flat(summands_sb),
+            is_stationary_onezero=True,
+        )
         decay_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=decay_sb, op=nl.exp, data=sums_psum)  # 1 where j > i, and there the score is 0
         weights_sb = nl.ndarray((rows, count, rows), dtype=dt_x_sb.dtype, buffer=nl.sbuf)
@@ -264,7 +270,7 @@ def _add_from_state(
         from_start_sb: [rows, heads], float32.
     """
     carried_psum = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=carried_psum, stationary=C_transposed_sb, moving=state_sb)
+    nisa.nc_matmul(dst=flat(carried_psum), stationary=C_transposed_sb, moving=flat(state_sb))
     sum_sb = nl.ndarray(within_psum.shape, dtype=nl.float32, buffer=nl.sbuf)
     for h in range(sum_sb.shape[1]):  # one head at a time is what ScalarE can do, and VectorE has the most to do
         nisa.activation(dst=sum_sb[:, h, :], op=nl.copy, data=carried_psum[:, h, :], scale=from_start_sb[:, h : h + 1])
@@ -282,7 +288,7 @@ def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndar
         total_sb: [d_state, heads], float32, the chunk's decay on every partition.
     """
     update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(dst=update_psum, stationary=B_sb, moving=remaining_sb)
+    nisa.nc_matmul(dst=flat(update_psum), stationary=B_sb, moving=flat(remaining_sb))
     factors = along(total_sb, state_sb.shape[2])
     nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
     nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)

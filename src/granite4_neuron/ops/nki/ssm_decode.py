@@ -12,6 +12,8 @@ from granite4_neuron.ops.nki.common import (
     PSUM_BANK,
     along,
     common_divisor,
+    flat,
+    for_each,
     largest_divisor,
     load,
     ones,
@@ -21,7 +23,6 @@ from granite4_neuron.ops.selective_state_update import selective_state_step
 
 MAX_SEQUENCES = 16  # at a time; each needs columns in a PSUM bank,
 MAX_ROW = 16384  # and its x on partition 0: so many float32 for all of them
-PSUM_BLOCK = 2 * PSUM_BANK  # what VectorE adds up at a time
 
 
 def ssm_decode_torch(
@@ -95,7 +96,6 @@ def ssm_decode(
     heads_per_group = num_heads // n_groups
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
     heads_per_column = largest_divisor(run, MAX_PARTITIONS // head_dim)
-    heads_per_block = min(run, PSUM_BLOCK // head_dim)
     sequences = max(1, min(MAX_SEQUENCES, MAX_ROW // (heads * head_dim)))
 
     y = nl.ndarray((batch, num_heads, head_dim), dtype=x.dtype, buffer=nl.shared_hbm)
@@ -113,9 +113,9 @@ def ssm_decode(
         dt_row = load(dt.expand_dim(0)[0:1, rows, own_heads], nl.float32)
         count = dt_row.shape[1]
         decay_row = nl.ndarray((1, count, heads), dtype=nl.float32, buffer=nl.sbuf)
-        A_row = A_sb.expand_dim(1).broadcast(1, count)
-        nisa.tensor_tensor(dst=decay_row, data1=dt_row, data2=A_row, op=nl.multiply)
+        nisa.tensor_tensor(dst=decay_row, data1=dt_row, data2=for_each(A_sb, count), op=nl.multiply)
         nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)
+        decay_sb = _on_partitions(decay_row, one_row[0:1, 0:d_state])
         C_columns = _transposed(load(C[rows, 0:n_groups, 0:d_state], nl.float32))
 
         columns = heads // heads_per_column
@@ -132,20 +132,12 @@ def ssm_decode(
                 engine=nisa.engine.gpsimd,
             )
 
-            decay_psum = nl.ndarray((d_state, heads), dtype=nl.float32, buffer=nl.psum)
-            nisa.nc_matmul(
-                dst=decay_psum,
-                stationary=one_row[0:1, 0:d_state],
-                moving=decay_row[:, s, :],
-                is_stationary_onezero=True,
-            )
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
-                for block_start in range(run_start, run_start + run, heads_per_block):
-                    block = nl.ds(block_start, min(heads_per_block, run_start + run - block_start))
-                    _advance_state(
-                        state_sb[:, block, :], decay_psum[:, block], B_row[:, s, group, :], dt_x_row[:, block, :]
-                    )
+                own_run = nl.ds(run_start, run)
+                _advance_state(
+                    state_sb[:, own_run, :], decay_sb[:, s, own_run], B_row[:, s, group, :], dt_x_row[:, own_run, :]
+                )
             nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=state_sb)
 
             for column in range(columns):
@@ -153,7 +145,7 @@ def ssm_decode(
                 group = (first_head + first) // heads_per_group
                 nisa.nc_matmul(
                     dst=y_psum[:, column, s : s + 1],
-                    stationary=state_sb[:, first : first + heads_per_column, :],
+                    stationary=flat(state_sb[:, first : first + heads_per_column, :]),
                     moving=C_columns[:, group, s : s + 1],
                 )
         _store_y(y[rows, own_heads, 0:head_dim], y_psum, x[rows, own_heads, 0:head_dim], D_sb)
@@ -171,23 +163,35 @@ def _transposed(C_sb: nl.ndarray) -> nl.ndarray:
     return columns_sb
 
 
-def _advance_state(state_sb: nl.ndarray, decay_psum: nl.ndarray, B_row: nl.ndarray, dt_x_row: nl.ndarray) -> None:
+def _on_partitions(decay_row: nl.ndarray, one_row: nl.ndarray) -> nl.ndarray:
+    """A row [1, sequences, heads] on as many partitions as `one_row` [1, partitions] has ones."""
+    _, count, heads = decay_row.shape
+    partitions = one_row.shape[1]
+    decay_psum = nl.ndarray((partitions, count, heads), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=flat(decay_psum), stationary=one_row, moving=flat(decay_row), is_stationary_onezero=True)
+    decay_sb = nl.ndarray((partitions, count, heads), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=decay_sb, src=decay_psum, engine=nisa.engine.scalar)
+    return decay_sb
+
+
+def _advance_state(state_sb: nl.ndarray, decay_sb: nl.ndarray, B_row: nl.ndarray, dt_x_row: nl.ndarray) -> None:
     """state = decay * state + B (outer) dt * x, in place, for heads of one group.
 
     Args:
         state_sb: [d_state, heads, head_dim], float32.
-        decay_psum: [d_state, heads], the same on every partition.
+        decay_sb: [d_state, heads], the same on every partition.
         B_row: [1, d_state].
         dt_x_row: [1, heads, head_dim].
     """
     _, heads, head_dim = state_sb.shape
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_sb, head_dim), op=nl.multiply)
     heads_per_bank = PSUM_BANK // head_dim
-    update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
     for start in range(0, heads, heads_per_bank):
         bank = nl.ds(start, min(heads_per_bank, heads - start))
-        nisa.nc_matmul(dst=update_psum[:, bank, :], stationary=B_row, moving=dt_x_row[:, bank, :])
-    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=along(decay_psum, head_dim), op=nl.multiply)
-    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)
+        bank_sb = state_sb[:, bank, :]
+        update_psum = nl.ndarray(bank_sb.shape, dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(dst=flat(update_psum), stationary=B_row, moving=flat(dt_x_row[:, bank, :]))
+        nisa.tensor_tensor(dst=bank_sb, data1=bank_sb, data2=update_psum, op=nl.add)
 
 
 def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray) -> None:
@@ -217,5 +221,7 @@ def _store_y(y: nl.ndarray, y_psum: nl.ndarray, x: nl.ndarray, D_sb: nl.ndarray)
         for i in range(bank_columns):
             nisa.nc_transpose(dst=y_rows_psum[:, i, :], data=y_columns_sb[:, start + i, :])
         bank = nl.ds(start * heads // columns, bank_columns * heads // columns)
-        nisa.tensor_tensor(dst=y_sb[:, bank, :], data1=D_x_sb[:, bank, :], data2=y_rows_psum, op=nl.add)
+        nisa.tensor_tensor(
+            dst=flat(y_sb[:, bank, :]), data1=flat(D_x_sb[:, bank, :]), data2=flat(y_rows_psum), op=nl.add
+        )
     nisa.dma_copy(dst=y, src=y_sb)

@@ -90,8 +90,6 @@ def fused_experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    w1_scale: None = None,
-    w2_scale: None = None,
     *,
     path: ExpertPath | None = None,
     input_first: bool = False,

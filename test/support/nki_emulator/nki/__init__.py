@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from nki.emulation import Launch, NkiTensor, launching
+from nki.emulation import Launch, launching, stochastic_rounding
+from nki.tensors import NkiTensor
 
 
 class Kernel:
@@ -20,10 +21,14 @@ class Kernel:
     def __getitem__(self, programs: int) -> Kernel:
         return Kernel(self.function, programs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Within a kernel: its function."""
+        return self.function(*args, **kwargs)
 
-def jit(function: Callable, mode: str | None = None) -> Kernel:
-    """Mark a function as a kernel; `mode` is ignored, as in NKI 0.6."""
-    return Kernel(function)
+
+def jit(function: Callable | None = None, **options: Any) -> Any:
+    """Mark a function as a kernel; options say how to compile it, which nothing here does."""
+    return Kernel if function is None else Kernel(function)
 
 
 def simulate(kernel: Kernel) -> Callable:
@@ -36,7 +41,7 @@ def simulate(kernel: Kernel) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         args = tuple(map(_to_hbm, args))
         kwargs = {name: _to_hbm(value) for name, value in kwargs.items()}
-        launch = Launch(kernel.programs)
+        launch = Launch(kernel.programs, stochastic_rounding())
         with launching(launch):
             for program in range(kernel.programs):
                 launch.start_program(program)

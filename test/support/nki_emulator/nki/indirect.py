@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from nki.emulation import Memory, NkiError, NkiTensor, last_launch, require
+from nki.running import last_launch
+from nki.tensors import NkiTensor
+from nki.values import Memory, NkiError, require
 from numpy.lib.stride_tricks import as_strided
 
 MAX_BYTES = 2**32  # an offset in bytes has 32 bits

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from nki.emulation import DTYPES, Memory, NkiTensor, last_launch, require
+from nki.running import last_launch
+from nki.tensors import NkiTensor
+from nki.values import DTYPES, FLOATS, PARTITIONS, PSUM_BANK_BYTES, SBUF_PARTITION_BYTES, Memory, require
 
 float32, bfloat16, float16, int32 = "float32", "bfloat16", "float16", "int32"
+int8, int16, uint8, uint16, uint32 = "int8", "int16", "uint8", "uint16", "uint32"
+float8_e4m3, float8_e4m3fn, float8_e5m2 = "float8_e4m3", "float8_e4m3fn", "float8_e5m2"
+FLOAT_DTYPES = FLOATS
 sbuf, psum = Memory.SBUF, Memory.PSUM
-private_hbm, shared_hbm = Memory.HBM, Memory.SHARED_HBM
+private_hbm, shared_hbm, hbm = Memory.HBM, Memory.SHARED_HBM, Memory.HBM
+tensor = NkiTensor
+
+ARITHMETIC = ("add", "subtract", "multiply", "maximum", "minimum", "divide", "power")
 
 
-ARITHMETIC = ("add", "subtract", "multiply", "maximum", "minimum")
+class tile_size:
+    """Limits that kernels ask for."""
+
+    pmax = PARTITIONS
+    psum_fmax = PSUM_BANK_BYTES // 4
+    gemm_stationary_fmax = 128
+    gemm_moving_fmax = 512
+    bn_stats_fmax = 512
+    total_available_sbuf_size = SBUF_PARTITION_BYTES
+
+
+class NKIObject:
+    """The base class of classes that kernels use: fields by name."""
+
+    def __init__(self, *values: object, **fields: object):
+        names = [name for base in reversed(type(self).__mro__) for name in inspect.get_annotations(base)]
+        for name, value in (*zip(names, values, strict=False), *fields.items()):
+            setattr(self, name, value)
+
+
+@dataclass
+class Register:
+    """A number that is known when the kernel runs."""
+
+    value: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,8 +59,10 @@ class Operator:
     arity: int
 
 
-def ndarray(shape: tuple[int, ...], dtype: str, buffer: Memory = sbuf) -> NkiTensor:
-    """Uninitialised memory."""
+def ndarray(
+    shape: tuple[int, ...], dtype: str, buffer: Memory = sbuf, name: str = "", address: object = None
+) -> NkiTensor:
+    """Uninitialised memory. Two tensors given one address are two tensors here."""
     require(dtype in DTYPES, f"{dtype} is not a dtype of this emulator")
     require(isinstance(buffer, Memory), f"buffer is {buffer!r}; it must be an object such as nl.sbuf")
     return last_launch().allocate(shape, dtype, buffer)
@@ -37,7 +73,33 @@ def ds(start: int, size: int) -> slice:
     return slice(start, start + size)
 
 
-def program_id(axis: int) -> int:
+def shared_identity_matrix(size: int, dtype: str = "uint8") -> NkiTensor:
+    """The identity in SBUF, which the compiler keeps for all that ask for it."""
+    matrix = ndarray((size, size), dtype)
+    matrix.array[...] = np.eye(size)
+    last_launch().use(matrix.storage)
+    return matrix
+
+
+def shared_constant(array: np.ndarray | str, dtype: str | None = None) -> NkiTensor:
+    """A constant in HBM, from an array or from a file of one."""
+    values = np.load(array) if isinstance(array, str) else array
+    return NkiTensor.of_array(np.ascontiguousarray(values, dtype and DTYPES[dtype]))
+
+
+def affine_range(*arguments: int | Register | NkiTensor) -> range:
+    """A loop; the compiler unrolls it, or runs it on the device where a bound is not known."""
+    return range(*(_number(argument) for argument in arguments))
+
+
+sequential_range = static_range = dynamic_range = affine_range
+
+
+def _number(value: int | Register | NkiTensor) -> int:
+    return value.value if isinstance(value, Register) else int(getattr(value, "array", value))
+
+
+def program_id(axis: int = 0) -> int:
     """Which of the launch's programs this one is."""
     return last_launch().program
 
@@ -47,7 +109,7 @@ def program_ndim() -> int:
     return int(last_launch().programs > 1)
 
 
-def num_programs(axes: int) -> int:
+def num_programs(axes: int = 0) -> int:
     """How many programs the launch has."""
     return last_launch().programs
 
@@ -72,6 +134,8 @@ def _activation(name: str, function: Callable, low: float = 0.0, high: float = n
 add = _binary("add", np.add)
 subtract = _binary("subtract", np.subtract)
 multiply = _binary("multiply", np.multiply)
+divide = _binary("divide", np.divide)
+power = _binary("power", np.power)
 maximum = _binary("maximum", np.maximum)
 minimum = _binary("minimum", np.minimum)
 equal = _binary("equal", np.equal)
@@ -79,6 +143,9 @@ greater = _binary("greater", np.greater)
 greater_equal = _binary("greater_equal", np.greater_equal)
 less = _binary("less", np.less)
 less_equal = _binary("less_equal", np.less_equal)
+not_equal = _binary("not_equal", np.not_equal)
+logical_and = _binary("logical_and", np.logical_and)
+logical_or = _binary("logical_or", np.logical_or)
 
 copy = _activation("copy", lambda x: x)
 exp = _activation("exp", np.exp)
@@ -88,3 +155,12 @@ log = _activation("log", np.log, 2.0**-64, 2.0**64)
 sqrt = _activation("sqrt", np.sqrt, 2.0**-116, 2.0**118)
 rsqrt = _activation("rsqrt", lambda x: 1 / np.sqrt(x), 2.0**-87, 2.0**97)
 reciprocal = _activation("reciprocal", np.reciprocal, 2.0**-42, 2.0**42)
+square = _activation("square", np.square)
+abs = _activation("abs", np.abs)
+relu = _activation("relu", lambda x: np.maximum(x, 0))
+tanh = _activation("tanh", np.tanh)
+sin = _activation("sin", np.sin)
+sigmoid = _activation("sigmoid", lambda x: 1 / (1 + np.exp(-x)))
+gelu = _activation("gelu", lambda x: x / 2 * (1 + np.vectorize(math.erf)(x / np.sqrt(2))))
+gelu_apprx_tanh = _activation("gelu_apprx_tanh", lambda x: x / 2 * (1 + np.tanh(0.7978845608 * (x + 0.044715 * x**3))))
+gelu_apprx_sigmoid = _activation("gelu_apprx_sigmoid", lambda x: x / (1 + np.exp(-1.702 * x)))

@@ -237,7 +237,7 @@ inline at::Tensor prefill_attention(
     auto* to = output.mutable_data_ptr<scalar_t>();
     using Block = BlockAttention<scalar_t>;
     int64_t blocks = (tokens + Block::TOKENS - 1) / Block::TOKENS;
-    at::parallel_for(0, batch * kv_heads * blocks, 1, [&](int64_t begin, int64_t end) {
+    parallel_tasks(batch * kv_heads * blocks, 1, [&](int64_t begin, int64_t end) {
       Block block(shared, head_dim);
       for (int64_t task = begin; task < end; task++) {
         int64_t row = task / (kv_heads * blocks), nth = task / kv_heads % blocks, head = task % kv_heads;

@@ -10,7 +10,6 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
@@ -24,6 +23,8 @@
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,36 +42,10 @@ constexpr int64_t PAIR = 2 * LANES;
       AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
           AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
 
-// The same for a matrix of weights beside it: weight_t is scalar_t, or int8_t where the weights are quantized.
-#define GRANITE4_DISPATCH_WEIGHTS(DTYPE, WEIGHTS, NAME, ...) \
-  GRANITE4_DISPATCH(DTYPE, NAME, [&] {                       \
-    if ((WEIGHTS) == at::kChar) {                            \
-      using weight_t = int8_t;                               \
-      __VA_ARGS__();                                         \
-    } else {                                                 \
-      using weight_t = scalar_t;                             \
-      __VA_ARGS__();                                         \
-    }                                                        \
-  })
-
-inline Vec load_int8(const int8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(CPU_CAPABILITY_AVX2)
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-  float values[LANES];
-  for (int64_t i = 0; i < LANES; i++) values[i] = from[i];
-  return Vec::loadu(values);
-#endif
-}
-
 template <typename T>
 inline std::pair<Vec, Vec> load_pair(const T* from) {
   if constexpr (std::is_same_v<T, float>) {
     return {Vec::loadu(from), Vec::loadu(from + LANES)};
-  } else if constexpr (std::is_same_v<T, int8_t>) {
-    return {load_int8(from), load_int8(from + LANES)};
   } else {
     auto [first, second] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(from));
     return {first, second};

@@ -104,7 +104,7 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   // Blocks of tokens, of which each thread takes some.
   constexpr int64_t BLOCK = 32;
   int64_t blocks = (m.tokens + BLOCK - 1) / BLOCK;
-  at::parallel_for(0, m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.rows.lengths[row]);
       if (first >= last) continue;

@@ -1,4 +1,4 @@
-// Mixture of experts for few tokens: only the weights of chosen experts are read, and each of them once.
+// Mixture of experts: only the weights of chosen experts are read, and each of them once.
 #pragma once
 
 #include "linear.h"
@@ -37,84 +37,91 @@ struct Group {
   std::vector<int64_t> choices;
 };
 
-inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count) {
+inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count, int64_t experts) {
   std::vector<Group> groups;
+  std::vector<int64_t> of_expert(experts, -1);
   for (int64_t choice = 0; choice < count; choice++) {
-    auto same = [&](const Group& group) { return group.expert == topk_ids[choice]; };
-    auto found = std::find_if(groups.begin(), groups.end(), same);
-    if (found == groups.end()) found = groups.insert(found, Group{topk_ids[choice], {}});
-    found->choices.push_back(choice);
+    int64_t expert = topk_ids[choice];
+    TORCH_CHECK(0 <= expert && expert < experts, "there is no expert ", expert);
+    if (of_expert[expert] < 0) {
+      of_expert[expert] = groups.size();
+      groups.push_back({expert, {}});
+    }
+    groups[of_expert[expert]].choices.push_back(choice);
   }
   return groups;
 }
 
-// out[choice] = scales * (weights[expert of choice] . inputs[choice / per_input]), for all choices of all groups.
+// out[choice] = weight of the choice's expert . inputs[choice / per_input], for all choices of all groups.
 //
-// weights: [experts, rows, columns]; scales: [experts, rows], or null; inputs: [.., columns]; out: [choices, rows].
-template <typename T, typename W>
+// inputs: [.., columns]; out: [choices, rows].
+template <typename Tiles, typename T>
 inline void multiply_groups(
-    const std::vector<Group>& groups, const W* weights, const float* scales, int64_t rows, int64_t columns,
-    const T* inputs, int64_t per_input, float* out) {
-  using P = Product<T, W>;
+    const std::vector<Group>& groups, const Weight& weight, const T* inputs, int64_t per_input, float* out) {
+  using Arithmetic = typename Tiles::Arithmetic;
+  int64_t columns = weight.columns, rows = weight.rows, tiles = tiles_of(rows);
   std::vector<std::vector<T>> gathered(groups.size());
-  for (size_t g = 0; g < groups.size(); g++)
-    for (int64_t choice : groups[g].choices) {
-      const T* x = inputs + choice / per_input * columns;
-      gathered[g].insert(gathered[g].end(), x, x + columns);
-    }
-  int64_t count = static_cast<int64_t>(groups.size()) * rows;
-  parallel_tasks(count, rows_per_task(columns, sizeof(W)), [&](int64_t begin, int64_t end) {
-    std::vector<typename P::Input> scratch;
-    for (int64_t at = begin; at < end;) {
-      int64_t g = at / rows, first = at % rows, last = std::min(rows, first + end - at);
+  std::vector<std::vector<typename Arithmetic::Input>> converted(groups.size());
+  std::vector<Vectors<typename Arithmetic::Input>> vectors(groups.size());
+  parallel_tasks(groups.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; g++) {
       const auto& choices = groups[g].choices;
-      const auto* x = as_input(gathered[g].data(), gathered[g].size(), scratch);
-      const float* of_expert = scales ? scales + groups[g].expert * rows : nullptr;
-      multiply<P>(
-          weights + groups[g].expert * rows * columns, x, choices.size(), columns, first, last,
-          [&](int64_t row, int64_t vector, float value) {
-            out[choices[vector] * rows + row] = of_expert ? value * of_expert[row] : value;
-          });
-      at += last - first;
+      for (int64_t choice : choices) {
+        const T* x = inputs + choice / per_input * columns;
+        gathered[g].insert(gathered[g].end(), x, x + columns);
+      }
+      vectors[g] = as_vectors<Arithmetic>(gathered[g].data(), choices.size(), columns, converted[g]);
+    }
+  });
+  parallel_tasks(groups.size() * tiles, 1, [&](int64_t begin, int64_t end) {
+    std::vector<char> scratch;
+    for (int64_t task = begin; task < end; task++) {
+      const auto& [expert, choices] = groups[task / tiles];
+      int64_t row = task % tiles * TILE, count = std::min(TILE, rows - row);
+      auto store = [&](int64_t v, const auto& totals) {
+        store_totals<T>(totals, 1.0f, nullptr, out + choices[v] * rows + row, count);
+      };
+      multiply_tile<Tiles>(weight.tile(expert, task % tiles), vectors[task / tiles], columns, scratch, store);
     }
   });
 }
 
 // As ops.fused_experts. hidden_states: [tokens, hidden]; w1: [experts, 2 * width, hidden];
-// w2: [experts, hidden, width]; topk_weights, topk_ids: [tokens, top_k]; w1_scale, w2_scale: [experts, rows].
+// w2: [experts, hidden, width]; topk_weights, topk_ids: [tokens, top_k].
 inline at::Tensor fused_experts(
-    const at::Tensor& hidden_states, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& topk_weights,
-    const at::Tensor& topk_ids, const std::optional<at::Tensor>& w1_scale, const std::optional<at::Tensor>& w2_scale) {
-  check_product(hidden_states, w1, w1_scale);
-  check_weight(w2, w2_scale, hidden_states.scalar_type());
-  TORCH_CHECK(hidden_states.is_contiguous() && w1_scale.has_value() == w2_scale.has_value());
-  TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous() && topk_weights.scalar_type() == at::kFloat);
-  int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2.size(2), top_k = topk_ids.size(1);
+    const at::Tensor& hidden_states, const WeightPointer& w1, const WeightPointer& w2, const at::Tensor& topk_weights,
+    const at::Tensor& topk_ids) {
+  check_product(hidden_states, *w1);
+  TORCH_CHECK(w2->dtype == w1->dtype && w2->format == w1->format && w2->experts == w1->experts);
+  TORCH_CHECK(w1->rows == 2 * w2->columns && w2->rows == w1->columns);
+  TORCH_CHECK(hidden_states.is_contiguous() && topk_weights.scalar_type() == at::kFloat);
+  TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous());
+  int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2->columns, top_k = topk_ids.size(1);
   int64_t choices = tokens * top_k;
   at::Tensor output = at::empty(hidden_states.sizes(), hidden_states.options());
-  std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices);
-  GRANITE4_DISPATCH_WEIGHTS(hidden_states.scalar_type(), w1.scalar_type(), "fused_experts", [&] {
+  std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1->experts);
+  GRANITE4_DISPATCH_WEIGHT(*w1, "fused_experts", [&] {
     std::vector<float> gate_up(choices * 2 * width), y(choices * hidden);
     std::vector<scalar_t> activated(choices * width);
-    multiply_groups(
-        groups, w1.const_data_ptr<weight_t>(), pointer<float>(w1_scale), 2 * width, hidden,
-        hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
-    for (int64_t choice = 0; choice < choices; choice++) {
-      const float* gate = &gate_up[choice * 2 * width];
-      for (int64_t i = 0; i < width; i++)
-        activated[choice * width + i] = static_cast<scalar_t>(silu(gate[i]) * gate[width + i]);
-    }
-    multiply_groups(
-        groups, w2.const_data_ptr<weight_t>(), pointer<float>(w2_scale), hidden, width, activated.data(), 1, y.data());
+    multiply_groups<tiles_t>(groups, *w1, hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
+    parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t choice = begin; choice < end; choice++) {
+        const float* gate = &gate_up[choice * 2 * width];
+        silu_and_mul(gate, gate + width, &activated[choice * width], width);
+      }
+    });
+    multiply_groups<tiles_t>(groups, *w2, activated.data(), 1, y.data());
     const float* weights = topk_weights.const_data_ptr<float>();
     auto* out = output.mutable_data_ptr<scalar_t>();
-    for (int64_t token = 0; token < tokens; token++)
-      for (int64_t i = 0; i < hidden; i++) {
-        float total = 0.0f;
-        for (int64_t choice = token * top_k; choice < (token + 1) * top_k; choice++)
-          total += weights[choice] * y[choice * hidden + i];
-        out[token * hidden + i] = static_cast<scalar_t>(total);
-      }
+    parallel_tasks(tokens, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++)
+        for (int64_t i = 0; i < hidden; i++) {
+          float total = 0.0f;
+          for (int64_t choice = token * top_k; choice < (token + 1) * top_k; choice++)
+            total += weights[choice] * y[choice * hidden + i];
+          out[token * hidden + i] = static_cast<scalar_t>(total);
+        }
+    });
   });
   return output;
 }

@@ -11,7 +11,7 @@
 
 namespace granite4_neuron {
 
-// An operator's list of weights, read in its order.
+// An operator's list of weights that are no matrices, read in its order.
 class WeightList {
  public:
   using List = c10::List<std::optional<at::Tensor>>;
@@ -27,17 +27,8 @@ class WeightList {
     TORCH_CHECK(weight.has_value(), "weight ", next_ - 1, " is None");
     return *weight;
   }
-  LinearWeights linear() {
-    return {next(), next_if_any(), next_if_any()};
-  }
-  LinearWeights linear_without_bias() {
-    return {next(), std::nullopt, next_if_any()};
-  }
   MixerWeights mixer() {
     return {next(), next_if_any(), next(), next(), next()};
-  }
-  bool is_at_end() const {
-    return next_ == list_.size();
   }
 
  private:
@@ -45,74 +36,90 @@ class WeightList {
   size_t next_ = 0;
 };
 
-// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high.
-inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2);
-  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1])};
+using MatrixList = c10::List<WeightPointer>;
+
+// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
+inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3);
+  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1]),
+          {static_cast<uint64_t>(rounding[0]), static_cast<uint32_t>(rounding[1]), rounding[2]}};
 }
 
 at::Tensor mamba_mixer_operator(
     const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  return mamba_mixer(projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
+  MixerState state{conv_state, ssm_state};
+  return mamba_mixer(projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, rounding));
 }
 
 at::Tensor paged_mamba_mixer_operator(
     const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
     at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
+  MixerState state{conv_state, ssm_state};
   return paged_mamba_mixer(
-      projected, WeightList(weights).mixer(), {conv_state, ssm_state}, rows, settings(sizes, limits));
+      projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, {0, 0, 0}));
 }
 
+// matrices: in_proj, out_proj.
 std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
-    const at::Tensor& hidden_states, const WeightList::List& list, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
-  TORCH_CHECK(constants.size() == 4);
+    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
+    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
+    at::IntArrayRef rounding) {
+  TORCH_CHECK(matrices.size() == 2 && states.size() == 2 && constants.size() == 4);
   WeightList of(list);
-  MambaBlockWeights weights{of.next(), of.linear(), of.mixer(), of.next(), of.linear()};
+  at::Tensor norm = of.next();
+  Linear in_proj{matrices.get(0), of.next_if_any()};
+  MixerWeights mixer = of.mixer();
+  at::Tensor gated_norm = of.next();
+  MambaBlockWeights weights{norm, in_proj, mixer, gated_norm, {matrices.get(1), of.next_if_any()}};
   return mamba_block(
-      hidden_states, weights, {conv_state, ssm_state}, rows, settings(sizes, constants.slice(0, 2)),
+      hidden_states, weights, {states[0], states[1]}, rows, settings(sizes, constants.slice(0, 2), rounding),
       {constants[2], constants[3]});
 }
 
+// matrices: input and output of the MLP; with experts router, input and output of these.
 at::Tensor feed_forward_block_operator(
-    const at::Tensor& hidden_states, const WeightList::List& list, int64_t top_k, double eps,
+    const at::Tensor& hidden_states, const MatrixList& matrices, const at::Tensor& norm, int64_t top_k, double eps,
     double residual_multiplier) {
-  WeightList of(list);
-  FeedForwardWeights weights{of.next(), of.linear_without_bias(), of.linear_without_bias(), std::nullopt};
-  if (!of.is_at_end()) weights.experts = {of.next(), of.linear_without_bias(), of.linear_without_bias()};
+  TORCH_CHECK(matrices.size() == 2 || matrices.size() == 5);
+  FeedForwardWeights weights{norm, matrices.get(0), matrices.get(1), std::nullopt};
+  if (matrices.size() == 5) weights.experts = {matrices.get(2), matrices.get(3), matrices.get(4)};
   return feed_forward_block(hidden_states, weights, top_k, {eps, residual_multiplier});
 }
 
 }  // namespace granite4_neuron
 
-// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of a projection: weight, bias, scale; of an MLP's
-// or the experts' without the bias. mamba_block: norm, in_proj, mixer, gated_norm, out_proj. feed_forward_block: norm,
-// input, output, and with experts router, input, output.
+// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of mamba_block, besides its matrices: norm, bias of
+// in_proj, mixer, gated_norm, bias of out_proj. Weight stands for __torch__.torch.classes.granite4_neuron.Weight.
+#define WEIGHT "__torch__.torch.classes.granite4_neuron.Weight"
+
 TORCH_LIBRARY(granite4_neuron, library) {
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? scale) -> Tensor");
+  library.class_<granite4_neuron::Weight>("Weight");
+  library.def("pack(Tensor values, Tensor? scales, str format, ScalarType dtype, int[] shape, Tensor bytes) -> " WEIGHT);
+  library.def("packed_bytes(int[] shape, str format, ScalarType dtype) -> int", &granite4_neuron::packed_bytes);
+  library.def("weight_rows(" WEIGHT " weight, Tensor ids) -> Tensor");
+  library.def("linear(Tensor x, " WEIGHT " weight, Tensor? bias) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? z, Tensor weight, float eps, int n_groups) -> Tensor");
   library.def("silu_and_mul(Tensor x) -> Tensor");
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
-  library.def(
-      "mlp(Tensor x, Tensor input_weight, Tensor output_weight, Tensor? input_scale, Tensor? output_scale) -> Tensor");
-  library.def("logits(Tensor x, Tensor weight, float scaling, Tensor? scale) -> Tensor");
-  library.def("few_rows() -> int", [] { return granite4_neuron::FEW; });
-  // rows: lengths, read_slots, write_slots. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  library.def("mlp(Tensor x, " WEIGHT " input_weight, " WEIGHT " output_weight) -> Tensor");
+  library.def("logits(Tensor x, " WEIGHT " weight, float scaling) -> Tensor");
+  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
+  // rounding: seed, stream, rounds.
   library.def(
       "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
-      "int[] sizes, float[] limits) -> Tensor");
+      "int[] sizes, float[] limits, int[] rounding) -> Tensor");
   // rows: starts, pages, accepted where the step is speculative.
   library.def(
       "paged_mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
       "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
-  // constants: dt_min, dt_max, eps, residual_multiplier.
+  // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
-      "mamba_block(Tensor hidden_states, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
-      "Tensor[] rows, int[] sizes, float[] constants) -> (Tensor, Tensor)");
+      "mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
+      "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
   library.def(
-      "feed_forward_block(Tensor hidden_states, Tensor?[] weights, int top_k, float eps, float residual_multiplier) "
-      "-> Tensor");
+      "feed_forward_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor norm, int top_k, float eps, "
+      "float residual_multiplier) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
@@ -121,14 +128,16 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
       "Tensor slots, float scale) -> Tensor");
   library.def(
-      "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
-      "Tensor? w1_scale, Tensor? w2_scale) -> Tensor");
+      "fused_experts(Tensor hidden_states, " WEIGHT " w1, " WEIGHT " w2, Tensor topk_weights, Tensor topk_ids) "
+      "-> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   using at::Tensor;
-  using Optional = std::optional<Tensor>;
-  using Linear = Tensor (*)(const Tensor&, const Tensor&, const Optional&, const Optional&);
+  using granite4_neuron::WeightPointer;
+  using Linear = Tensor (*)(const Tensor&, const WeightPointer&, const std::optional<Tensor>&);
+  library.impl("pack", &granite4_neuron::pack);
+  library.impl("weight_rows", &granite4_neuron::weight_rows);
   library.impl("linear", static_cast<Linear>(&granite4_neuron::linear));
   library.impl("rms_norm", &granite4_neuron::rms_norm);
   library.impl("silu_and_mul", static_cast<Tensor (*)(const Tensor&)>(&granite4_neuron::silu_and_mul));

@@ -10,22 +10,22 @@
 
 namespace granite4_neuron {
 
-// A projection; scale and an int8 weight where it is quantized.
-struct LinearWeights {
-  at::Tensor weight;  // [rows, columns]
-  std::optional<at::Tensor> bias, scale;
+// A projection.
+struct Linear {
+  WeightPointer weight;
+  std::optional<at::Tensor> bias;  // [rows]
 };
 
-inline at::Tensor linear(const at::Tensor& x, const LinearWeights& weights) {
-  return granite4_neuron::linear(x, weights.weight, weights.bias, weights.scale);
+inline at::Tensor linear(const at::Tensor& x, const Linear& projection) {
+  return linear(x, projection.weight, projection.bias);
 }
 
 struct MambaBlockWeights {
   at::Tensor norm;  // [hidden_size]
-  LinearWeights in_proj;
+  Linear in_proj;
   MixerWeights mixer;
   at::Tensor gated_norm;  // [inner]
-  LinearWeights out_proj;
+  Linear out_proj;
 };
 
 // eps: of a block's norms. residual_multiplier: of what a block adds.
@@ -49,40 +49,32 @@ inline std::tuple<at::Tensor, at::Tensor> mamba_block(
 }
 
 // As ops.mlp.
-inline at::Tensor mlp(
-    const at::Tensor& x, const at::Tensor& input_weight, const at::Tensor& output_weight,
-    const std::optional<at::Tensor>& input_scale, const std::optional<at::Tensor>& output_scale) {
-  at::Tensor gate_up = granite4_neuron::linear(x, input_weight, std::nullopt, input_scale);
-  return granite4_neuron::linear(silu_and_mul(gate_up), output_weight, std::nullopt, output_scale);
+inline at::Tensor mlp(const at::Tensor& x, const WeightPointer& input, const WeightPointer& output) {
+  return linear(silu_and_mul(linear(x, input, std::nullopt)), output, std::nullopt);
 }
 
-// Experts' weights [experts, rows, columns] have scales [experts, rows] where they are quantized.
 struct ExpertWeights {
-  at::Tensor router;  // [experts, hidden_size]
-  LinearWeights input, output;
+  WeightPointer router, input, output;
 };
 
 struct FeedForwardWeights {
   at::Tensor norm;  // [hidden_size]
-  LinearWeights input, output;
+  WeightPointer input, output;
   std::optional<ExpertWeights> experts;
 };
 
-// As ops.cpu.blocks.FeedForwardBlock, without experts or for few tokens. top_k: experts per token.
+// As ops.cpu.blocks.FeedForwardBlock. top_k: experts per token.
 inline at::Tensor feed_forward_block(
     const at::Tensor& hidden_states, const FeedForwardWeights& weights, int64_t top_k,
     const BlockConstants& constants) {
   auto [eps, residual_multiplier] = constants;
   const auto& [norm, input, output, experts] = weights;
   at::Tensor x = rms_norm(hidden_states, std::nullopt, norm, eps, 1);
-  at::Tensor mixed = mlp(x, input.weight, output.weight, input.scale, output.scale);
-  at::Tensor sum = residual_add(hidden_states, mixed, residual_multiplier);
+  at::Tensor sum = residual_add(hidden_states, mlp(x, input, output), residual_multiplier);
   if (!experts.has_value()) return sum;
   at::Tensor tokens = x.view({-1, x.size(-1)});
-  auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router, 1.0, std::nullopt), top_k);
-  at::Tensor of_experts = fused_experts(
-      tokens, experts->input.weight, experts->output.weight, topk_weights, topk_ids, experts->input.scale,
-      experts->output.scale);
+  auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router, 1.0), top_k);
+  at::Tensor of_experts = fused_experts(tokens, experts->input, experts->output, topk_weights, topk_ids);
   return residual_add(sum, of_experts.view(hidden_states.sizes()), residual_multiplier);
 }
 

@@ -19,19 +19,21 @@ inline void check_mixer(
     const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, const MixerSettings& settings) {
   check_weights(projected, weights);
   TORCH_CHECK(state.conv.is_contiguous() && state.conv.scalar_type() == projected.scalar_type());
-  TORCH_CHECK(state.ssm.is_contiguous() && state.ssm.scalar_type() == at::kFloat);
+  TORCH_CHECK(state.ssm.is_contiguous());
   int64_t channels = weights.conv_weight.size(0), width = weights.conv_weight.size(-1), heads = state.ssm.size(1);
   TORCH_CHECK(projected.size(2) == channels + heads && weights.dt_bias.numel() == heads);
   TORCH_CHECK(state.conv.size(1) == channels && state.conv.size(2) == width - 1);
   TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task);
 }
 
-// lengths, read_slots, write_slots: [batch], int64. Write slots may be -1 in steps of several tokens.
+// lengths, read_slots, write_slots, starts: [batch], int64. Write slots may be -1 in steps of several tokens.
 inline Rows check_all_rows(at::TensorList rows, int64_t tokens, int64_t num_slots) {
-  TORCH_CHECK(rows.size() == 3, "rows are lengths, read_slots and write_slots");
+  TORCH_CHECK(rows.size() == 4, "rows are lengths, read_slots, write_slots and starts");
   check_rows(rows[0], rows[1], tokens, num_slots);
   check_rows(rows[0], rows[2], tokens, num_slots, tokens > 1 ? -1 : 0);
-  return {rows[0].const_data_ptr<int64_t>(), rows[1].const_data_ptr<int64_t>(), rows[2].const_data_ptr<int64_t>()};
+  TORCH_CHECK(rows[3].is_contiguous() && rows[3].numel() == rows[0].numel());
+  return {rows[0].const_data_ptr<int64_t>(), rows[1].const_data_ptr<int64_t>(), rows[2].const_data_ptr<int64_t>(),
+          rows[3].const_data_ptr<int64_t>()};
 }
 
 // As ops.cpu.mamba_mixer, which is the Python side. Real tokens only are computed; y of padding is 0.
@@ -43,7 +45,7 @@ inline at::Tensor mamba_mixer(
     const MixerSettings& settings) {
   check_mixer(projected, weights, state, settings);
   int64_t batch = projected.size(0), tokens = projected.size(1);
-  Recurrence recur = recurrence(tokens, settings.chunk_size);
+  check_chunk_size(settings.chunk_size);
   int64_t heads = state.ssm.size(1), head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   int64_t width = weights.conv_weight.size(-1), channels = weights.conv_weight.size(0);
   Mixer m{
@@ -74,8 +76,11 @@ inline at::Tensor mamba_mixer(
       convolve_tokens(m, views);
     }
   });
-  recur(m, {xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), state.ssm.mutable_data_ptr<float>(),
+  GRANITE4_DISPATCH(state.ssm.scalar_type(), "mamba_mixer", [&] {
+    recur<scalar_t>(
+        m, {xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), state.ssm.mutable_data_ptr<scalar_t>(),
             y.mutable_data_ptr<float>()});
+  });
   return y;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common.h"
+#include "rounding.h"
 
 namespace granite4_neuron {
 
@@ -16,20 +17,22 @@ struct MixerWeights {
 // A layer's recurrent state, which a call advances in place.
 struct MixerState {
   at::Tensor conv;  // [slots, channels, width - 1], in the dtype of the inputs
-  at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32
+  at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32, bfloat16 or float16
 };
 
-// Of each row of the batch: its number of real tokens, and the slots where its state is read and written. A write slot
-// of -1, which steps of one token have none of, says that the state is not written.
+// Of each row of the batch: its number of real tokens, the slots where its state is read and written, and its first
+// token's place in the sequence. A write slot of -1, which steps of one token have none of, says that the state is not
+// written.
 struct Rows {
-  const int64_t *lengths, *read_slots, *write_slots;
+  const int64_t *lengths, *read_slots, *write_slots, *starts;
 };
 
 // groups: of B and C. chunk_size: tokens that are scanned at once. heads_per_task: states that a thread of `decode`
-// takes at a time. dt_low, dt_high: the limits of step sizes.
+// takes at a time. dt_low, dt_high: the limits of step sizes. rounding: of SSM states that are not float32.
 struct MixerSettings {
   int64_t groups, chunk_size, heads_per_task;
   float dt_low, dt_high;
+  Rounding rounding;
 };
 
 // One call. The constants are made of the weights anew each time, which takes a fraction of a microsecond: so there are

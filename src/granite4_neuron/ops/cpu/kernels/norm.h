@@ -2,11 +2,12 @@
 #pragma once
 
 #include "common.h"
+#include "parallel.h"
 
 namespace granite4_neuron {
 
-// Values that one thread has done by the time that others would have been woken.
-constexpr int64_t ALONE = 65536;
+// Values that one thread has done by the time that others have noticed.
+constexpr int64_t ALONE = 16384;
 
 // to = x * silu(z) for `count` channels, or x where z is null; returns the sum of squares.
 template <typename X, typename Z>
@@ -61,7 +62,7 @@ inline at::Tensor rms_norm(
       const auto* w = weight.const_data_ptr<scalar_t>();
       auto* out = y.mutable_data_ptr<scalar_t>();
       int64_t x_stride = x.stride(0), z_stride = z.has_value() ? z->stride(0) : 0;
-      at::parallel_for(0, rows, std::max<int64_t>(1, ALONE / channels), [&](int64_t begin, int64_t end) {
+      parallel_tasks(rows, std::max<int64_t>(1, ALONE / channels), [&](int64_t begin, int64_t end) {
         std::vector<float> gated(width);
         for (int64_t row = begin; row < end; row++) {
           for (int64_t from = 0; from < channels; from += width) {
@@ -82,8 +83,8 @@ inline at::Tensor rms_norm(
   return y;
 }
 
-template <typename T>
-inline void silu_and_mul(const T* gate, const T* up, T* to, int64_t count) {
+template <typename X, typename T>
+inline void silu_and_mul(const X* gate, const X* up, T* to, int64_t count) {
   int64_t i = 0;
   for (; i + PAIR <= count; i += PAIR) {
     auto [g_first, g_second] = load_pair(gate + i);
@@ -103,7 +104,7 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
   GRANITE4_DISPATCH(x.scalar_type(), "silu_and_mul", [&] {
     const auto* from = x.const_data_ptr<scalar_t>();
     auto* to = y.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {
+    parallel_tasks(rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
         const scalar_t* gate = from + row * 2 * width;
         silu_and_mul(gate, gate + width, to + row * width, width);
@@ -122,7 +123,7 @@ inline at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double 
   float factor = static_cast<float>(alpha);
   GRANITE4_DISPATCH(y.scalar_type(), "residual_add", [&] {
     const auto* b = y.const_data_ptr<scalar_t>();
-    at::parallel_for(0, x.numel(), ALONE, [&](int64_t begin, int64_t end) {
+    parallel_tasks(x.numel(), ALONE, [&](int64_t begin, int64_t end) {
       int64_t i = begin;
       for (; i + PAIR <= end; i += PAIR) {
         auto [first, second] = load_pair(b + i);

@@ -96,9 +96,11 @@ inline void advance_paged(
     int64_t head) {
   float* of_head = states.data + head * m.head_dim * m.d_state;
   const float* from = of_head + rows.page(row, rows.source_column(row)) * states.page_stride;
+  StateStores<float> unrounded(m.settings.rounding, 0, m.head_dim, m.d_state);
   for (int64_t t = 0; t < rows.length(row); t++) {
     float* to = of_head + rows.state_page(row, t) * states.page_stride;
-    update_state(tokens.part(rows.starts[row] + t, 1), {from, to}, m.head_dim, m.d_state);
+    HeadTokens token = tokens.part(rows.starts[row] + t, 1);
+    update_state<float>(token, {from, to}, m, head, unrounded);
     from = to;
   }
 }
@@ -153,7 +155,7 @@ inline at::Tensor paged_mamba_mixer(
       " columns where ", columns, " are needed");
 
   // One row of the mixer's own kind, whose tokens are those of all sequences.
-  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr}, settings,
+  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr}, settings,
           as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
   at::Tensor y = at::zeros({tokens, m.inner()}, projected.options().dtype(at::kFloat));
   at::Tensor xBC = at::empty({tokens, channels}, y.options()), dt = at::empty({tokens, heads}, y.options());
@@ -181,7 +183,7 @@ inline at::Tensor paged_mamba_mixer(
       }
     });
   });
-  ScanViews views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
+  ScanViews<float> views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
   PagedStates states{state.ssm.mutable_data_ptr<float>(), state.ssm.stride(0)};
   parallel_tasks(rows.sequences * heads, settings.heads_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {

@@ -10,10 +10,13 @@
 namespace granite4_neuron {
 
 // What the second half reads and writes: inputs after their activation, step sizes, states and results.
+//
+// S is the dtype of states, which are computed in float32 and rounded where they are stored.
+template <typename S>
 struct ScanViews {
   const float* xBC;  // [batch, tokens, channels], with channels = inner + 2 * groups * d_state
   const float* dt;   // [batch, tokens, heads]
-  float* ssm_state;  // [slots, heads, head_dim, d_state]
+  S* ssm_state;      // [slots, heads, head_dim, d_state]
   float* y;          // [batch, tokens, inner]
 };
 
@@ -33,7 +36,8 @@ struct HeadTokens {
   }
 };
 
-inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
+template <typename S>
+inline HeadTokens head_tokens(const Mixer& m, const ScanViews<S>& views, int64_t row, int64_t head) {
   int64_t first = row * m.tokens, groups_width = m.settings.groups * m.d_state;
   const float* x = views.xBC + first * m.channels;
   const float* B = x + m.inner() + m.group_of(head) * m.d_state;
@@ -49,50 +53,103 @@ inline HeadTokens head_tokens(const Mixer& m, const ScanViews& views, int64_t ro
 
 // A head's state before and after a call, each [head_dim, d_state]; they may be the same. `to` is null where the state
 // is not to be written.
+template <typename S>
 struct HeadState {
-  const float* from;
-  float* to;
+  const S* from;
+  S* to;
 };
 
-inline HeadState head_state(const Mixer& m, const ScanViews& views, int64_t row, int64_t head) {
+template <typename S>
+inline HeadState<S> head_state(const Mixer& m, const ScanViews<S>& views, int64_t row, int64_t head) {
   int64_t size = m.head_dim * m.d_state;
   int64_t slot = m.rows.write_slots[row];
   return {views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
           slot < 0 ? nullptr : views.ssm_state + (slot * m.heads + head) * size};
 }
 
-// state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
-inline void update_state(const HeadTokens& token, HeadState state, int64_t head_dim, int64_t d_state) {
-  const float *x = token.x.data, *B = token.B.data, *C = token.C.data;
-  float dt = *token.dt.data, decay = std::exp(dt * token.A);
-  Vec keep(decay);
-  for (int64_t p = 0; p < head_dim; p++) {
-    float dt_x = dt * x[p];
-    Vec add(dt_x), total(0.0f);
-    const float* old = state.from + p * d_state;
-    float* now = state.to + p * d_state;
-    int64_t n = 0;
-    for (; n + LANES <= d_state; n += LANES) {
-      Vec value = at::vec::fmadd(keep, Vec::loadu(old + n), add * Vec::loadu(B + n));
-      value.store(now + n);
-      total = at::vec::fmadd(value, Vec::loadu(C + n), total);
-    }
-    float rest = 0.0f;
-    for (; n < d_state; n++) {
-      now[n] = decay * old[n] + dt_x * B[n];
-      rest += now[n] * C[n];
-    }
-    token.y.data[p] = sum(total) + rest + token.D * x[p];
+// How a state's values are stored in S: rounded, or as they are.
+template <typename S>
+struct StateStores : StateRounding {
+  using StateRounding::StateRounding;
+};
+
+template <>
+struct StateStores<float> {
+  StateStores(const Rounding&, int64_t, int64_t, int64_t) {}
+  void start_rows(int64_t, int64_t) {}
+  void store_one(float* to, int64_t, int64_t, float value) {
+    *to = value;
   }
+  void store(float* to, int64_t, int64_t, Vec first, Vec second) {
+    store_pair(to, first, second);
+  }
+};
+
+// `update_state` for rows p to p + ROWS - 1 of the state.
+template <int ROWS, typename S>
+inline void update_rows(
+    const HeadTokens& token, HeadState<S> state, int64_t p, int64_t d_state, float decay, StateStores<S>& stores) {
+  const float *x = token.x.data + p, *B = token.B.data, *C = token.C.data;
+  const S* old = state.from + p * d_state;
+  S* now = state.to + p * d_state;
+  float dt_x[ROWS], rest[ROWS] = {};
+  Vec totals[ROWS], add[ROWS], keep(decay);
+  int64_t shared = p % SHARED_ROWS;
+  for (int r = 0; r < ROWS; r++) {
+    dt_x[r] = *token.dt.data * x[r];
+    add[r] = Vec(dt_x[r]);
+    totals[r] = Vec(0.0f);
+  }
+  int64_t n = 0;
+  for (; n + PAIR <= d_state; n += PAIR) {
+    Vec first_B = Vec::loadu(B + n), second_B = Vec::loadu(B + n + LANES);
+    Vec first_C = Vec::loadu(C + n), second_C = Vec::loadu(C + n + LANES);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+      auto [first, second] = load_pair(old + r * d_state + n);
+      first = at::vec::fmadd(keep, first, add[r] * first_B);
+      second = at::vec::fmadd(keep, second, add[r] * second_B);
+      stores.store(now + r * d_state + n, shared + r, n, first, second);
+      totals[r] = at::vec::fmadd(second, second_C, at::vec::fmadd(first, first_C, totals[r]));
+    }
+  }
+  for (; n < d_state; n++) {
+    for (int r = 0; r < ROWS; r++) {
+      float value = std::fma(decay, static_cast<float>(old[r * d_state + n]), dt_x[r] * B[n]);
+      stores.store_one(now + r * d_state + n, shared + r, n, value);
+      rest[r] = std::fma(value, C[n], rest[r]);
+    }
+  }
+  for (int r = 0; r < ROWS; r++) token.y.data[p + r] = sum(totals[r]) + rest[r] + token.D * x[r];
+}
+
+// state <- exp(dt A) state + dt x (outer) B for one head and its first token; y = state . C + D x.
+//
+// stores: of the head's sequence at this token.
+template <typename S>
+inline void update_state(
+    const HeadTokens& token, HeadState<S> state, const Mixer& m, int64_t head, StateStores<S> stores) {
+  float decay = std::exp(*token.dt.data * token.A);
+  auto update = [&]<int ROWS>(int64_t p) {
+    stores.start_rows(head, p);
+    update_rows<ROWS>(token, state, p, m.d_state, decay, stores);
+  };
+  int64_t p = 0;
+  // Rows that share random numbers go together. In float32 none do, and memory is faster in one stream than in several.
+  if constexpr (IS_REDUCED<S>)
+    for (; p + SHARED_ROWS <= m.head_dim; p += SHARED_ROWS) update.template operator()<SHARED_ROWS>(p);
+  for (; p < m.head_dim; p++) update.template operator()<1>(p);
 }
 
 // One token of every sequence.
-inline void decode(const Mixer& m, const ScanViews& views) {
+template <typename S>
+inline void decode(const Mixer& m, const ScanViews<S>& views) {
   parallel_tasks(m.batch * m.heads, m.settings.heads_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
       if (m.rows.lengths[row] == 0) continue;
-      update_state(head_tokens(m, views, row, head), head_state(m, views, row, head), m.head_dim, m.d_state);
+      StateStores<S> stores(m.settings.rounding, m.rows.starts[row], m.head_dim, m.d_state);
+      update_state(head_tokens(m, views, row, head), head_state(m, views, row, head), m, head, stores);
     }
   });
 }
@@ -130,15 +187,35 @@ struct HeadScan {
         dt_x(CHUNK * columns), out(CHUNK * columns), decayed(CHUNK * CHUNK), log_decay(CHUNK), segment(CHUNK),
         chunk_end_x(CHUNK * columns) {}
 
-  // scores: of `chunk_scores`, chunk by chunk.
-  void run(const HeadTokens& tokens, const float* scores, HeadState of_head) {
+  // scores: of `chunk_scores`, chunk by chunk. round: what becomes of the state after so many tokens.
+  template <typename S, typename Round>
+  void run(const HeadTokens& tokens, const float* scores, HeadState<S> of_head, const Round& round) {
     for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = of_head.from[p * d_state + n];
-    for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK)
-      chunk(tokens.part(start, CHUNK), scores);
+      for (int64_t n = 0; n < d_state; n++)
+        state[n * columns + p] = static_cast<float>(of_head.from[p * d_state + n]);
+    for (int64_t start = 0; start < tokens.length; start += CHUNK, scores += CHUNK * CHUNK) {
+      HeadTokens of_chunk = tokens.part(start, CHUNK);
+      chunk(of_chunk, scores);
+      round(*this, start + of_chunk.length);
+    }
     if (of_head.to == nullptr) return;
     for (int64_t p = 0; p < head_dim; p++)
-      for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = state[n * columns + p];
+      for (int64_t n = 0; n < d_state; n++) of_head.to[p * d_state + n] = static_cast<S>(state[n * columns + p]);
+  }
+
+  // The state as if it had been stored in S.
+  template <typename S>
+  void round_state(int64_t head, StateStores<S> stores) {
+    std::vector<float> row(round_up(d_state, PAIR));
+    std::vector<S> rounded(row.size());
+    for (int64_t p = 0; p < head_dim; p++) {
+      for (int64_t n = 0; n < d_state; n++) row[n] = state[n * columns + p];
+      int64_t shared = p % SHARED_ROWS;
+      if (shared == 0) stores.start_rows(head, p);
+      for (int64_t n = 0; n < d_state; n += PAIR)
+        stores.store(&rounded[n], shared, n, Vec::loadu(&row[n]), Vec::loadu(&row[n + LANES]));
+      for (int64_t n = 0; n < d_state; n++) state[n * columns + p] = static_cast<float>(rounded[n]);
+    }
   }
 
  private:
@@ -204,12 +281,15 @@ struct HeadScan {
 };
 
 // Any number of tokens of every sequence.
-template <int64_t CHUNK>
-inline void scan(const Mixer& m, const ScanViews& views) {
+//
+// A state in a reduced dtype is rounded after each chunk, as it is between two steps: so it does not matter at which
+// ends of chunks a prompt is cut into steps.
+template <int64_t CHUNK, typename S>
+inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t groups = m.settings.groups, heads_per_group = m.heads / groups;
   int64_t chunks = (m.tokens + CHUNK - 1) / CHUNK, block = CHUNK * CHUNK;
   std::vector<float> scores(m.batch * groups * chunks * block);
-  at::parallel_for(0, m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * groups * chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / (groups * chunks), group = task / chunks % groups, start = task % chunks * CHUNK;
@@ -218,25 +298,35 @@ inline void scan(const Mixer& m, const ScanViews& views) {
       chunk_scores<CHUNK>(of_group.part(start, CHUNK), m.d_state, &scores[task * block], scratch);
     }
   });
-  at::parallel_for(0, m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(m.batch * m.heads, 1, [&](int64_t begin, int64_t end) {
     HeadScan<CHUNK> head_scan(m.head_dim, m.d_state);
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads;
       if (m.rows.lengths[row] == 0) continue;
       const float* of_group = &scores[(row * groups + m.group_of(head)) * chunks * block];
-      head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head));
+      auto round = [&](HeadScan<CHUNK>& of_head, int64_t tokens) {
+        if constexpr (IS_REDUCED<S>) {
+          int64_t position = m.rows.starts[row] + tokens - 1;
+          of_head.template round_state<S>(head, {m.settings.rounding, position, m.head_dim, m.d_state});
+        }
+      };
+      head_scan.run(head_tokens(m, views, row, head), of_group, head_state(m, views, row, head), round);
     }
   });
 }
 
-using Recurrence = void (*)(const Mixer&, const ScanViews&);
+inline void check_chunk_size(int64_t chunk_size) {
+  TORCH_CHECK(
+      chunk_size == 32 || chunk_size == 64 || chunk_size == 128, "chunk_size is ", chunk_size,
+      "; it must be 32, 64 or 128");
+}
 
-inline Recurrence recurrence(int64_t tokens, int64_t chunk_size) {
-  if (tokens == 1) return decode;
-  if (chunk_size == 32) return scan<32>;
-  if (chunk_size == 64) return scan<64>;
-  TORCH_CHECK(chunk_size == 128, "chunk_size is ", chunk_size, "; it must be 32, 64 or 128");
-  return scan<128>;
+template <typename S>
+inline void recur(const Mixer& m, const ScanViews<S>& views) {
+  if (m.tokens == 1) return decode(m, views);
+  if (m.settings.chunk_size == 32) return scan<32>(m, views);
+  if (m.settings.chunk_size == 64) return scan<64>(m, views);
+  return scan<128>(m, views);
 }
 
 }  // namespace granite4_neuron

@@ -1,0 +1,96 @@
+"""`granite4-neuron chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+
+from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
+from granite4_neuron.commands.chat_session import COMMANDS, Session
+from granite4_neuron.commands.options import (
+    add_arithmetic,
+    add_backend,
+    add_cpu_options,
+    add_model,
+    add_sampling,
+    at_least,
+    load_runtime,
+    model_or_bundled,
+)
+from granite4_neuron.commands.reuse import add_speculation, drafter, num_bytes
+
+CACHE_SIZE = "2GiB"
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Talk to a model, turn by turn. Each turn runs its new tokens only. Ctrl-C stops an answer, Ctrl-D "
+        "leaves, and /help lists what else can be typed. Without a terminal each line of standard input is a message.",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    add_model(chat)
+    add_arithmetic(chat)
+    add_cpu_options(chat)
+    add_backend(chat)
+    chat.add_argument(
+        "--max-tokens", type=at_least(1), default=2048, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    chat.add_argument(
+        "--max-length", type=at_least(2), metavar="N", help="of the conversation, in tokens (default: the model's)"
+    )
+    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
+    add_sampling(chat)
+    chat.add_argument(
+        "--prefix-cache",
+        default=CACHE_SIZE,
+        metavar="SIZE",
+        help="memory for what turns leave behind, to which /undo and /retry go back (default: %(default)s)",
+    )
+    add_speculation(chat.add_argument_group("speculation"))
+    chat.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    max_bytes = num_bytes(options.prefix_cache)
+    is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
+    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
+    # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.engine import Engine, PrefixCache, Request, with_overrides
+    from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
+
+    cache = PrefixCache(runtime, max_bytes, None)
+    drafts, draft_tokens = drafter(options, runtime, tokenizer, 1)
+    engine = Engine(
+        runtime,
+        1,
+        max_length=options.max_length,
+        tokenizer=tokenizer,
+        prefix_cache=cache,
+        drafter=drafts,
+        draft_tokens=draft_tokens,
+    )
+    request = Request(
+        (),
+        max_tokens=options.max_tokens,
+        sampling=with_overrides(
+            runtime.generation_config,
+            options.temperature,
+            options.top_k,
+            options.top_p,
+            options.min_p,
+            options.repetition_penalty,
+        ),
+        seed=options.seed,
+        stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
+        stop=tuple(options.stop),
+    )
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+        encoder.encode(
+            [{"role": "user", "content": "a message"}]
+        )  # whether there is a template, before anything is typed
+        conversation = Conversation(engine, cache, encoder, request, options.system)
+        messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
+        return Session(conversation, messages, is_terminal).run()

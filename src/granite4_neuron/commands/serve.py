@@ -1,0 +1,144 @@
+"""`granite4-neuron serve`: an OpenAI-compatible server over one engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from granite4_neuron.commands.options import (
+    EXAMPLES,
+    add_arithmetic,
+    add_backend,
+    add_cpu_options,
+    add_model,
+    at_least,
+    load_runtime,
+    model_or_bundled,
+)
+from granite4_neuron.commands.output import write
+from granite4_neuron.commands.reuse import add_speculation, drafter, num_bytes
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.runtime.interface import Runtime
+
+EXIT_FAILED = 1
+_PREFIX_CACHE = "1GiB"
+_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model with OpenAI's API",
+        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM or Ctrl-C: then what has "
+        "begun is finished, and what is new is refused.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(serve)
+    add_arithmetic(serve)
+    add_cpu_options(serve)
+    add_backend(serve)
+    address = serve.add_argument_group("clients")
+    address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    address.add_argument("--port", type=at_least(0), default=8000, metavar="N", help="0 for any (default: %(default)s)")
+    address.add_argument("--api-key", metavar="KEY", help="what clients must present (default: nothing)")
+    address.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call the model (default: the end of --model)"
+    )
+    limits = serve.add_argument_group("limits")
+    limits.add_argument(
+        "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--max-queue",
+        type=at_least(0),
+        default=64,
+        metavar="N",
+        help="texts that may wait; beyond them clients are told to come again (default: %(default)s)",
+    )
+    limits.add_argument(
+        "--max-model-len",
+        type=at_least(2),
+        default=8192,
+        metavar="N",
+        help="tokens of a text, prompt and new ones (default: %(default)s, or the model's longest if that is less)",
+    )
+    limits.add_argument(
+        "--max-tokens",
+        type=at_least(1),
+        metavar="N",
+        help="new tokens of a text (default: what fits behind its prompt)",
+    )
+    limits.add_argument(
+        "--max-body", default="4MiB", metavar="SIZE", help="the longest body of a request (default: %(default)s)"
+    )
+    reuse = serve.add_argument_group("reuse and speculation")
+    reuse.add_argument(
+        "--prefix-cache",
+        metavar="SIZE",
+        help=f"memory for what prompts begin with, 0 for none (default: {_PREFIX_CACHE})",
+    )
+    add_speculation(reuse)
+    serve.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serve needs {' and '.join(missing)}; install them with: pip install granite4-neuron[serve].")
+    max_body = num_bytes(options.max_body)
+    # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.engine import Engine
+    from granite4_neuron.serving.sequences import Limits
+    from granite4_neuron.serving.server import Server, bind
+
+    with bind(options.host, options.port) as listener:
+        name = model_or_bundled(options)
+        runtime, tokenizer = load_runtime(options, name)
+        cache = _prefix_cache(options, runtime)
+        drafts, draft_tokens = drafter(options, runtime, tokenizer, options.max_num_seqs)
+        engine = Engine(
+            runtime,
+            options.max_num_seqs,
+            max_length=options.max_model_len,
+            tokenizer=tokenizer,
+            prefix_cache=cache,
+            drafter=drafts,
+            draft_tokens=draft_tokens,
+        )
+        model = options.served_model_name or Path(name).name
+        server = Server(
+            runtime,
+            tokenizer,
+            engine,
+            cache,
+            num_sequences=options.max_num_seqs,
+            max_queue=options.max_queue,
+            limits=Limits(engine.max_length, options.max_tokens),
+            model=model,
+            api_key=options.api_key,
+            max_body=max_body,
+            on_start=lambda port: write(f"Serving {model} at http://{options.host}:{port}/v1"),
+        )
+        return 0 if server.serve_on(listener) else EXIT_FAILED
+
+
+def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | None:
+    """On unless it is switched off, or the runtime makes no snapshots and nobody asked for it.
+
+    Raises:
+        UserError: the size is none, or it was asked for and cannot be had.
+    """
+    from granite4_neuron.engine import PrefixCache
+
+    if options.prefix_cache is None and "snapshot" in runtime.cannot:
+        print(f"There is no prefix cache: {runtime.cannot['snapshot']}", file=sys.stderr)
+        return None
+    max_bytes = num_bytes(options.prefix_cache or _PREFIX_CACHE)
+    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=True) if max_bytes else None

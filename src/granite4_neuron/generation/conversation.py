@@ -1,0 +1,240 @@
+"""A conversation with a model: each turn goes on from the state that the turns before left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
+from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
+from granite4_neuron.engine.request import check_tokens
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.chat import ConversationEncoder
+from granite4_neuron.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a person said, and what the model answered.
+
+    system: the system message at that time.
+    prompt: all tokens of the conversation up to where the assistant speaks.
+    generated: the tokens of the answer, with the one that ended it, if any.
+    finish_reason: "stop" (a stop token or stop string), "length", or "interrupted".
+    """
+
+    system: str | None
+    user: str
+    answer: str
+    prompt: Sequence[int]
+    generated: Sequence[int]
+    finish_reason: str
+
+    @property
+    def stored(self) -> list[int]:
+        """The tokens whose state is kept: a token that is generated last is chosen, and not run."""
+        return [*self.prompt, *self.generated[:-1]]
+
+
+class Conversation:
+    """Asks an engine of one sequence, turn after turn. To be used by one thread.
+
+    Tokens of answers stay as they were generated, also where a tokenizer would cut their text in another way. So each
+    turn's prompt begins with what the turn before left in the prefix cache, and only the rest of it is run.
+
+    Args:
+        engine: with a tokenizer and with `cache`.
+        cache: where the states are.
+        encoder: of the engine's tokenizer.
+        request: how answers are made; its tokens are not used. With a seed, answers draw from seed, seed + 1, ...
+        system: the system message, which may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: PrefixCache,
+        encoder: ConversationEncoder,
+        request: Request,
+        system: str | None = None,
+    ):
+        self.system = system
+        self.turns: list[Turn] = []
+        self.last_stats = GenerationStats()
+        self._engine = engine
+        self._cache = cache
+        self._encoder = encoder
+        self._request = request
+        self._num_answers = 0
+        self._is_interrupted = False
+
+    def ask(self, user: str, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
+        """Say something; gives out the answer piece by piece, and adds the turn when the answer ends.
+
+        A turn that is interrupted before its answer begins, or not read to its end, is not added.
+
+        Args:
+            user: the message.
+            progress: called with (prompt tokens done, prompt tokens in all) after each step of the prompt.
+
+        Raises:
+            UserError: the message is no text, the conversation is too long, or the model's logits are not finite.
+        """
+        self._is_interrupted = False
+        prompt = self._prompt(user)
+        seed = None if self._request.seed is None else self._request.seed + self._num_answers
+        self._num_answers += 1
+        before = replace(self._engine.stats)
+        id = self._engine.add(replace(self._request, tokens=prompt, seed=seed))
+        answer, generated, reason = "", [], None
+        try:
+            while reason is None:
+                for output in self._engine.step():
+                    _raise_error(output)
+                    answer += output.text
+                    generated.append(output.token)
+                    reason = output.finish_reason
+                    yield output.text
+                if progress is not None and not generated:
+                    stats = _difference(self._engine.stats, before)
+                    progress(stats.prompt_tokens + stats.cached_tokens, len(prompt))
+                if self._is_interrupted and reason is None:
+                    reason = "interrupted"
+                    text = self._engine.finish(id)
+                    answer += text
+                    yield text
+        finally:
+            self._engine.cancel(id)
+            self.last_stats = _difference(self._engine.stats, before)
+        if generated:
+            self.turns.append(Turn(self.system, user, answer, prompt, generated, reason))
+
+    def interrupt(self) -> None:
+        """End the answer after the step that runs. May be called by a signal handler."""
+        self._is_interrupted = True
+
+    def undo(self) -> Turn:
+        """Take back the last turn, and return it.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not self.turns:
+            raise UserError("there is no turn to take back.")
+        return self.turns.pop()
+
+    def clear(self) -> None:
+        """Take back all turns. The system message stays."""
+        self.turns.clear()
+
+    def save(self, file: Path) -> None:
+        """Write the conversation and its state.
+
+        Raises:
+            UserError: there is no turn yet, its state has made room for others, or the file cannot be written.
+        """
+        if not self.turns:
+            raise UserError("there is nothing to save yet.")
+        snapshot = self._cache.export(self.turns[-1].stored)
+        if snapshot is None:
+            raise UserError("the conversation's state is not in the prefix cache any more; give it more memory.")
+        replace(snapshot, note=json.dumps({"system": self.system, "turns": self._saved_turns()})).save(file)
+
+    def load(self, file: Path) -> None:
+        """Go on with a conversation that was saved; the one so far is given up.
+
+        Raises:
+            UserError: the file cannot be read, holds none, or one with another model or dtype.
+        """
+        runtime = self._engine.runtime
+        snapshot = Snapshot.load(file, runtime.dtype, runtime.fingerprint)
+        if not snapshot.note:
+            raise UserError(f"{file} holds the state of a prompt, and no conversation.")
+        try:
+            note = json.loads(snapshot.note)
+            system, turns = note["system"], _loaded_turns(note["turns"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} is damaged ({error}); save the conversation again.") from None
+        for turn in turns:
+            check_tokens(turn.stored, runtime.config.vocab_size, f"the conversation in {file}")
+        self._cache.load(snapshot)
+        self.system, self.turns = system, turns
+
+    @property
+    def cache_stats(self) -> PrefixCacheStats:
+        return self._cache.stats
+
+    @property
+    def max_length(self) -> int:
+        """Of the conversation, in tokens."""
+        return self._engine.max_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all that was said."""
+        return len(self.turns[-1].prompt) + len(self.turns[-1].generated) if self.turns else 0
+
+    def _prompt(self, user: str) -> list[int]:
+        """The next turn's tokens: those of the last turn as they are, and what the template adds behind them."""
+        messages = self._messages()
+        tokens = self._encoder.encode([*messages, _message("user", user)])
+        last = self.turns[-1] if self.turns else None
+        if last is None or last.system != self.system or self._is_cut_by_text(last):
+            return tokens
+        # The same part of the conversation as the template and the tokenizer spell it.
+        spelled = [*self._encoder.encode(messages[:-1]), *self._encoder.encode_text(last.answer)]
+        if tokens[: len(spelled)] != spelled:
+            return tokens  # the template changes what was said before
+        ended = last.generated[-1] in self._request.stop_token_ids
+        return [*last.prompt, *last.generated[: -1 if ended else None], *tokens[len(spelled) :]]
+
+    def _is_cut_by_text(self, turn: Turn) -> bool:
+        """Whether tokens were generated that are not in the answer, as they spell a stop string."""
+        return turn.finish_reason == "stop" and turn.generated[-1] not in self._request.stop_token_ids
+
+    def _messages(self) -> list[Mapping[str, str]]:
+        messages = [_message("system", self.system)] if self.system else []
+        for turn in self.turns:
+            messages += [_message("user", turn.user), _message("assistant", turn.answer)]
+        return messages
+
+    def _saved_turns(self) -> list[dict]:
+        """Each with the tokens only that the turn before does not have."""
+        saved, before = [], []
+        for turn in self.turns:
+            start = common_length(before, turn.prompt)
+            saved.append({**asdict(turn), "start": start, "prompt": list(turn.prompt[start:])})
+            before = [*turn.prompt, *turn.generated]
+        return saved
+
+
+def _loaded_turns(saved: Sequence[Mapping]) -> list[Turn]:
+    """The reverse of `_saved_turns`."""
+    turns, before = [], []
+    for values in saved:
+        values = dict(values)
+        start = values.pop("start")
+        turn = Turn(**{**values, "prompt": [*before[:start], *values["prompt"]]})
+        if not turn.generated or not isinstance(turn.user, str) or not isinstance(turn.answer, str):
+            raise ValueError("a turn is incomplete")
+        turns.append(turn)
+        before = [*turn.prompt, *turn.generated]
+    return turns
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _raise_error(output: Output) -> None:
+    if output.error is not None:
+        raise UserError(output.error)
+
+
+def _difference(after: GenerationStats, before: GenerationStats) -> GenerationStats:
+    """What has come between two moments."""
+    return GenerationStats(
+        **{field.name: getattr(after, field.name) - getattr(before, field.name) for field in fields(GenerationStats)}
+    )

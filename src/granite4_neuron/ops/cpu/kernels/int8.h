@@ -1,0 +1,104 @@
+// Weights in int8 with a scale per row, as ops.int8 has them: multiplied as the whole numbers that they are.
+#pragma once
+
+#include "weight.h"
+
+namespace granite4_neuron {
+
+inline Vec load_int8(const int8_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  float values[LANES];
+  for (int64_t i = 0; i < LANES; i++) values[i] = from[i];
+  return Vec::loadu(values);
+#endif
+}
+
+// A tile's steps, and behind them its rows' scales. See `PlainTiles` for what these functions are.
+template <typename T>
+struct Int8Tiles {
+  using Value = int8_t;
+  using Arithmetic = typename ArithmeticOf<T>::type;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS;
+  static constexpr bool LOADING_IS_WORK = true;
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+  static Bfloat16Pairs::Operand load_pairs(const char* step) {
+    __m512i values = _mm512_loadu_si512(step), sizes = _mm512_abs_epi8(values);
+    __m512i low = look_up(LOW, sizes), high = look_up(HIGH, sizes);
+    high = _mm512_or_si512(high, _mm512_and_si512(values, _mm512_set1_epi8(-128)));  // the signs
+    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
+  }
+#elif defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+  static Bfloat16Pairs::Operand load_pairs(const char* step) {
+    __m512i values = _mm512_loadu_si512(step);
+    __m512i signs = _mm512_movm_epi8(_mm512_movepi8_mask(values));
+    return {as_pairs(_mm512_unpacklo_epi8(values, signs)), as_pairs(_mm512_unpackhi_epi8(values, signs))};
+  }
+#endif
+
+  static typename Arithmetic::Operand load(const char* step) {
+    if constexpr (Arithmetic::COLUMNS == 2) {
+      return load_pairs(step);
+    } else {
+      typename Arithmetic::Operand weights;
+      for (int v = 0; v < Arithmetic::VECTORS; v++)
+        weights[v] = load_int8(reinterpret_cast<const int8_t*>(step) + v * LANES);
+      return weights;
+    }
+  }
+  // Pairs lie so that unpacking bytes, which goes by 128 bits, gives the first and the second 16 rows.
+  static int64_t offset(int64_t row, int64_t column) {
+    if constexpr (Arithmetic::COLUMNS == 1) return row;
+    return row % 16 / 4 * 16 + row / 16 * 8 + row % 4 * 2 + column;
+  }
+  static int64_t scales_offset(int64_t columns) {
+    return steps_of<Arithmetic>(columns) * STEP_BYTES;
+  }
+  static int64_t tile_bytes(int64_t columns) {
+    return scales_offset(columns) + TILE * sizeof(float);
+  }
+  static void finish(const char* tile, int64_t columns, typename Arithmetic::Total& total) {
+    const auto* scales = reinterpret_cast<const float*>(tile + scales_offset(columns));
+    for (int v = 0; v < Arithmetic::VECTORS; v++) total[v] = total[v] * Vec::loadu(scales + v * LANES);
+  }
+  static float value(const char* tile, int64_t columns, int64_t row, int8_t value) {
+    return value * reinterpret_cast<const float*>(tile + scales_offset(columns))[row];
+  }
+  static void add_scales(char* tile, int64_t columns, const float* scales, int64_t count) {
+    std::memcpy(tile + scales_offset(columns), scales, count * sizeof(float));
+  }
+  static void check(const Weight& weight, const at::Tensor& values, const std::optional<at::Tensor>& scales) {
+    TORCH_CHECK(scales.has_value() && scales->is_contiguous() && scales->scalar_type() == at::kFloat);
+    TORCH_CHECK(scales->numel() == weight.experts * weight.rows && values.numel() == scales->numel() * weight.columns);
+  }
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+ private:
+  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32: whole numbers from -127 to 127 are
+  // numbers of bfloat16 too, and 64 of them are looked up at a time, in half the instructions that conversions take.
+  static constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
+    std::array<uint8_t, 128> bytes{};
+    for (int i = 0; i < 128; i++) bytes[i] = std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift & 0xff;
+    return bytes;
+  }
+  static constexpr std::array<uint8_t, 128> LOW = bfloat16_bytes(16), HIGH = bfloat16_bytes(24);
+#if defined(__AVX512VBMI__)
+  static __m512i look_up(const std::array<uint8_t, 128>& table, __m512i at) {
+    return _mm512_permutex2var_epi8(_mm512_loadu_si512(&table[0]), at, _mm512_loadu_si512(&table[64]));
+  }
+#else
+  static __m512bh as_pairs(__m512i int16) {
+    __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(int16, 16), 16));
+    __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(int16, 16));
+    __m512i upper = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(0xffff0000));
+    return (__m512bh)_mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
+  }
+#endif
+#endif
+};
+
+}  // namespace granite4_neuron

@@ -1,0 +1,159 @@
+// A matrix of weights as products read it: tiles of 32 rows, one after another, each of which is one run of addresses.
+//
+// Within a tile columns come one step after another: a step has all rows' values of one column or of a pair. So a product
+// adds up each of its results in the order of the columns, in a lane of its own, and the sum is the same bit by bit
+// however many vectors there are and whichever thread takes the tile. A format says what a step is, see `PlainTiles`.
+#pragma once
+
+#include <torch/custom_class.h>
+
+#include "common.h"
+#include "parallel.h"
+
+namespace granite4_neuron {
+
+constexpr int64_t TILE = 32;  // rows
+
+// Rows of the last tile, and columns of the last step, that the matrix does not have are zeros.
+inline int64_t tiles_of(int64_t rows) {
+  return (rows + TILE - 1) / TILE;
+}
+
+// Sums in float32, of products in float32: one column a step.
+struct Floats {
+  static constexpr int64_t COLUMNS = 1;
+  static constexpr int VECTORS = TILE / LANES;
+  using Input = float;  // what the vectors are converted to
+  using Operand = std::array<Vec, VECTORS>;
+  using Total = std::array<Vec, VECTORS>;
+
+  static void add(Total& total, const Operand& weights, const Input* x) {
+    Vec factor(*x);
+    for (int v = 0; v < VECTORS; v++) total[v] = at::vec::fmadd(weights[v], factor, total[v]);
+  }
+};
+
+template <typename T>
+struct ArithmeticOf {
+  using type = Floats;
+};
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+// Sums in float32, of pairs of products of bfloat16, which are exact.
+struct Bfloat16Pairs {
+  static constexpr int64_t COLUMNS = 2;
+  static constexpr int VECTORS = TILE / LANES;
+  using Input = at::BFloat16;
+  using Operand = std::array<__m512bh, VECTORS>;
+  using Total = std::array<Vec, VECTORS>;
+
+  static void add(Total& total, const Operand& weights, const Input* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, sizeof(pair));
+    __m512bh factors = (__m512bh)_mm512_set1_epi32(pair);
+    for (int v = 0; v < VECTORS; v++) total[v] = Vec(_mm512_dpbf16_ps(total[v], weights[v], factors));
+  }
+};
+
+template <>
+struct ArithmeticOf<at::BFloat16> {
+  using type = Bfloat16Pairs;
+};
+#endif
+
+template <typename Arithmetic>
+inline int64_t steps_of(int64_t columns) {
+  return (columns + Arithmetic::COLUMNS - 1) / Arithmetic::COLUMNS;
+}
+
+enum class Format : int64_t { PLAIN, INT8 };
+
+// A matrix, or one of each expert, packed. Made once; products only read it.
+struct Weight : torch::CustomClassHolder {
+  at::Tensor bytes;      // of all experts' tiles, one after another
+  at::ScalarType dtype;  // of the vectors that it is multiplied by
+  Format format;
+  int64_t experts, rows, columns, tile_bytes;
+
+  const char* tile(int64_t expert, int64_t number) const {
+    return static_cast<const char*>(bytes.const_data_ptr()) + (expert * tiles_of(rows) + number) * tile_bytes;
+  }
+};
+
+using WeightPointer = c10::intrusive_ptr<Weight>;
+
+// Weights in the dtype T of the vectors.
+//
+// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES; LOADING_IS_WORK,
+// whether many vectors are better off with steps that are loaded once; `load`, a step as the arithmetic's operand;
+// `offset`, where a step has a value, in bytes; `tile_bytes`, of a whole tile; `finish`, what becomes of sums when all
+// columns are added up; `value`, one of them as a number; `add_scales`, which puts those of a tile's rows into it; `check`, of the tensors that a weight is to be packed from.
+template <typename T>
+struct PlainTiles {
+  using Value = T;
+  using Arithmetic = typename ArithmeticOf<T>::type;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T);
+  static constexpr bool LOADING_IS_WORK = false;
+
+  static typename Arithmetic::Operand load(const char* step) {
+    const T* values = reinterpret_cast<const T*>(step);
+    typename Arithmetic::Operand weights;
+    if constexpr (Arithmetic::COLUMNS == 2) {
+      for (int v = 0; v < Arithmetic::VECTORS; v++)
+        std::memcpy(&weights[v], values + v * 2 * LANES, sizeof(weights[v]));
+    } else {
+      for (int v = 0; v < Arithmetic::VECTORS; v += 2)
+        std::tie(weights[v], weights[v + 1]) = load_pair(values + v * LANES);
+    }
+    return weights;
+  }
+  static int64_t offset(int64_t row, int64_t column) {
+    return (row * Arithmetic::COLUMNS + column) * sizeof(T);
+  }
+  static int64_t tile_bytes(int64_t columns) {
+    return steps_of<Arithmetic>(columns) * STEP_BYTES;
+  }
+  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+  static float value(const char*, int64_t, int64_t, T value) {
+    return static_cast<float>(value);
+  }
+  static void add_scales(char*, int64_t, const float*, int64_t) {}
+  static void check(const Weight& weight, const at::Tensor& values, const std::optional<at::Tensor>& scales) {
+    TORCH_CHECK(values.numel() == weight.experts * weight.rows * weight.columns && !scales.has_value());
+  }
+};
+
+// Put the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
+template <typename Tiles>
+inline void pack_tiles(
+    const typename Tiles::Value* values, const float* scales, int64_t experts, int64_t rows, int64_t columns, char* to) {
+  constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
+  int64_t tiles = tiles_of(rows), bytes = Tiles::tile_bytes(columns);
+  parallel_tasks(experts * tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; task++) {
+      int64_t first = task % tiles * TILE, count = std::min(TILE, rows - first), row = task / tiles * rows + first;
+      char* tile = to + task * bytes;
+      std::memset(tile, 0, bytes);
+      for (int64_t column = 0; column < columns; column++)
+        for (int64_t r = 0; r < count; r++)
+          std::memcpy(
+              tile + column / STEP * Tiles::STEP_BYTES + Tiles::offset(r, column % STEP),
+              values + (row + r) * columns + column, sizeof(typename Tiles::Value));
+      if (scales != nullptr) Tiles::add_scales(tile, columns, scales + row, count);
+    }
+  });
+}
+
+// One row of a tile in float32.
+template <typename Tiles>
+inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
+  constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
+  for (int64_t column = 0; column < columns; column++) {
+    typename Tiles::Value value;
+    std::memcpy(
+        &value, tile + column / STEP * Tiles::STEP_BYTES + Tiles::offset(row, column % STEP), sizeof(value));
+    to[column] = Tiles::value(tile, columns, row, value);
+  }
+}
+
+}  // namespace granite4_neuron

@@ -1,0 +1,68 @@
+"""Matrices of weights in tiles, as the fused kernels read them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from granite4_neuron.ops.cpu.build import kernel
+from granite4_neuron.ops.weight import Format, Weight
+
+_PLAIN = "plain"
+
+
+class PackedWeight:
+    """A matrix, or one of each expert, in tiles; see ops/cpu/kernels/weight.h.
+
+    handle: what kernels take.
+    """
+
+    def __init__(self, shape: torch.Size, format: Format | None, handle: torch.ScriptObject, memory: torch.Tensor):
+        self.shape, self.handle = shape, handle
+        self._format, self._memory = format, memory
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._format is not None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.rows(torch.arange(math.prod(self.shape[:-1]))).view(self.shape).to(dtype)
+
+    def expert(self, number: int) -> torch.Tensor:
+        """One expert's matrix [rows, columns] in float32."""
+        _, rows, _ = self.shape
+        return self.rows(torch.arange(number * rows, (number + 1) * rows))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows, those of all experts counted through: [...] ids to [..., columns] in float32."""
+        return kernel("weight_rows")(self.handle, ids)
+
+
+class Pack:
+    """`ops.operators.Pack`: matrices that are tensors of the activations' dtype, or quantized, into tiles."""
+
+    def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> PackedWeight:
+        if isinstance(weight, PackedWeight):
+            return weight
+        is_plain = isinstance(weight, torch.Tensor)
+        values, scales = (weight.detach(), None) if is_plain else (weight.values, weight.scales)
+        format = None if is_plain else weight.format
+        if out is None:
+            out = torch.empty(self.num_bytes(weight.shape, dtype, format), dtype=torch.uint8)
+        handle = kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
+        return PackedWeight(weight.shape, format, handle, out)
+
+    def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
+        return kernel("packed_bytes")(shape, _name(format), dtype)
+
+
+def _name(format: Format | None) -> str:
+    return _PLAIN if format is None else format.name
+
+
+pack = Pack()

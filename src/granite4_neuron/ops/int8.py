@@ -1,0 +1,57 @@
+"""Weights in int8 with one scale per output channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from granite4_neuron.ops.weight import Format, QuantizedWeight
+
+_LARGEST = 127
+_PART = 2**16  # values that are quantized at a time, in cache
+
+
+class Int8(Format):
+    """The nearest multiples of a row's largest absolute value / 127: symmetric, without a zero point.
+
+    values: int8, like the matrix; scales: float32, [..., rows].
+    """
+
+    name = "int8"
+
+    def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        return {"": (shape, torch.int8), "_scale": (shape[:-1], torch.float32)}
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
+        return QuantizedWeight(self, *quantize_per_channel(weight), weight.shape)
+
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+        return (weight.values.float() * weight.scales[..., None]).to(dtype)
+
+
+INT8 = Int8()
+
+
+def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Int8.quantize`.
+
+    Returns:
+        (values in int8, like weight; scale in float32, [..., rows]), with weight ~ values * scale. Each value is off by
+        half a scale at most. A row of zeros has the scale 1, a row that is not finite one that is not.
+    """
+    columns = weight.shape[-1]
+    values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scale = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
+    parts = [
+        tensor.split(max(1, _PART // columns))
+        for tensor in (weight.reshape(-1, columns), values.view(-1, columns), scale.view(-1))
+    ]
+    for rows, to_values, to_scale in zip(*parts, strict=True):
+        rows = rows.to(torch.float32, copy=True)
+        torch.linalg.vector_norm(rows, torch.inf, dim=-1, out=to_scale)
+        to_scale /= _LARGEST
+        # Less than a normal number of float32 is as good as zero, and no divisor.
+        to_scale.masked_fill_(to_scale < torch.finfo(torch.float32).tiny, 1.0)
+        to_values.copy_(rows.div_(to_scale[:, None]).round_())
+    return values, scale

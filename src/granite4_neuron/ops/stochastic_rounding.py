@@ -1,0 +1,99 @@
+"""Rounding to a 16-bit dtype up or down by chance, so that the mean of many roundings is the value itself.
+
+A state that is rounded after every token loses, under rounding to nearest, every change below half the spacing of its
+dtype's values: a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
+
+Random numbers are a function of a seed and of what is rounded; there is no generator, whose state would depend on who
+else is served. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence, of
+the position of the token whose state it is, and of a stream, which is a layer's number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+_COUNTERS = 8  # for a run of a row's values: each has 128 bits, and a value takes 16
+_RUN = 64
+_SHARED_ROWS = 4  # have their random numbers in common, but for a quarter of the range from one to the next
+_WORD = 0xFFFFFFFF
+# Multipliers and key increments of Salmon et al. 2011.
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+
+class Rounding(NamedTuple):
+    """Where the random numbers of a state's rounding come from.
+
+    seed: 64 bits, Philox's key.
+    stream: 32 bits; states that should not be rounded alike have different ones.
+    rounds: of Philox. 7 are the fewest that pass all tests of BigCrush (Salmon et al. 2011, table 2).
+    """
+
+    seed: int = 0
+    stream: int = 0
+    rounds: int = 7
+
+
+def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
+    """Random words of counters: [..., 4] to [..., 4], both int64 tensors of 32-bit words.
+
+    Args:
+        key: 64 bits.
+
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.
+    """
+    a, b, c, d = counter.unbind(-1)
+    low, high = key & _WORD, key >> 32 & _WORD
+    for _ in range(rounds):
+        # A product takes 64 bits and wraps to a negative number; its halves are right all the same.
+        of_a, of_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b = (of_c >> 32 & _WORD) ^ b ^ low, of_c & _WORD
+        c, d = (of_a >> 32 & _WORD) ^ d ^ high, of_a & _WORD
+        low, high = low + _INCREMENTS[0] & _WORD, high + _INCREMENTS[1] & _WORD
+    return torch.stack([a, b, c, d], -1)
+
+
+def stochastic_round(
+    values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
+) -> torch.Tensor:
+    """`values` as one of the two closest numbers of `dtype`, the upper one with a probability that is the value's
+    distance from the lower one, in units of the distance between both.
+
+    It is exact for the bits that float32 has and `dtype` has not: 13 for float16, 16 for bfloat16. Finite values beyond
+    float16's largest become that; infinities and NaN stay.
+
+    Args:
+        values: [batch, ..., head_dim, d_state], float32; states of different sequences.
+        dtype: float16 or bfloat16.
+        positions: [batch], int64; of the tokens whose states they are.
+
+    Returns:
+        like values, in `dtype`.
+    """
+    dropped = 13 if dtype == torch.float16 else 16
+    largest = torch.finfo(dtype).max if dtype == torch.float16 else math.inf
+    binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spacing = binade.clamp(torch.finfo(dtype).smallest_normal, 2.0**127) * 2.0 ** (dropped - 23)
+    parts = torch.round(values.nan_to_num(0, 0, 0).abs() / spacing * 2**dropped).long()
+    units = parts + (_random_bits(values.shape, positions, rounding) >> 16 - dropped) >> dropped
+    rounded = (units.float() * spacing).clamp(max=largest).copysign(values)
+    return rounded.where(values.isfinite(), values).to(dtype)
+
+
+def _random_bits(shape: torch.Size, positions: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """16 bits for each value [batch, ..., head_dim, d_state], int64."""
+    batch, (head_dim, columns) = shape[0], shape[-2:]
+    heads, groups, runs = shape[1:-2].numel(), -(-head_dim // _SHARED_ROWS), -(-columns // _RUN)
+    elements = torch.arange(heads * groups * runs * _COUNTERS, device=positions.device).expand(batch, -1)
+    stream = torch.full_like(elements, rounding.stream)
+    counter = torch.stack([elements, positions[:, None].expand_as(elements), stream, torch.zeros_like(elements)], -1)
+    words = philox_4x32(counter, rounding.seed, rounding.rounds)
+    # A vector of 16 words has a pair of each counter's: first their low halves are used, then the high ones.
+    words = words.view(batch, heads * groups, runs, _COUNTERS, 2, 2).transpose(3, 4).flatten(-2)[..., None, :]
+    bits = torch.cat([words & 0xFFFF, words >> 16], -2).reshape(batch, heads, groups, 1, runs * _RUN)
+    quarters = torch.arange(_SHARED_ROWS, device=positions.device)[:, None] * (2**16 // _SHARED_ROWS)
+    bits = (bits + quarters & 0xFFFF).flatten(2, 3)
+    return bits[:, :, :head_dim, :columns].reshape(shape)

@@ -1,0 +1,179 @@
+"""How well a model predicts a text, and how far its predictions lie from those of another."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row, Runtime, require
+
+_ROWS = 64  # of logits at a time: with 100,000 entries of a vocabulary 51 MB in float64
+_DECODE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens start to stop - 1 of a text, run as a sequence of its own.
+
+    scored: the first token whose probability counts; those before are context.
+    """
+
+    start: int
+    scored: int
+    stop: int
+
+
+@dataclass
+class Score:
+    """What a model says to a text. Grows while it is measured.
+
+    tokens: how many were scored.
+    nats: -ln of their probability, all of them together.
+    divergence: Kullback-Leibler divergence from the first model's next-token distributions to this one's, in nats,
+        summed over the scored tokens.
+    run_tokens, seconds: what the steps took, without the scoring.
+    """
+
+    tokens: int = 0
+    nats: float = 0.0
+    divergence: float = 0.0
+    run_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def perplexity(self) -> float:
+        """Per token; infinity where it is no number of double precision."""
+        return _exp(self.nats / self.tokens)
+
+    def perplexity_per_byte(self, num_bytes: int) -> float:
+        """Over the scored tokens' bytes: independent of how the tokenizer cuts."""
+        return _exp(self.nats / num_bytes)
+
+    @property
+    def mean_divergence(self) -> float:
+        return self.divergence / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run_tokens / self.seconds
+
+
+def one_window(length: int) -> list[Window]:
+    """The whole text as one sequence, whose state is carried from its start to its end."""
+    return [Window(0, 1, length)] if length > 1 else []
+
+
+def sliding_windows(length: int, window: int, stride: int) -> list[Window]:
+    """Windows that begin every `stride` tokens, of which each scores what the one before has not seen.
+
+    So each token but the first of the text has at least `window - stride` tokens before it, or the text's start. Where
+    `stride` is `window` the first token of each window has none, and is not scored.
+
+    Raises:
+        UserError: the window has fewer than two tokens, or the stride is not between 1 and the window.
+    """
+    if window < 2:
+        raise UserError(f"the window is {window}, and must be at least 2 tokens: one is the context of the other.")
+    if not 1 <= stride <= window:
+        raise UserError(f"the stride is {stride}; it must be at least 1 and at most the window, {window}.")
+    windows, seen = [], 0
+    for start in range(0, length, stride):
+        stop = min(start + window, length)
+        scored = max(seen, start + 1)
+        if scored < stop:
+            windows.append(Window(start, scored, stop))
+        seen = stop
+        if stop == length:
+            break
+    return windows
+
+
+def measure(
+    runtimes: Sequence[Runtime],
+    tokens: Sequence[int],
+    windows: Sequence[Window],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Score]:
+    """Score a text with one model or several, which take each chunk of it in turns.
+
+    Args:
+        runtimes: of models with one vocabulary. The first is the one from which divergence is counted.
+        tokens: of the text.
+        windows: which parts of it are run, and which tokens of them are scored.
+        progress: called with (tokens run, tokens to run).
+
+    Raises:
+        UserError: a runtime cannot give logits of all tokens, or has no room for the longest window; nothing is
+            scored; or logits are not finite.
+    """
+    for runtime in runtimes:
+        require(runtime, "all_logits")
+    if not windows:
+        raise UserError(f"the text has {len(tokens)} tokens; at least 2 are needed: one is the context of the other.")
+    longest = max(window.stop - window.start for window in windows)
+    states = [runtime.allocate(1, longest) for runtime in runtimes]
+    scores = [Score() for _ in runtimes]
+    tokens_per_step = min(runtime.tokens_per_step for runtime in runtimes)
+    done, total = 0, sum(window.stop - window.start - 1 for window in windows)
+    for window in windows:
+        last = window.stop - 1  # is predicted, and need not be run
+        for start in range(window.start, last, tokens_per_step):
+            stop = min(start + tokens_per_step, last)
+            row = Row(1, start - window.start, tokens[start:stop])
+            logits = [_step(*each, row) for each in zip(runtimes, states, scores, strict=True)]
+            first = max(start, window.scored - 1)  # the logits after it say what the token behind it is
+            _add(scores, [of_one[first - start :] for of_one in logits], tokens[first + 1 : stop + 1])
+            done += stop - start
+            if progress is not None:
+                progress(done, total)
+    if not all(math.isfinite(score.nats) for score in scores):
+        raise UserError("the text cannot be scored: the model's logits are not finite.")
+    return scores
+
+
+def decode_seconds(runtimes: Sequence[Runtime], tokens: Sequence[int]) -> list[float]:
+    """What one more token of one sequence takes each runtime: the median over the first tokens of a text, in turns."""
+    states = [runtime.allocate(1, _DECODE_TOKENS) for runtime in runtimes]
+    seconds: list[list[float]] = [[] for _ in runtimes]
+    for position, token in enumerate(tokens[:_DECODE_TOKENS]):
+        for runtime, state, of_one in zip(runtimes, states, seconds, strict=True):
+            started = time.perf_counter()
+            runtime.step(state, [Row(1, position, [token])])
+            of_one.append(time.perf_counter() - started)
+    return [statistics.median(of_one) for of_one in seconds]
+
+
+def _step(runtime: Runtime, state: object, score: Score, row: Row) -> torch.Tensor:
+    """Logits after every token of a row, [tokens, vocab_size]."""
+    started = time.perf_counter()
+    logits = runtime.step(state, [row], all_logits=True)[0, : len(row.tokens)]
+    score.seconds += time.perf_counter() - started
+    score.run_tokens += len(row.tokens)
+    return logits
+
+
+def _add(scores: Sequence[Score], logits: Sequence[torch.Tensor], targets: Sequence[int]) -> None:
+    """Add tokens to each model's score; logits [tokens, vocab_size] are those that predict them."""
+    for start in range(0, len(targets), _ROWS):
+        expected = torch.tensor(targets[start : start + _ROWS])[:, None]
+        reference = None
+        for score, of_one in zip(scores, logits, strict=True):
+            log_probabilities = of_one[start : start + _ROWS].double().log_softmax(-1)
+            reference = log_probabilities if reference is None else reference
+            score.tokens += len(expected)
+            score.nats -= log_probabilities.gather(1, expected).sum().item()
+            score.divergence += F.kl_div(log_probabilities, reference, reduction="sum", log_target=True).item()
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,194 @@
+"""From the engine's outputs to the bodies of OpenAI's responses, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts:
+    """What single tokens look like."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer = tokenizer.backend_tokenizer
+
+    def text(self, token: int) -> str:
+        """Its text; where it is no whole character, its spelling in the vocabulary."""
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if text and _REPLACEMENT not in text:
+            return text
+        return self._tokenizer.id_to_token(token) or f"token_id:{token}"
+
+    def texts(self, tokens: Sequence[int]) -> str:
+        """Of tokens together."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def bytes(self, token: int) -> list[int] | None:
+        """Its text in UTF-8; None where it is no whole character."""
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if _REPLACEMENT in text else list(text.encode())
+
+
+class Answer(ABC):
+    """What has come of one request's sequences so far.
+
+    Args:
+        texts: of the model's tokens.
+        model: its name.
+        requests: the sequences, `choices` for each prompt.
+        choices: how many.
+    """
+
+    _id_prefix: str
+    _kind: str
+    _chunk_kind: str
+
+    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], choices: int):
+        self._texts = texts
+        self._requests = requests
+        self._choices = choices
+        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._outputs: list[list[Output]] = [[] for _ in requests]
+
+    def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
+        """Take in what a step brought; returns the new outputs of each sequence that has any."""
+        new: dict[int, list[Output]] = {}
+        for index, output in batch:
+            new.setdefault(index, []).append(output)
+        for index, outputs in new.items():
+            self._outputs[index] += outputs
+        return new
+
+    def chunk(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
+        """What a stream says of the new outputs of a sequence."""
+        is_first = len(outputs) == len(self._outputs[index])
+        choice = {"index": index, **self._delta(index, outputs, is_first)}
+        choice["finish_reason"] = outputs[-1].finish_reason
+        return {**self._head, "object": self._chunk_kind, "choices": [choice]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """What a stream says at its end, if it is asked to."""
+        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}
+
+    def whole(self) -> dict[str, Any]:
+        """The response, once all sequences have ended."""
+        choices = [
+            {"index": index, **self._all(index, outputs), "finish_reason": outputs[-1].finish_reason}
+            for index, outputs in enumerate(self._outputs)
+        ]
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        """Choices of one prompt share it."""
+        firsts = range(0, len(self._requests), self._choices)
+        prompt_tokens = sum(len(self._requests[index].tokens) for index in firsts)
+        completion_tokens = sum(map(self._new_tokens, self._outputs))
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self._outputs[index][0].prompt.cached_tokens for index in firsts)
+            },
+        }
+
+    def _new_tokens(self, outputs: Sequence[Output]) -> int:
+        return len(outputs)
+
+    @abstractmethod
+    def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
+        """The part of a choice that new outputs make."""
+
+    @abstractmethod
+    def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
+        """A whole choice."""
+
+
+class CompletionAnswer(Answer):
+    """Of /v1/completions."""
+
+    _id_prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: CompletionBody):
+        super().__init__(texts, model, requests, body.n)
+        self._echo = body.echo
+        self._prompt_only = body.max_tokens == 0
+        self._offsets = [0] * len(requests)  # in characters, where the next token begins
+
+    def _new_tokens(self, outputs: Sequence[Output]) -> int:
+        return 0 if self._prompt_only else len(outputs)
+
+    def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
+        return self._delta(index, outputs, True)
+
+    def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
+        request, echoes = self._requests[index], self._echo and is_first
+        shown = [] if self._prompt_only else outputs
+        text = self._texts.texts(request.tokens) if echoes else ""
+        text += "".join(output.text for output in shown)
+        if request.logprobs is None:
+            return {"text": text, "logprobs": None}
+        new = [output.logprob for output in shown]
+        return {"text": text, "logprobs": self._logprobs(index, new, outputs[0].prompt if echoes else None)}
+
+    def _logprobs(self, index: int, new: Sequence[TokenLogprob], prompt: PromptReport | None) -> dict[str, Any]:
+        """Of the prompt's tokens, if they are shown, and of new ones; the prompt's first one has none."""
+        reports = [*(prompt.logprobs if prompt else ()), *new]
+        first = [self._requests[index].tokens[0]] if prompt else []
+        tokens = [self._texts.text(token) for token in (*first, *(report.token for report in reports))]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        unknown = [None] * len(first)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [*unknown, *(report.logprob for report in reports)],
+            "top_logprobs": [*unknown, *map(self._top, reports)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, report: TokenLogprob) -> dict[str, float]:
+        """The token itself is always there. Of tokens that look the same, the likeliest is."""
+        pairs = sorted({(report.token, report.logprob), *report.top}, key=lambda pair: pair[1])
+        return {self._texts.text(token): logprob for token, logprob in pairs}
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions."""
+
+    _id_prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
+        super().__init__(texts, model, requests, body.n)
+
+    def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
+        text = "".join(output.text for output in outputs)
+        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(index, outputs)}
+
+    def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if is_first else {}
+        text = "".join(output.text for output in outputs)
+        return {"delta": {**role, "content": text}, "logprobs": self._logprobs(index, outputs)}
+
+    def _logprobs(self, index: int, outputs: Sequence[Output]) -> dict[str, Any] | None:
+        if self._requests[index].logprobs is None:
+            return None
+        content = []
+        for report in (output.logprob for output in outputs):
+            top = [self._described(token, logprob) for token, logprob in report.top]
+            content.append({**self._described(report.token, report.logprob), "top_logprobs": top})
+        return {"content": content}
+
+    def _described(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.bytes(token)}

@@ -1,0 +1,274 @@
+"""The server's routes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from granite4_neuron.engine import Request
+from granite4_neuron.errors import UserError
+from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
+from granite4_neuron.serving.engine_thread import Batch, EngineThread, Generation
+from granite4_neuron.serving.errors import RequestError, json_response
+from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody, parse
+from granite4_neuron.serving.sequences import SequenceMaker
+
+_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+@dataclass
+class Service:
+    """What the routes need.
+
+    model: its name.
+    api_key: what clients must present; None for nothing.
+    max_body: bytes of a request.
+    is_ending: whether new requests are refused.
+    """
+
+    model: str
+    engine: EngineThread
+    maker: SequenceMaker
+    texts: TokenTexts
+    metrics: Metrics
+    api_key: str | None
+    max_body: int
+    is_ending: bool = False
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application; the engine's thread runs as long as it does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        try:
+            yield
+        finally:
+            service.engine.close()
+            service.maker.close()
+
+    # Without pages of documentation, which would load scripts from elsewhere.
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    for kind in (RequestError, UserError, HTTPException, ClientGone):
+        app.add_exception_handler(kind, _error_response)
+    routes = _Routes(service)
+    app.add_route("/v1/models", routes.models, methods=["GET"])
+    app.add_route("/v1/completions", routes.completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_route("/health", routes.health, methods=["GET"])
+    app.add_route("/metrics", routes.metrics, methods=["GET"])
+    return _Gate(app, service)
+
+
+class _Routes:
+    def __init__(self, service: Service):
+        self._service = service
+        self._started = int(time.time())
+
+    async def models(self, _: HTTPRequest) -> Response:
+        model = {"id": self._service.model, "object": "model", "created": self._started, "owned_by": "granite4-neuron"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def health(self, _: HTTPRequest) -> Response:
+        if self._service.is_ending or not self._service.engine.is_alive:
+            raise RequestError(503, "the server is ending.")
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def completions(self, http: HTTPRequest) -> Response:
+        body = parse(CompletionBody, await self._read(http))
+        self._check_model(body)
+        requests = await self._service.maker.of_completion(body)
+        return await self._answer(http, body, CompletionAnswer(*self._parts(requests), body), requests)
+
+    async def chat_completions(self, http: HTTPRequest) -> Response:
+        body = parse(ChatBody, await self._read(http))
+        self._check_model(body)
+        requests = await self._service.maker.of_chat(body)
+        return await self._answer(http, body, ChatAnswer(*self._parts(requests), body), requests)
+
+    def _parts(self, requests: Sequence[Request]) -> tuple[TokenTexts, str, Sequence[Request]]:
+        return self._service.texts, self._service.model, requests
+
+    async def _read(self, http: HTTPRequest) -> bytes:
+        """The body, as far as it may be long."""
+        body = bytearray()
+        async for part in http.stream():
+            body += part
+            if len(body) > self._service.max_body:
+                raise RequestError(413, f"the body is longer than {self._service.max_body} bytes.")
+        return bytes(body)
+
+    def _check_model(self, body: GenerationBody) -> None:
+        if body.model not in (None, self._service.model):
+            raise RequestError(404, f"there is no model {body.model}; this is {self._service.model}.", "model")
+
+    async def _answer(
+        self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
+    ) -> Response:
+        """The whole answer, or, once there is a first token, a stream."""
+        generation = self._service.engine.submit(requests)
+        is_handed_on = False
+        try:
+            if not body.stream:
+                return await _unless_gone(http.receive, self._whole(generation, answer))
+            batches = aiter(generation)
+            first = await _unless_gone(http.receive, anext(batches))
+            is_handed_on = True
+            events = _events(first, batches, answer, body.wants_usage)
+            return _EventStream(events, on_end=lambda: self._service.engine.end(generation))
+        finally:
+            if not is_handed_on:
+                self._service.engine.end(generation)
+
+    async def _whole(self, generation: Generation, answer: Answer) -> Response:
+        async for batch in generation:
+            _raise_errors(batch)
+            answer.add(batch)
+        return json_response(answer.whole())
+
+
+async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
+    """Of a stream; an error is its last one."""
+    try:
+        async for batch in _chained(first, batches):
+            _raise_errors(batch)
+            for index, outputs in answer.add(batch).items():
+                chunk = answer.chunk(index, outputs)
+                yield json.dumps({**chunk, "usage": None} if wants_usage else chunk)
+        if wants_usage:
+            yield json.dumps(answer.usage_chunk())
+        yield "[DONE]"
+    except RequestError as error:
+        yield json.dumps(error.body)
+
+
+async def _chained(first: Batch, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
+    yield first
+    async for batch in batches:
+        yield batch
+
+
+def _raise_errors(batch: Batch) -> None:
+    for _, output in batch:
+        if output.error is not None:
+            raise RequestError(500, output.error)
+
+
+class _EventStream(Response):
+    """Server-sent events, until they or the client have gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]):
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["Content-Length"]
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            pass  # and with it the connection
+        finally:
+            self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+Result = TypeVar("Result")
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
+    """What the work comes to.
+
+    Raises:
+        ClientGone: the client went away first, and the work was cancelled.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def awaited() -> Result:
+        return await work
+
+    tasks = working, _ = asyncio.create_task(awaited()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Gate:
+    """Before all routes: who may come in, and how many were answered in which way."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"] if scope["path"] in _PATHS else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._service.metrics.answered(path, message["status"])
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            return await refusal.response(scope, receive, counted)
+        return await self._app(scope, receive, counted)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        if self._service.is_ending and scope["method"] == "POST":
+            return RequestError(
+                503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
+            )
+        if self._service.api_key is None or scope["path"] == "/health":
+            return None
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, b"Bearer " + self._service.api_key.encode()):
+            return None
+        return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")
+
+
+async def _error_response(_: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        wrong = "there is no such path" if error.status_code == 404 else "the path has no such method"
+        return RequestError(error.status_code, f"{wrong}; there are {', '.join(_PATHS)}.", None, error.headers).response
+    return (error if isinstance(error, RequestError) else RequestError(400, str(error))).response

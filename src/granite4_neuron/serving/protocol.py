@@ -1,0 +1,213 @@
+"""What clients may send: the bodies of OpenAI's requests, as far as they are supported, and a few fields of vLLM's.
+
+A field that is not here is refused by name. A field that is null is as if it were not there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from granite4_neuron.engine.request import MOST_TOP_LOGPROBS
+from granite4_neuron.engine.sampling import SAMPLING_RANGES, check_sampling, is_whole
+from granite4_neuron.errors import UserError
+from granite4_neuron.serving.errors import RequestError
+
+MOST_CHOICES = 128
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 1000  # characters
+
+TextOrTokens = str | list[int]
+
+
+def _stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    is_right = (
+        isinstance(texts, list)
+        and len(texts) <= MOST_STOP_STRINGS
+        and all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP_STRING for text in texts)
+    )
+    if not is_right:
+        raise UserError(
+            f"it must be a text or a list of up to {MOST_STOP_STRINGS}, each of 1 to {LONGEST_STOP_STRING} characters."
+        )
+    return texts
+
+
+def _prompts(value: Any) -> list[TextOrTokens]:
+    several = value if isinstance(value, list) and not _is_prompt(value) else [value]
+    if not several or not all(map(_is_prompt, several)):
+        raise UserError("it must be a text, a list of token ids, or a list of such, and nothing of it empty.")
+    return several
+
+
+def _is_prompt(value: Any) -> bool:
+    is_tokens = isinstance(value, list) and all(map(is_whole, value))
+    return bool(value) and (isinstance(value, str) or is_tokens)
+
+
+def _content(value: Any) -> str:
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(map(_is_text_part, parts)):
+        raise UserError('it must be a text, or a list of parts of the type "text".')
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    is_right = isinstance(part, dict) and part.keys() == {"type", "text"}
+    return is_right and part["type"] == "text" and isinstance(part["text"], str)
+
+
+def _logit_bias(value: Any) -> dict[int, Any]:
+    if not isinstance(value, dict) or not all(name.isascii() and name.isdecimal() for name in value):
+        raise UserError("it must be an object of numbers by token id.")
+    for bias in value.values():
+        check_sampling({"logit_bias": bias})
+    return {int(name): bias for name, bias in value.items()}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return (
+            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class Message(_Strict):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+
+
+class GenerationBody(_Strict):
+    """What both kinds of requests have. Sampling options that are None are the checkpoint's."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
+    seed: int | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @field_validator(*(SAMPLING_RANGES.keys() - {"logit_bias"}))
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        check_sampling({info.field_name: value})
+        return value
+
+    @model_validator(mode="after")
+    def _stream_options_of_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise _Conflict("stream_options", "it is only for stream: true.")
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """Of /v1/completions."""
+
+    prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise _Conflict("max_tokens", "it may be 0 only with echo: true.")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report with each; None for no report at all."""
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    """Of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _Conflict("top_logprobs", "it is only for logprobs: true.")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise _Conflict("max_tokens", "it is the old name of max_completion_tokens; give one of them.")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `CompletionBody.num_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class _Conflict(ValueError):
+    """Fields that do not go together; the first argument is the one to name."""
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """A request's body.
+
+    Raises:
+        RequestError: 400, it is not JSON, or has a field that is wrong or not supported, which the message names.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def _refusal(error: ErrorDetails) -> RequestError:
+    field = ".".join(map(str, error["loc"])) or None
+    reason = error.get("ctx", {}).get("error")
+    message = error["msg"].rstrip(".") + "."
+    if isinstance(reason, _Conflict):
+        field, message = reason.args
+    elif isinstance(reason, UserError):
+        message = str(reason)
+    if error["type"] == "extra_forbidden":
+        return RequestError(400, f"{field} is a field that this server does not support; leave it out.", field)
+    if field is None:
+        return RequestError(400, f"the body is not a request in JSON ({message.rstrip('.')}).")
+    if message.startswith(f"{field} is "):
+        return RequestError(400, message, field)
+    return RequestError(400, f"{field}: {message[0].lower()}{message[1:]}", field)

@@ -1,0 +1,105 @@
+"""From a request's body to the sequences that the engine runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine import Request, with_overrides
+from granite4_neuron.engine.request import check_tokens
+from granite4_neuron.generation import ConversationEncoder
+from granite4_neuron.generation.loop import end_of_sequence_tokens
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_length: tokens of a sequence, prompt and new ones. max_tokens: new ones, or None."""
+
+    max_length: int
+    max_tokens: int | None
+
+
+class SequenceMaker:
+    """Encodes prompts, and checks what can be checked without the engine.
+
+    Args:
+        runtime, tokenizer: whose sequences they will be.
+        limits: of each of them.
+    """
+
+    def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
+        self._encoder = ConversationEncoder(tokenizer)
+        self._defaults = runtime.generation_config
+        self._vocab_size = runtime.config.vocab_size
+        self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+        self._limits = limits
+
+    def close(self) -> None:
+        self._encoder.close()
+
+    async def of_completion(self, body: CompletionBody) -> list[Request]:
+        """For each prompt in turn, as many sequences as choices are asked for.
+
+        Raises:
+            RequestError, UserError: the prompt is empty, outside the vocabulary or too long, or more new tokens are
+                asked for than there is room for.
+        """
+        prompts = await asyncio.to_thread(self._encoded, body.prompt)
+        requests: list[Request] = []
+        for number, tokens in enumerate(prompts):
+            which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
+            requests += self._requests(body, tokens, which, body.max_tokens, body.echo)
+        return requests
+
+    async def of_chat(self, body: ChatBody) -> list[Request]:
+        """As `of_completion`; with no number of new tokens given, there is room for as many as fit."""
+        messages = [message.model_dump() for message in body.messages]
+        tokens = await asyncio.to_thread(self._encoder.encode, messages)
+        return self._requests(body, tokens, "messages", body.max_completion_tokens or body.max_tokens, False)
+
+    def _encoded(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        return [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _requests(
+        self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int | None, reports_prompt: bool
+    ) -> list[Request]:
+        check_tokens(tokens, self._vocab_size, which)
+        if body.logit_bias:
+            check_tokens(list(body.logit_bias), self._vocab_size, "logit_bias")
+        options = dict(
+            max_tokens=self._max_tokens(len(tokens), which, max_tokens),
+            sampling=with_overrides(
+                self._defaults, body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty
+            ),
+            stop_token_ids=frozenset() if body.ignore_eos else self._stop_token_ids,
+            stop=body.stop,
+            logit_bias=body.logit_bias,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logprobs=body.num_logprobs,
+            prompt_logprobs=body.num_logprobs if reports_prompt else None,
+        )
+        seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(body.n)]
+        return [Request(tokens, seed=seed, **options) for seed in seeds]
+
+    def _max_tokens(self, prompt_length: int, which: str, asked: int | None) -> int:
+        """At least 1: where a client wants none, one is generated and not shown."""
+        longest, most = self._limits.max_length, self._limits.max_tokens
+        if prompt_length >= longest:
+            raise RequestError(
+                400, f"{which} has {prompt_length} tokens; with one new token at least, {longest} fit.", which
+            )
+        room = min(longest - prompt_length, most or longest)
+        if asked is not None and asked > room:
+            raise RequestError(
+                400,
+                f"max_tokens is {asked}; behind a prompt of {prompt_length} tokens at most {room} new ones fit.",
+                "max_tokens",
+            )
+        return room if asked is None else max(1, asked)

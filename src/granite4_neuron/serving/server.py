@@ -1,0 +1,103 @@
+"""The process that serves: its socket, its signals and its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.serving.answers import TokenTexts
+from granite4_neuron.serving.app import Service, make_app
+from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.sequences import Limits, SequenceMaker
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at that address; nobody can connect yet.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    if port > 65535:  # some systems would take the rest of a division
+        raise UserError(f"the port is {port}, and must be at most 65535.")
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """Serves one model until SIGTERM or SIGINT: then what is new is refused, and what has begun is finished.
+
+    Args:
+        runtime, tokenizer: the model.
+        engine, cache: of the runtime, the engine with the tokenizer.
+        num_sequences: the engine's.
+        max_queue: how many texts may wait for one of those.
+        limits: of a text.
+        model: what clients call it.
+        api_key: what they must present; None for nothing.
+        max_body: bytes of a request.
+        on_start: called with the port once clients can connect.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tokenizer: PreTrainedTokenizerFast,
+        engine: Engine,
+        cache: PrefixCache | None,
+        *,
+        num_sequences: int,
+        max_queue: int,
+        limits: Limits,
+        model: str,
+        api_key: str | None,
+        max_body: int,
+        on_start: Callable[[int], None],
+    ):
+        metrics = Metrics(engine, cache)
+        thread = EngineThread(engine, num_sequences, max_queue, metrics, self._engine_ended)
+        maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
+        self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
+        self._on_start = on_start
+        self._has_failed = False
+        quiet = dict(log_level="warning", access_log=False, server_header=False)
+        super().__init__(uvicorn.Config(make_app(self.service), lifespan="on", ws="none", **quiet))
+
+    def serve_on(self, listener: socket.socket) -> bool:
+        """Serve until the end; false if that is the engine's failure, and nobody asked for it."""
+        # uvicorn raises the signal again once it has answered it, which would end the process with that signal.
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            self.run([listener])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self.service.engine.close()  # where a second Ctrl-C did not wait for the rest
+        return not self._has_failed
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.is_ending = True
+        super().handle_exit(sig, frame)
+
+    def _engine_ended(self) -> None:
+        """Nothing can be served any more; nobody asked for it, unless the server is ending anyway."""
+        self._has_failed = not self.should_exit
+        self.service.is_ending = self.should_exit = True

@@ -1,0 +1,239 @@
+"""Verification, commit and copies of slots on NxD Inference, in its CPU mode, against transformers' uncut sequences."""
+
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row, require
+from test.integration.test_model import CASE, TOLERANCE, cpu_mode, reference_logits  # noqa: F401 (a fixture)
+from test.support import nxdi
+from test.support.checkpoints import Case
+from test.support.verification import Round, streams, verified_error
+
+SLOTS, TOKENS = 3, 4
+OPTIONS = dict(batch_size=SLOTS, ctx_batch_size=1, is_continuous_batching=True, speculation_length=TOKENS)
+
+pytestmark = pytest.mark.usefixtures("cpu_mode")
+
+
+def runtime_of(folder, kernels=None, **options):
+    from granite4_neuron.nxdi import NeuronRuntime
+
+    return NeuronRuntime(nxdi.cpu_model(folder, kernels, **{**OPTIONS, **options}), GenerationConfig())
+
+
+def tokens_and_logits(folder):
+    vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
+    tokens = torch.tensor(streams(vocab_size, SLOTS))
+    return tokens.tolist(), reference_logits(folder, tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(random_checkpoints):
+    return random_checkpoints(CASE["moe"])
+
+
+@pytest.fixture(scope="module")
+def sequences(folder):
+    return tokens_and_logits(folder)
+
+
+@pytest.fixture(scope="class")
+def runtime(cpu_mode, folder):  # noqa: F811
+    return runtime_of(folder)
+
+
+@torch.inference_mode()
+def poison(runtime, lengths=None):
+    """NaN in recurrent state; in caches, which are read with the weight 0 and so are finite, large numbers.
+
+    With `lengths` only the caches behind the ends of sequences.
+    """
+    manager = runtime.model.models[0].model.kv_mgr
+    for idx, kind in enumerate(manager.layer_types):
+        for tensor in manager.past_key_values[2 * idx : 2 * idx + 2]:
+            if kind != MAMBA:
+                for slot, length in enumerate(lengths or [0] * SLOTS):
+                    tensor[slot, :, length:] = 1e3
+            elif lengths is None:
+                tensor.fill_(math.nan)
+
+
+def verification_error(runtime, uncut, prefixes, rounds):
+    return verified_error(
+        runtime,
+        uncut,
+        prefixes,
+        rounds,
+        prepare=lambda state: poison(runtime),
+        after_commit=lambda state, lengths: poison(runtime, lengths),
+    )
+
+
+def step_error(runtime, uncut, row, number):
+    """How far a row's logits are from those of sequence `number`, from 1."""
+    logits = runtime.step(None, [row])[0]
+    return (logits - uncut[number - 1][row.start + len(row.tokens) - 1]).abs().max().nan_to_num(math.inf).item()
+
+
+def copy_error(runtime, tokens, uncut, length):
+    """Of a sequence that goes on in another slot by several tokens and then single ones, as does the one it is of."""
+    poison(runtime)
+    runtime.step(None, [Row(2, 0, tokens[0][:length])])
+    runtime.copy(None, 2, 3, length)
+    errors = [step_error(runtime, uncut, Row(3, length, tokens[0][length : length + 9]), 1)]
+    for slot, start in ((2, length), (3, length + 9), (2, length + 1)):
+        errors.append(step_error(runtime, uncut, Row(slot, start, tokens[0][start : start + 1]), 1))
+    return max(errors)
+
+
+EVERY_COUNT = [[Round((4, 4, 4), (accepted, 4 - accepted, 1))] for accepted in range(5)]
+RAGGED = [
+    [Round((4, 1, 2), (2, 1, 2)), Round((1, 3, 4), (0, 2, 4)), Round((4, 4, 4), (3, 0, 4))],
+    [Round((2, 3, 4), (1, 2, 3))] * 3,
+]
+PREFIXES = ((20, 1, 7), (0, 40, 2))
+
+
+class TestVerification:
+    @pytest.mark.parametrize("rounds", EVERY_COUNT + RAGGED)
+    def test_it_is_as_step(self, rounds, runtime, sequences):
+        for prefixes in PREFIXES:
+            assert verification_error(runtime, sequences[1], prefixes, rounds) <= TOLERANCE
+
+    @pytest.mark.parametrize("case", ["rope", "conv3_no_bias", "untied_head", "attention_only"])
+    def test_models(self, case, random_checkpoints):
+        cases = {**CASE, "attention_only": Case("attention_only", dict(layer_types=("attention",) * 2))}
+        folder = random_checkpoints(cases[case])
+        assert verification_error(runtime_of(folder), tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
+
+    def test_nki_kernels(self, random_checkpoints):
+        sizes = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
+        folder = random_checkpoints(Case("kernels", sizes))
+        runtime = runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki"))
+        assert verification_error(runtime, tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
+
+    def test_at_the_end_of_the_cache(self, runtime, sequences, folder):
+        """Tokens up to the last place; those that only fill the graph have none."""
+        length = nxdi.MAX_LENGTH
+        tokens = torch.tensor(sequences[0][0] * 3)[None, :length]
+        expected = reference_logits(folder, tokens)[0]
+        row = tokens[0].tolist()
+        for left in (1, 2, 3, 4):
+            start = length - left
+            runtime.step(None, [Row(1, 0, row[:start])])
+            verification = runtime.verify(None, [Row(1, start, row[start:])])
+            assert (verification.logits[0] - expected[start:]).abs().max() <= TOLERANCE
+            runtime.commit(None, verification, [left - 1])
+            assert (runtime.step(None, [Row(1, length - 1, row[-1:])])[0] - expected[-1]).abs().max() <= TOLERANCE
+
+    def test_slots_without_a_row_stay(self, runtime, sequences):
+        tokens, uncut = sequences
+        runtime.step(None, [Row(slot, 0, tokens[slot - 1][:30]) for slot in (1, 2, 3)])
+        verification = runtime.verify(None, [Row(2, 30, tokens[1][30:34])])
+        runtime.commit(None, verification, [4])
+        for slot, start in ((1, 30), (2, 34), (3, 30)):
+            row = Row(slot, start, tokens[slot - 1][start : start + 1])
+            assert step_error(runtime, uncut, row, slot) <= TOLERANCE
+
+    def test_more_tokens_than_the_graph_takes(self, runtime, sequences):
+        with pytest.raises(ValueError, match="at most 4 can"):
+            runtime.verify(None, [Row(1, 0, sequences[0][0][:5])])
+
+
+class TestCopies:
+    @pytest.mark.parametrize("length", [1, 2, 3, 40, 100])
+    def test_a_copy_goes_on(self, length, runtime, sequences):
+        assert copy_error(runtime, *sequences, length) <= TOLERANCE
+
+    def test_further_tokens_of_a_prompt(self, runtime, sequences, folder):
+        """In one piece and in several, up to the cache's end."""
+        tokens = torch.tensor(sequences[0][0] * 3)[None, : nxdi.MAX_LENGTH]
+        expected, row = reference_logits(folder, tokens)[0], tokens[0].tolist()
+        for cuts in ((5, 20), (100, nxdi.MAX_LENGTH), (1, 3, 131, 256)):
+            poison(runtime)
+            for start, end in zip((0, *cuts), cuts, strict=False):
+                logits = runtime.step(None, [Row(1, start, row[start:end])])[0]
+                assert (logits - expected[end - 1]).abs().max() <= TOLERANCE
+
+    def test_without_a_graph_for_further_tokens(self, folder, sequences):
+        """Where context encoding takes the longest sequence, further tokens are decoded."""
+        runtime = runtime_of(folder, max_context_length=nxdi.MAX_LENGTH)
+        assert runtime.model.prefill_continuation_model is None
+        assert copy_error(runtime, *sequences, 40) <= TOLERANCE
+
+    def test_refusals(self, folder, runtime):
+        assert set(runtime.cannot) == {"all_logits", "source", "snapshot"}
+        single = runtime_of(folder, batch_size=1, speculation_length=0)
+        for ability, attempt in {
+            "verify": lambda: single.verify(None, [Row(1, 0, [1])]),
+            "copy": lambda: single.copy(None, 1, 1, 1),
+        }.items():
+            for refused in (attempt, lambda ability=ability: require(single, ability)):
+                with pytest.raises(UserError) as error:
+                    refused()
+                assert str(error.value) == single.cannot[ability]
+
+
+def commit_of_all_drafts(runtime, patch):
+    correct = runtime.model.commit
+    patch.setattr(runtime.model, "commit", lambda kept, starts, counts: correct(kept, starts, 0 * counts + TOKENS))
+
+
+def commit_without_the_window(runtime, patch):
+    from granite4_neuron.nxdi.slot_graphs import CommitModel
+
+    correct = CommitModel.advance
+
+    def advance(self, *args):
+        new = correct(self, *args)
+        old = self.written_states()
+        return [state if i % 2 else old[i].data for i, state in enumerate(new)]
+
+    patch.setattr(CommitModel, "advance", advance)
+
+
+def verification_that_writes_state(runtime, patch):
+    from granite4_neuron.nxdi.state import NeuronStep
+
+    patch.setattr(NeuronStep, "write", NeuronStep._write)
+
+
+def verification_without_its_own_tokens(runtime, patch):
+    model = runtime.model.verification_model.model
+    patch.setattr(model, "_end", lambda ids, mask: mask.sum(1, keepdim=True) + 1)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        commit_of_all_drafts,
+        commit_without_the_window,
+        verification_that_writes_state,
+        verification_without_its_own_tokens,
+    ],
+)
+def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
+    runtime = runtime_of(folder)
+    bug(runtime, monkeypatch)
+    assert not verification_error(runtime, sequences[1], PREFIXES[0], RAGGED[1]) <= 3 * TOLERANCE
+
+
+def test_a_copy_that_forgets_the_window_is_seen(folder, sequences, monkeypatch):
+    from granite4_neuron.nxdi.slot_graphs import CopyModel
+
+    runtime, correct = runtime_of(folder), CopyModel.forward
+
+    def forward(self, slots):
+        first, *states = correct(self, slots)
+        kinds = self.kv_mgr.layer_types
+        keep = [kinds[i // 2] == MAMBA and i % 2 == 0 for i in range(len(states))]
+        states = zip(keep, self.written_states(), states, strict=True)
+        return [first, *(old.data if kept else new for kept, old, new in states)]
+
+    monkeypatch.setattr(CopyModel, "forward", forward)
+    assert not copy_error(runtime, *sequences, 40) <= 3 * TOLERANCE

@@ -1,0 +1,434 @@
+"""The server as OpenAI's own client and bare HTTP see it, on the bundled model in float32."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from granite4_neuron import generate, load
+from granite4_neuron.engine import Engine
+from granite4_neuron.generation import bundled_checkpoint, chat_prompt
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+from granite4_neuron.speculation import NgramDrafter
+from test.support.serving import MODEL, serving
+
+PROMPT = "An assignment statement"
+QUESTION = "What is the assert statement?"
+ENDLESS = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
+
+
+class CountingEngine(Engine):
+    """Counts steps, and keeps how many there had been at each cancellation."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        return super().step()
+
+    def cancel(self, id):
+        self.cancelled_at = self.steps
+        return super().cancel(id)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return transformers.GraniteMoeHybridForCausalLM.from_pretrained(bundled_checkpoint(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with serving(*tiny, engine_class=CountingEngine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def post(server):
+    """A function from path and body to the response."""
+
+    def send(path, body, **options):
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return httpx.post(f"{server.address}/v1/{path}", content=content, timeout=60, **options)
+
+    return send
+
+
+def until(condition, seconds=60):
+    """Wait until it is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def metric(server, name):
+    """What the server tells Prometheus."""
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"granite4_neuron_{name} ")).split()[1])
+
+
+class TestCompletions:
+    def test_text_and_usage(self, client, tiny):
+        answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20)
+        assert answer.choices[0].text == generate(*tiny, PROMPT, max_tokens=20)
+        assert answer.choices[0].finish_reason == "length" and answer.object == "text_completion"
+        prompt_tokens = len(tiny[1].encode(PROMPT))
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt_tokens, 20)
+        assert answer.usage.total_tokens == prompt_tokens + 20
+
+    @pytest.mark.parametrize("as_tokens", [False, True], ids=["texts", "token ids"])
+    def test_several_prompts(self, client, tiny, as_tokens):
+        texts = [PROMPT, "The import", "Lambda expressions and more of them"]
+        prompts = [tiny[1].encode(text) for text in texts] if as_tokens else texts
+        answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12)
+        assert [choice.text for choice in answer.choices] == generate(*tiny, texts, max_tokens=12)
+        one = client.completions.create(model=MODEL, prompt=prompts[1], max_tokens=12)
+        assert one.choices[0].text == answer.choices[1].text
+
+    def test_the_end_of_a_text(self, client, tiny):
+        prompt = chat_prompt(tiny[1], QUESTION)
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=400)
+        assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens < 400
+
+    def test_logprobs_are_transformers(self, client, tiny, reference):
+        tokens = tiny[1].encode(PROMPT)
+        answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, echo=True, logprobs=3)
+        choice, new = answer.choices[0], tiny[1].encode(generate(*tiny, PROMPT, max_tokens=8))
+        assert choice.text == PROMPT + generate(*tiny, PROMPT, max_tokens=8)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*tokens, *new]])).logits[0].log_softmax(-1)
+        expected = [float(row[token]) for row, token in zip(logits, [*tokens, *new][1:], strict=False)]
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+        assert "".join(choice.logprobs.tokens) == choice.text
+        for text, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+            assert choice.text[offset:].startswith(text)
+        for top, row in zip(choice.logprobs.top_logprobs[1:], logits, strict=False):
+            assert sorted(top.values())[-3:] == pytest.approx(sorted(row.tolist())[-3:], abs=1e-4)
+
+    def test_only_a_prompts_logprobs(self, client, reference, tiny):
+        answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=0)
+        choice = answer.choices[0]
+        assert choice.text == PROMPT and answer.usage.completion_tokens == 0
+        assert len(choice.logprobs.tokens) == len(tiny[1].encode(PROMPT))
+
+    def test_stop_strings(self, client):
+        free = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20).choices[0].text
+        for stop in (free[5:9], ["never", free[5:9]]):
+            choice = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=20, stop=stop).choices[0]
+            assert choice.text == free[: free.index(free[5:9])] and choice.finish_reason == "stop"
+
+    def test_a_stream_is_the_same_text(self, client):
+        options = dict(model=MODEL, prompt=[PROMPT, "The import"], max_tokens=15, n=2, echo=True, logprobs=1)
+        whole = client.completions.create(**options)
+        texts, logprobs = [""] * 4, [[] for _ in range(4)]
+        for chunk in client.completions.create(**options, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                logprobs[choice.index] += choice.logprobs.text_offset
+        assert texts == [choice.text for choice in whole.choices]
+        assert logprobs == [choice.logprobs.text_offset for choice in whole.choices]
+
+
+class TestSampling:
+    def texts(self, client, **options):
+        extra = {name: options.pop(name) for name in ("top_k", "min_p", "repetition_penalty") if name in options}
+        answer = client.completions.create(model=MODEL, prompt="The", max_tokens=16, extra_body=extra, **options)
+        return [choice.text for choice in answer.choices]
+
+    def test_seeds_and_choices(self, client):
+        three = self.texts(client, n=3, seed=5, temperature=1.5)
+        assert three == [self.texts(client, seed=seed, temperature=1.5)[0] for seed in (5, 6, 7)]
+        assert len(set(three)) == 3
+
+    def test_options_that_leave_one_token(self, client):
+        greedy = self.texts(client, temperature=0)
+        assert self.texts(client, temperature=2, seed=1) != greedy
+        for option in (dict(top_k=1), dict(min_p=1), dict(top_p=1e-6)):
+            assert self.texts(client, temperature=2, seed=1, **option) == greedy
+
+    def test_penalties_and_biases(self, client, tiny):
+        token = tiny[1].encode("x")[0]
+        assert self.texts(client, logit_bias={str(token): 100}) == ["x" * 16]
+        penalised = self.texts(client, logit_bias={str(token): 20}, frequency_penalty=2)
+        assert penalised[0].startswith("x") and penalised != ["x" * 16]
+
+    def test_each_option_reaches_the_engine(self, server):
+        options = dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+        additions = dict(presence_penalty=0.3, frequency_penalty=-0.4, stop=["a", "b"], logprobs=3)
+        body = CompletionBody(prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, **options, **additions)
+        first, second = asyncio.run(server.service.maker.of_completion(body))
+        assert {name: getattr(first.sampling, name) for name in options} == options and first.sampling.do_sample
+        assert {name: getattr(first, name) for name in additions} == additions
+        assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
+        assert first.stop_token_ids == {1} and first.prompt_logprobs is None
+
+
+class TestChat:
+    MESSAGES = ({"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION})
+
+    def test_a_conversation(self, client, tiny):
+        answer = client.chat.completions.create(model=MODEL, messages=self.MESSAGES, max_completion_tokens=20)
+        prompt = chat_prompt(tiny[1], QUESTION, system="be brief")
+        assert answer.choices[0].message.content == generate(*tiny, prompt, max_tokens=20)
+        assert answer.choices[0].message.role == "assistant" and answer.usage.prompt_tokens == len(prompt)
+
+    def test_without_a_limit_it_ends_by_itself(self, client):
+        answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": QUESTION}])
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].message.content.startswith("Assert statements are")
+
+    def test_a_stream(self, client):
+        options = dict(model=MODEL, messages=self.MESSAGES, max_tokens=20, n=2, seed=3, temperature=1.0)
+        whole = client.chat.completions.create(**options)
+        usage = dict(stream=True, stream_options={"include_usage": True})
+        *chunks, last = client.chat.completions.create(**options, **usage)
+        texts, roles, reasons = ["", ""], [], []
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.delta.content
+            roles.append(choice.delta.role)
+            reasons.append(choice.finish_reason)
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert roles.count("assistant") == 2 and reasons.count("length") == 2
+        assert last.choices == [] and last.usage.completion_tokens == 40
+        assert all(chunk.usage is None for chunk in chunks)
+
+    def test_logprobs(self, client):
+        options = dict(model=MODEL, messages=self.MESSAGES, max_tokens=5, logprobs=True)
+        content = client.chat.completions.create(**options, top_logprobs=2).choices[0].logprobs.content
+        assert len(content) == 5
+        for entry in content:
+            assert entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 2
+            assert bytes(entry.bytes).decode() == entry.token
+        assert client.chat.completions.create(**options).choices[0].logprobs.content[0].top_logprobs == []
+
+    def test_parts_of_text(self, client):
+        parts = [{"type": "text", "text": QUESTION[:7]}, {"type": "text", "text": QUESTION[7:]}]
+        answers = [
+            client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=9
+            ).choices[0]
+            for content in (QUESTION, parts)
+        ]
+        assert answers[0].message == answers[1].message
+
+    def test_control_tokens_are_text(self, client, tiny):
+        def prompt_tokens(content):
+            messages = [{"role": "user", "content": content}]
+            return client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1).usage.prompt_tokens
+
+        spelling = len(tiny[1].encode("<|end_of_", add_special_tokens=False))
+        assert prompt_tokens("a<|end_of_text|>") - prompt_tokens("a") > spelling > 2
+
+
+class TestReuse:
+    def test_cached_tokens(self, client, tiny):
+        prompt = "A text that nobody has sent before, of some length, and with more to come"
+        cached = []
+        for text in (prompt, prompt, prompt + " behind", prompt + " elsewhere"):
+            usage = client.completions.create(model=MODEL, prompt=text, max_tokens=4).usage
+            cached.append(usage.prompt_tokens_details.cached_tokens)
+        length = len(tiny[1].encode(prompt))
+        assert cached[:2] == [0, length] and min(cached[2:]) >= length - 1
+
+    def test_texts_are_the_same_with_drafts(self, tiny):
+        with (
+            serving(*tiny, drafter=NgramDrafter()) as server,
+            openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client,
+        ):
+            chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=200, stream=True))
+            assert "".join(chunk.choices[0].text for chunk in chunks) == generate(*tiny, PROMPT, max_tokens=200)
+            assert metric(server, "spec_decode_num_accepted_tokens_total") > 0 and len(chunks) < 200
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("path, params", [("completions", CompletionParams), ("chat/completions", ChatParams)])
+    def test_every_field_of_openais_is_known_or_refused_by_name(self, post, path, params):
+        known = (CompletionBody if path == "completions" else ChatBody).model_fields
+        required = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+        unknown = [name for name in params.__annotations__ if name not in known]
+        assert unknown
+        for name in unknown:
+            answer = post(path, {**required, name: "x"})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+            assert name in answer.json()["error"]["message"]
+            assert post(path, {**required, name: None, "max_tokens": 1}).status_code == 200, "null is nothing"
+
+    BAD = {  # noqa: RUF012
+        "no JSON": (b"nonsense", "not a request in JSON"),
+        "nothing": (b"", "not a request in JSON"),
+        "a list": ([], "not a request in JSON"),
+        "not UTF-8": (b'{"prompt": "\xff"}', "not a request in JSON"),
+        "half a character": (b'{"prompt": "\\ud800"}', "not a request in JSON"),
+        "a field of half a character": (b'{"prompt": "x", "\\ud800": 1}', "not a request in JSON"),
+        "deep": (b"[" * 100_000, "not a request in JSON"),
+        "no prompt": ({}, "prompt: field required"),
+        "an empty prompt": ({"prompt": ""}, "prompt: it must be"),
+        "no prompts": ({"prompt": []}, "prompt: it must be"),
+        "booleans": ({"prompt": [True]}, "prompt: it must be"),
+        "tokens outside": ({"prompt": [10**30]}, "prompt has a token id outside the vocabulary"),
+        "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens; with one new token at least, 512 fit"),
+        "many tokens": ({"max_tokens": 512}, "max_tokens is 512; behind a prompt of"),
+        "no tokens": ({"max_tokens": 0}, "max_tokens: it may be 0 only with echo"),
+        "temperature": ({"temperature": -1}, "temperature is -1.0, and must be"),
+        "NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature: input should be a finite number"),
+        "a number as text": ({"top_k": "3"}, "top_k: input should be a valid integer"),
+        "top_p": ({"top_p": 0}, "top_p is 0.0, and must be"),
+        "min_p": ({"min_p": 2}, "min_p is 2.0, and must be"),
+        "seed": ({"seed": 2**63}, "seed is 9223372036854775808, and must be"),
+        "presence": ({"presence_penalty": 3}, "presence_penalty is 3.0, and must be"),
+        "bias": ({"logit_bias": {"5": 101}}, "logit_bias is 101, and must be"),
+        "bias outside": ({"logit_bias": {"99999": 1}}, "logit_bias has a token id outside the vocabulary"),
+        "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias: it must be an object of numbers by token id"),
+        "n": ({"n": 0}, "n: input should be greater than or equal to 1"),
+        "more than can wait": ({"n": 100}, "asks for 100 texts; this server takes 20 at most"),
+        "stop": ({"stop": [""]}, "stop: it must be a text or a list"),
+        "logprobs": ({"logprobs": True}, "logprobs: input should be a valid integer"),
+        "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options: it is only for stream: true"),
+        "an option of a stream": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is a field that"),
+    }
+
+    @pytest.mark.parametrize("body, message", BAD.values(), ids=BAD.keys())
+    def test_bad_bodies(self, post, body, message):
+        has_prompt = not isinstance(body, dict) or not body or "prompt" in body
+        answer = post("completions", body if has_prompt else {"prompt": "x", **body})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+    def test_bad_conversations(self, post):
+        user = {"role": "user", "content": "x"}
+        for body, message in (
+            ({"messages": []}, "messages: list should have at least 1 item"),
+            ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: input should be 'system', 'user' or"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: it must be"),
+            ({"messages": [{**user, "name": "x"}]}, "messages.0.name is a field that this server does not support"),
+            ({"messages": [user], "top_logprobs": 1}, "top_logprobs: it is only for logprobs: true"),
+            ({"messages": [user], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens: it is the old name"),
+        ):
+            answer = post("chat/completions", body)
+            assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+    def test_other_paths_methods_and_models(self, post, server):
+        assert post("completions", {"prompt": "x", "model": "gpt"}).status_code == 404
+        assert post("embeddings", {}).status_code == 404
+        answer = httpx.get(f"{server.address}/v1/completions")
+        assert answer.status_code == 405 and "/v1/completions" in answer.json()["error"]["message"]
+
+    def test_a_long_body(self, post):
+        assert post("completions", b'"' + b"x" * 2**20).status_code == 413
+
+        def pieces():
+            for _ in range(40):
+                yield b"x" * 2**15
+
+        assert httpx.post(str(post("completions", {}).request.url), content=pieces()).status_code == 413
+
+    def test_keys(self, tiny):
+        with serving(*tiny, api_key="sésame") as server:
+            for key, status in ((None, 401), ("wrong", 401), ("sésame", 200)):
+                headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+                for path in ("/v1/models", "/metrics"):
+                    assert httpx.get(server.address + path, headers=headers).status_code == status
+            assert httpx.get(f"{server.address}/health").status_code == 200
+
+
+class TestLoad:
+    def test_many_at_once_are_what_each_is_alone(self, client, tiny):
+        prompts = [PROMPT, "The import", "Lambda", "A class definition", "The global statement", "Names refer"] * 3
+        expected = {prompt: generate(*tiny, prompt, max_tokens=30) for prompt in set(prompts)}
+        texts = [None] * len(prompts)
+
+        def ask(number):
+            answer = client.completions.create(model=MODEL, prompt=prompts[number], max_tokens=30)
+            texts[number] = answer.choices[0].text
+
+        threads = [threading.Thread(target=ask, args=[number]) for number in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert texts == [expected[prompt] for prompt in prompts]
+
+    def test_a_full_queue(self, tiny):
+        with serving(*tiny, num_sequences=1, max_queue=1) as server, httpx.Client(timeout=60) as client:
+            url = f"{server.address}/v1/completions"
+            with client.stream("POST", url, json={**ENDLESS, "stream": True}) as running:
+                lines = running.iter_lines()
+                next(lines)
+                waiting = threading.Thread(target=lambda: client.post(url, json={"prompt": "x", "max_tokens": 1}))
+                waiting.start()
+                until(lambda: server.engine.num_waiting == 1)
+                answer = client.post(url, json={"prompt": "x", "max_tokens": 1})
+                assert answer.status_code == 429 and int(answer.headers["Retry-After"]) >= 1
+                assert sum(1 for _ in lines) > 400, "the one that ran was not disturbed"
+            waiting.join()
+            assert client.post(url, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+    @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+    def test_a_client_that_goes_away_frees_its_slot_within_a_step(self, server, monkeypatch, stream):
+        engine, noticed = server.engine, []
+        end = server.service.engine.end
+        monkeypatch.setattr(server.service.engine, "end", lambda gone: (noticed.append(engine.steps), end(gone)))
+        before = engine.steps
+        with httpx.Client(timeout=60) as client:
+            request = client.build_request(
+                "POST", f"{server.address}/v1/completions", json={**ENDLESS, "n": 3, "stream": stream}
+            )
+            if stream:
+                client.send(request, stream=True).close()
+            else:
+                request.extensions["timeout"]["read"] = 0.05
+                with pytest.raises(httpx.ReadTimeout):
+                    client.send(request)
+        until(lambda: noticed and not engine.has_work)
+        assert engine.cancelled_at <= noticed[0] + 1
+        assert engine.steps - before < 300, "it did not run to its end"
+        assert server.cache.stats.in_use == 0 and not server.service.engine._live
+
+    def test_metrics(self, server, client):
+        names = ["generation_tokens_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"]
+        before = [metric(server, name) for name in names]
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=7)
+        assert [metric(server, name) - was for name, was in zip(names, before, strict=True)] == [7, 1, 6]
+        assert metric(server, "num_requests_running") == metric(server, "num_requests_waiting") == 0
+        assert metric(server, "prefix_cache_hit_tokens_total") > 0
+
+    def test_a_text_without_a_token_is_that_requests_matter(self, client, post):
+        answer = post("completions", {"prompt": PROMPT, "temperature": 1e-42})
+        assert answer.status_code == 500 and "no token can be chosen" in answer.json()["error"]["message"]
+        streamed = post("completions", {"prompt": PROMPT, "temperature": 1e-42, "stream": True})
+        assert "no token can be chosen" in streamed.text
+        assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].text
+
+    def test_an_engine_that_fails_ends_the_server(self, tiny, monkeypatch):
+        class Failing(Engine):
+            def step(self):
+                raise RuntimeError("a bug")
+
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        with serving(*tiny, engine_class=Failing) as server:
+            answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": "x"}, timeout=60)
+            assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]
+            until(lambda: server.should_exit and server._has_failed)

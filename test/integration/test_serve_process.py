@@ -1,0 +1,90 @@
+"""`granite4-neuron serve` as a process: how it starts, and how it ends."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+from granite4_neuron.cli import main
+
+LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def serve_process(*arguments):
+    """A process of the command, and its address."""
+    command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            said = process.stdout.readline()
+            yield process, re.fullmatch(r"Serving \S+ at (http://\S+)/v1\n", said)[1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
+    with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
+        assert idle.get(f"{address}/health").status_code == 200
+        with client.stream("POST", f"{address}/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            process.send_signal(number)
+            events = [line.removeprefix("data: ") for line in (first, *lines) if line]
+        assert events[-1] == "[DONE]" and len(events) == 601
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(httpx.ConnectError):
+            httpx.post(f"{address}/v1/completions", json=LONG)
+        assert process.wait(200) == (0 if number == signal.SIGTERM else 130)
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_second_interrupt_does_not_wait():
+    with serve_process() as (process, address), httpx.Client(timeout=60) as client:
+        body = {**LONG, "max_tokens": 8000}
+        with client.stream("POST", f"{address}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.ConnectError):
+                while True:
+                    httpx.get(f"{address}/health")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(200) == 130
+
+
+class TestRefusals:
+    def refused(self, capsys, message, *arguments):
+        assert main(["serve", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said) and said.count("\n") <= 2, said
+
+    def test_an_address_that_cannot_be_had(self, capsys):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            self.refused(capsys, f"cannot have the address 127.0.0.1:{port} ", "--port", port)
+        self.refused(capsys, "cannot have the address no.such.host.invalid:8000 ", "--host", "no.such.host.invalid")
+        self.refused(capsys, "the port is 70000, and must be at most 65535", "--port", "70000")
+
+    def test_options(self, capsys):
+        for arguments in (("--max-num-seqs", "0"), ("--max-model-len", "1"), ("--max-queue", "-1")):
+            self.refused(capsys, "is not a whole number of at least", *arguments)
+        self.refused(capsys, "'much' is no size", "--port", "0", "--max-body", "much")
+        self.refused(capsys, "'much' is no size", "--port", "0", "--prefix-cache", "much")
+        self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
+
+    def test_what_is_not_installed(self, capsys, monkeypatch):
+        monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)
+        self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install granite4-neuron\[serve\]")

@@ -1,0 +1,18 @@
+"""A smaller run of benchmarks/soak.py, which by itself sends 500 requests."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import pytest
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from benchmarks.soak import soak
+
+
+def test_all_texts_are_right_and_nothing_is_left():
+    report = soak(num_requests=120, num_clients=16)
+    assert not report.mismatches
+    assert report.compared_texts > 80 and report.disconnected > 5 and report.malformed > 2
+    assert set(report.statuses) <= {200, 400, 404}
+    assert report.after.is_like(report.before), (report.before, report.after)
+    assert report.is_good

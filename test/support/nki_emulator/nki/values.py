@@ -1,0 +1,71 @@
+"""Dtypes, memories and refusals of the emulated NeuronCore-v3 (Trainium2)."""
+
+from __future__ import annotations
+
+import enum
+
+import ml_dtypes
+import numpy as np
+
+PARTITIONS = 128
+PSUM_BANK_BYTES = 2048
+PSUM_BANKS = 8
+# 224 KiB are there; what the runtime and the compiler keep for themselves is not.
+SBUF_PARTITION_BYTES = 224 * 1024 - 16 * 1024 - 264
+MAX_SBUF_ELEMENTS = 64 * 1024
+MAX_RANK = 5
+MAX_FREE_DIMENSIONS = 3  # of an instruction's operand, but for a few instructions
+
+FLOATS = ("float16", "float32", "bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*FLOATS, *INTEGERS)}
+INTEGER_SENTINEL = 4
+# What a float32 has beyond the mantissa of a shorter float, in bits.
+_EXTRA_BITS = {"bfloat16": 16, "float16": 13, "float8_e4m3": 20, "float8_e4m3fn": 20, "float8_e5m2": 21}
+
+
+class NkiError(Exception):
+    """What the NKI compiler or the hardware would refuse, or leave undefined."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise NkiError(message)
+
+
+class Memory(enum.Enum):
+    """Where a tensor lives."""
+
+    SBUF = "SBUF"
+    PSUM = "PSUM"
+    HBM = "private HBM"
+    SHARED_HBM = "shared HBM"
+
+    @property
+    def is_on_chip(self) -> bool:
+        return self in (Memory.SBUF, Memory.PSUM)
+
+
+def cast(values: np.ndarray, dtype: str, random: np.random.Generator | None = None) -> np.ndarray:
+    """What an engine writes: integers as they are, floats through float32.
+
+    To integers by rounding half to even, and both saturate. To shorter floats by rounding to nearest or, with a
+    generator, stochastically: up with the probability of what is cut off.
+    """
+    if dtype in FLOATS:
+        values = np.asarray(values, np.float32)
+        if random is not None and dtype != "float32":
+            values = _dithered(values, _EXTRA_BITS[dtype], random)
+        return values.astype(DTYPES[dtype])
+    limits = np.iinfo(DTYPES[dtype])
+    if not np.issubdtype(values.dtype, np.integer):
+        values = np.rint(values, dtype=np.float64)
+    return np.clip(values, limits.min, limits.max).astype(DTYPES[dtype])
+
+
+def _dithered(values: np.ndarray, extra_bits: int, random: np.random.Generator) -> np.ndarray:
+    """Values with a random number added below the mantissa that stays, and what is below it cut off."""
+    bits = values.view(np.uint32)
+    noise = random.integers(0, 1 << extra_bits, values.shape, np.uint32)
+    cut = np.uint32(0xFFFFFFFF << extra_bits & 0xFFFFFFFF)
+    return np.where(np.isfinite(values), ((bits + noise) & cut).view(np.float32), values)

@@ -1,0 +1,87 @@
+"""AWS's public nki-library on the emulator: what it imports beside what kernels of this project use."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+def provide_library(folder: Path) -> None:
+    """Make `nkilib` importable from a checkout. It was written for NKI 0.3, and imports names that 0.6 lacks."""
+    import nki
+    import nki.isa
+    import nki.language as nl
+
+    sys.path.insert(0, str(folder / "src" / "nkilib_src"))
+    sys.modules["nki.isa.constants"] = nki.isa.constants
+    for name, members in {
+        "nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
+        "nki.collectives": dict(ReplicaGroup=type("ReplicaGroup", (), {})),
+        "nki.dtype": {},
+        "neuron_dtypes": {},
+        "neuronxcc": {},
+        "neuronxcc.nki": {},
+        "neuronxcc.nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
+    }.items():
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        module.__dict__.update({"__path__": []} | members)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    # Names of dtypes that Trainium2 does not have, in tables of constants.
+    for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
+        if not hasattr(nl, name):
+            setattr(nl, name, name)
+    nki.isa.dma_copy = _with_numbered_modes(nki.isa.dma_copy)
+
+
+def member(path: str) -> Any:
+    """`module:name` below `nkilib`."""
+    module, _, name = path.partition(":")
+    with _lenient_dataclasses():
+        return getattr(import_module(f"nkilib.{module}"), name)
+
+
+def _with_numbered_modes(dma_copy: Callable) -> Callable:
+    """Some of the library still names descriptor modes by NKI 0.3's numbers, and means `none`."""
+    import nki.isa
+
+    def copy(*arguments: Any, **options: Any) -> None:
+        if isinstance(options.get("dge_mode"), int):
+            options["dge_mode"] = nki.isa.dge_mode.none
+        dma_copy(*arguments, **options)
+
+    return copy
+
+
+@contextmanager
+def _lenient_dataclasses() -> Iterator[None]:
+    """NKI's dataclasses have fields without annotations, and give None to those that are left out."""
+    import nki.language as nl
+
+    dataclass = dataclasses.dataclass
+
+    def lenient(cls: type | None = None, **options: Any) -> Any:
+        if cls is None:
+            return lambda decorated: lenient(decorated, **options)
+        if issubclass(cls, nl.NKIObject) and "__init__" not in vars(cls) and not options:
+            annotations = inspect.get_annotations(cls)
+            for name, value in list(vars(cls).items()):
+                if not (name.startswith("__") or inspect.isroutine(value) or isinstance(value, property)):
+                    annotations.setdefault(name, object)
+            for name in annotations:
+                if name not in vars(cls):
+                    setattr(cls, name, None)
+            cls.__annotations__ = annotations
+        return dataclass(cls, **options)
+
+    with mock.patch.object(dataclasses, "dataclass", lenient):
+        yield

@@ -1,0 +1,63 @@
+"""A server in this process, on a port of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.serving.sequences import Limits
+from granite4_neuron.serving.server import Server, bind
+
+MODEL = "tiny"
+
+
+@contextmanager
+def serving(
+    runtime,
+    tokenizer,
+    *,
+    num_sequences=4,
+    max_length=512,
+    max_queue=16,
+    engine_class=Engine,
+    max_body=2**20,
+    max_tokens=None,
+    api_key=None,
+    **engine_options,
+) -> Iterator[Server]:
+    """Its address is `server.address`, and what it runs `server.engine`, `server.cache`."""
+    cache = PrefixCache(runtime, 2**28, runtime.tokens_per_step, at_branches=True)
+    options = dict(max_length=max_length, tokenizer=tokenizer, prefix_cache=cache, **engine_options)
+    engine = engine_class(runtime, num_sequences, **options)
+    ports, is_up = [], threading.Event()
+
+    def on_start(port):
+        ports.append(port)
+        is_up.set()
+
+    server = Server(
+        runtime,
+        tokenizer,
+        engine,
+        cache,
+        num_sequences=num_sequences,
+        max_queue=max_queue,
+        limits=Limits(engine.max_length, max_tokens),
+        model=MODEL,
+        api_key=api_key,
+        max_body=max_body,
+        on_start=on_start,
+    )
+    server.engine, server.cache = engine, cache
+    thread = threading.Thread(target=lambda: server.run([bind("127.0.0.1", 0)]))
+    thread.start()
+    assert is_up.wait(30)
+    server.address = f"http://127.0.0.1:{ports[0]}"
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,244 @@
+"""Conversations: the text is that of a run from the beginning, and each turn runs its new tokens only."""
+
+import math
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import Engine, PrefixCache, Request, with_overrides
+from granite4_neuron.generation import Conversation, ConversationEncoder, generate
+from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.speculation import NgramDrafter
+from test.support.engines import PoisonedPrefixCache, poison_engine
+
+END = 1  # <|end|>, the stop token
+
+
+@pytest.fixture
+def new(texting):
+    """A function that begins a conversation, in an engine of its own."""
+    runtime, tokenizer = texting
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+
+        def begin(system=None, cache=None, drafter=None, **options):
+            cache = PoisonedPrefixCache(runtime, None, None) if cache is None else cache
+            engine = Engine(runtime, 1, tokenizer=tokenizer, prefix_cache=cache, drafter=drafter)
+            request = Request((), **{"max_tokens": 12, "stop_token_ids": frozenset([END]), **options})
+            return Conversation(engine, cache, encoder, request, system)
+
+        yield begin
+
+
+def say(conversation, *messages):
+    answers = []
+    for message in messages:
+        answers.append("".join(conversation.ask(message)))
+        poison_engine(conversation._engine)
+    return answers
+
+
+def spelled(tokenizer, conversation, user):
+    """The next prompt, by transformers' own rendering."""
+    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    for turn in conversation.turns:
+        messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
+    messages.append({"role": "user", "content": user})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_texts_are_those_of_a_run_from_the_beginning(new, texting):
+    runtime, tokenizer = texting
+    conversation = new("Be brief.")
+    for message in ("Hello", "What else?", "And <|end|> then?"):
+        before = list(conversation.turns)
+        (answer,) = say(conversation, message)
+        turn = conversation.turns[-1]
+        assert generate(runtime, tokenizer, turn.prompt, max_tokens=12) == answer == turn.answer
+        assert turn.generated[-1] == END or len(turn.generated) == 12
+        stats = conversation.last_stats
+        if before:
+            assert turn.prompt[: len(before[-1].stored)] == before[-1].stored
+            assert stats.cached_tokens == len(before[-1].stored)
+        assert stats.cached_tokens + stats.prompt_tokens == len(turn.prompt)
+    respelled = (ConversationEncoder(tokenizer).encode_text(turn.answer) for turn in conversation.turns)
+    assert any(
+        tokens != turn.generated[: len(tokens)] for tokens, turn in zip(respelled, conversation.turns, strict=True)
+    ), "some answer is not spelled as the tokenizer would"
+
+
+def test_answers_that_are_text_make_the_prompt_that_transformers_makes(new, texting, monkeypatch):
+    """Each byte is a token here, and so text has one spelling."""
+    tokenizer = texting[1]
+    conversation = new("Be brief.")
+    replies = iter(["fine", "thanks", "what for"])
+    script = []
+    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.__call__", lambda self, logits, tokens: script.pop(0))
+    for message in ("How are you?", "Good.", "Bye"):
+        expected = spelled(tokenizer, conversation, message)
+        script += [*tokenizer.encode(next(replies)), END]
+        say(conversation, message)
+        assert conversation.turns[-1].prompt == expected
+    assert [turn.answer for turn in conversation.turns] == ["fine", "thanks", "what for"]
+    assert all(turn.finish_reason == "stop" for turn in conversation.turns)
+
+
+def test_another_system_message_counts_for_all_of_the_conversation(new, texting):
+    conversation = new("Be brief.")
+    say(conversation, "Hello")
+    conversation.system = "Be long."
+    conversation.turns[-1] = replace(conversation.turns[-1], answer="an answer")
+    expected = spelled(texting[1], conversation, "What else?")
+    say(conversation, "What else?")
+    assert conversation.turns[-1].prompt == expected
+    conversation.undo()
+    conversation.system = None
+    say(conversation, "What else?")
+    assert "Be" not in texting[1].decode(conversation.turns[-1].prompt)
+
+
+def test_undo_retry_and_clear(new):
+    conversation = new()
+    first, second = say(conversation, "Hello", "What else?")
+    turns = list(conversation.turns)
+    assert conversation.undo() is turns[1] and conversation.turns == turns[:1]
+    assert say(conversation, "What else?") == [second]
+    assert (conversation.last_stats.prompt_tokens, conversation.last_stats.cached_tokens) == (0, len(turns[1].prompt))
+    conversation.undo()
+    say(conversation, "Another")
+    assert conversation.last_stats.cached_tokens == len(turns[0].stored)
+    conversation.clear()
+    assert conversation.num_tokens == 0 and say(conversation, "Hello") == [first]
+    conversation.undo()
+    with pytest.raises(UserError, match="there is no turn to take back"):
+        conversation.undo()
+
+
+def test_an_interrupted_answer_is_part_of_the_conversation(new, texting):
+    runtime, tokenizer = texting
+    conversation, pieces = new(), []
+    for text in conversation.ask("Hello"):
+        pieces.append(text)
+        if len(pieces) == 5:
+            conversation.interrupt()
+    turn = conversation.turns[-1]
+    assert turn.finish_reason == "interrupted" and len(turn.generated) == 5 and turn.answer == "".join(pieces)
+    poison_engine(conversation._engine)
+    (answer,) = say(conversation, "Go on")
+    assert conversation.last_stats.cached_tokens == len(turn.stored) == len(turn.prompt) + 4
+    assert generate(runtime, tokenizer, conversation.turns[-1].prompt, max_tokens=12) == answer
+
+
+def test_a_prompt_that_is_interrupted_leaves_no_turn(new, monkeypatch):
+    conversation = new()
+    monkeypatch.setattr(type(conversation._engine.runtime), "tokens_per_step", 16)
+    progress = []
+
+    def interrupt_at_once(done, total):
+        progress.append((done, total))
+        conversation.interrupt()
+
+    message = "a message of many tokens, " * 4
+    assert "".join(conversation.ask(message, interrupt_at_once)) == ""
+    assert conversation.turns == [] and progress == [(16, len(message) + 3)]
+    assert not conversation._engine.has_work
+    assert say(conversation, message) and conversation.last_stats.cached_tokens == 16
+
+
+def test_who_does_not_read_an_answer_to_its_end_has_no_turn(new):
+    conversation = new()
+    answer = conversation.ask("Hello")
+    next(answer)
+    answer.close()
+    assert conversation.turns == [] and not conversation._engine.has_work
+    assert len(say(conversation, "Hello")) == 1
+
+
+def test_a_file_holds_the_conversation_and_its_state(new, texting, tmp_path):
+    first = new("Be brief.", max_tokens=7)
+    say(first, "Hello", "What else?")
+    first.save(tmp_path / "chat")
+    expected = say(first, "Go on")
+    other = new()
+    say(other, "Something else")
+    other.load(tmp_path / "chat")
+    assert other.system == "Be brief." and other.turns == first.turns[:2]
+    other._request = first._request
+    assert say(other, "Go on") == expected
+    assert other.last_stats.cached_tokens == len(first.turns[1].stored)
+    other.undo()
+    other.undo()
+    assert [turn.user for turn in other.turns] == ["Hello"] and say(other, "What else?") == [first.turns[1].answer]
+
+
+def test_what_is_not_loaded_or_saved(new, texting, tmp_path):
+    runtime = texting[0]
+    conversation = new()
+    with pytest.raises(UserError, match="nothing to save yet"):
+        conversation.save(tmp_path / "chat")
+    say(conversation, "Hello")
+    turns = list(conversation.turns)
+    conversation.save(tmp_path / "chat")
+    whole = Snapshot.load(tmp_path / "chat", runtime.dtype, runtime.fingerprint)
+
+    def load_with(note):
+        Snapshot(**{**vars(whole), "note": note}).save(tmp_path / "other")
+        conversation.load(tmp_path / "other")
+
+    for note, message in (
+        ("", "holds the state of a prompt, and no conversation"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"system": null, "turns": [{"start": 0, "prompt": [3]}]}', "is damaged"),
+        (whole.note.replace('"generated": [', '"generated": [999, '), "token id outside the vocabulary"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_with(note)
+        assert conversation.turns == turns, "the conversation so far is as it was"
+    with pytest.raises(UserError, match=r"cannot be read|damaged"):
+        conversation.load(tmp_path / "none")
+    small = new(cache=PrefixCache(runtime, 100, None))
+    say(small, "Hello")
+    with pytest.raises(UserError, match="not in the prefix cache any more; give it more memory"):
+        small.save(tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_text_that_a_stop_string_cuts_goes_on_as_text(new, texting):
+    conversation = new()
+    (whole,) = say(conversation, "Hello")
+    stop = next(character for character in whole[2:] if character.isprintable() and character.isascii())
+    conversation = new(stop=(stop,))
+    assert say(conversation, "Hello") == [whole[: whole.index(stop)]]
+    expected = spelled(texting[1], conversation, "Go on")
+    say(conversation, "Go on")
+    assert conversation.turns[-1].prompt == expected
+
+
+def test_drafts_and_seeds(new, texting):
+    sampling = with_overrides(texting[0].generation_config, temperature=1.0)
+    plain, drafting = new(sampling=sampling, seed=3), new(sampling=sampling, seed=3, drafter=NgramDrafter())
+    messages = ["Hello", "Hello, hello, hello"]
+    expected = say(plain, *messages)
+    assert say(drafting, *messages) == expected
+    plain.undo()
+    assert say(plain, messages[1]) != expected[1:], "another try draws other numbers"
+
+
+def test_errors_leave_the_conversation_as_it_was(new, monkeypatch):
+    conversation = new()
+    say(conversation, "Hello")
+    turns = list(conversation.turns)
+    with pytest.raises(UserError, match=r"the prompt has 6.. tokens; sequences here have at most 600"):
+        say(conversation, "x" * 600)
+    with pytest.raises(UserError, match="not text in UTF-8"):
+        say(conversation, "\udc80")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="not finite"):
+        runtime_class = type(conversation._engine.runtime)
+        patch.setattr(runtime_class, "step", lambda self, state, rows: torch.full((1, 264), math.nan))
+        say(conversation, "Go on")
+    assert conversation.turns == turns and not conversation._engine.has_work
+    say(conversation, "Go on")
+    assert conversation.last_stats.cached_tokens == len(turns[0].stored)

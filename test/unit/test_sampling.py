@@ -1,0 +1,177 @@
+"""What requests add to logits, what is reported of them, and where prompts that begin alike are cut."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler
+from granite4_neuron.engine.logprobs import token_logprobs
+from granite4_neuron.engine.sampling import additions
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.speculation import NgramDrafter
+from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run
+from test.support.stepping import random_tokens
+
+PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
+GREEDY = GenerationConfig(top_k=None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine_model()
+
+
+@pytest.fixture
+def runtime(model):
+    return ChunkRuntime(model)
+
+
+def logits_by_hand(runtime, tokens):
+    """After each of some tokens, in one step."""
+    return runtime.step(runtime.allocate(1, 200), [Row(1, 0, tokens)], all_logits=True)[0]
+
+
+class TestAdditions:
+    @given(
+        tokens=st.lists(st.integers(0, 7), min_size=3, max_size=12),
+        frequency=st.sampled_from([-2, 0, 0.3, 2]),
+        presence=st.sampled_from([-1.5, 0, 0.7]),
+        logit_bias=st.dictionaries(st.integers(0, 7), st.sampled_from([-100, 1.5, 100]), max_size=3),
+    )
+    def test_are_what_openai_says(self, tokens, frequency, presence, logit_bias):
+        """logit[j] -> logit[j] - count[j] * frequency - (count[j] > 0) * presence, token by token."""
+        logits = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        expected = [
+            value + logit_bias.get(id, 0) - tokens[2:].count(id) * frequency - (id in tokens[2:]) * presence
+            for id, value in enumerate(logits.tolist())
+        ]
+        scores = Sampler(GREEDY, 0, additions(logit_bias, frequency, presence, 2))._scores(logits, tokens)
+        assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
+
+    def test_reach_each_sequence_its_own(self, runtime):
+        """One is pushed to a token, one keeps from repeating, one is as it is; together as alone."""
+        requests = [
+            Request(PROMPT, 12),
+            Request(PROMPT, 12, logit_bias={7: 100}),
+            Request(PROMPT, 12, frequency_penalty=2.0, presence_penalty=2.0),
+        ]
+        alone = [generate_one(Engine(runtime, 1), request) for request in requests]
+        engine = Engine(runtime, 3)
+        ids = [engine.add(request) for request in requests]
+        outputs = run(engine)
+        assert [[output.token for output in outputs[id]] for id in ids] == alone
+        assert alone[1] == [7] * 12 and alone[0] != alone[2]
+
+    def test_drafts_are_judged_with_them(self, runtime):
+        request = Request(PROMPT[:8] * 4, 30, frequency_penalty=1.0, presence_penalty=1.0, logit_bias={3: 20, 7: 20})
+        engine = Engine(runtime, 1, drafter=NgramDrafter())
+        assert generate_one(engine, request) == generate_one(Engine(runtime, 1), request)
+        assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
+
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            (dict(frequency_penalty=2.1), "frequency_penalty is 2.1, and must be a number from -2 to 2"),
+            (dict(presence_penalty="1"), "presence_penalty is '1', and must be a number from -2 to 2"),
+            (dict(logit_bias={1: 101}), "logit_bias is 101, and must be a number from -100 to 100"),
+            (dict(logit_bias={VOCAB: 1}), "logit_bias has a token id outside the vocabulary"),
+            (dict(logprobs=21), "logprobs is 21, and must be from 0 to 20"),
+            (dict(prompt_logprobs=-1), "prompt_logprobs is -1, and must be from 0 to 20"),
+            (dict(seed=2**63), "and must be a whole number from 0 to 2"),
+            *[
+                (
+                    dict(sampling=GenerationConfig(do_sample=True, **{name: value})),
+                    f"^{name} is .* and must be {range_}",
+                )
+                for name, value, range_ in (
+                    ("top_p", 2.0, "a number above 0 and at most 1"),
+                    ("top_k", -3, "a whole number of at least 0"),
+                    ("min_p", 1.5, "a number from 0 to 1"),
+                )
+            ],
+        ],
+        ids=str,
+    )
+    def test_ranges(self, runtime, options, message):
+        with pytest.raises(UserError, match=message):
+            Engine(runtime, 1).add(Request([1], **options))
+
+    def test_a_temperature_below_zero(self, runtime):
+        config = GenerationConfig(do_sample=True)
+        config.temperature = -1
+        with pytest.raises(UserError, match="temperature is -1, and must be a number of at least 0"):
+            Engine(runtime, 1).add(Request([1], sampling=config))
+
+
+class TestLogprobs:
+    def test_equal_a_softmax_by_hand(self):
+        logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+        expected = (logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)).log()
+        for row, token, found in zip(expected, (4, 0, 49), token_logprobs(logits, (4, 0, 49), 5), strict=True):
+            order = row.argsort(descending=True)[:5].tolist()
+            assert found.token == token and found.logprob == pytest.approx(float(row[token]), abs=1e-5)
+            assert [id for id, _ in found.top] == order
+            assert [value for _, value in found.top] == pytest.approx(row[order].tolist(), abs=1e-5)
+
+    @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+    def test_of_prompt_and_new_tokens(self, model, drafted):
+        """Whatever else runs, and before penalties."""
+        runtime = ChunkRuntime(model)
+        drafter = NgramDrafter() if drafted else None
+        engine = Engine(runtime, 3, prefix_cache=PrefixCache(runtime, None, 16), drafter=drafter)
+        generate_one(engine, Request(PROMPT, 3))
+        asked = engine.add(Request(PROMPT, 9, logprobs=2, prompt_logprobs=3, presence_penalty=1.0))
+        others = [engine.add(Request(PROMPT[:30], 5)), engine.add(Request(PROMPT, 5, logprobs=0))]
+        outputs = run(engine)
+        new = [output.token for output in outputs[asked]]
+        expected = logits_by_hand(runtime, [*PROMPT, *new]).log_softmax(-1)
+        reports = [*outputs[asked][0].prompt.logprobs, *[output.logprob for output in outputs[asked]]]
+        assert len(reports) == len(PROMPT) + len(new) - 1
+        for report, token, row in zip(reports, [*PROMPT, *new][1:], expected[:-1], strict=True):
+            assert report.token == token and report.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            assert report.top[0][1] == pytest.approx(float(row.max()), abs=1e-4)
+        assert [len(report.top) for report in reports] == [3] * (len(PROMPT) - 1) + [2] * len(new)
+        assert all(output.prompt is None for output in outputs[asked][1:])
+        assert outputs[others[0]][0].logprob is None and outputs[others[1]][0].logprob.top == []
+
+    def test_cached_tokens_are_of_each_sequence(self, runtime):
+        engine = Engine(runtime, 2, prefix_cache=PrefixCache(runtime, None, 16))
+        cached = []
+        for request in (Request(PROMPT, 2), Request([*PROMPT, 5], 2), Request(PROMPT, 2, prompt_logprobs=0)):
+            id = engine.add(request)
+            cached.append(run(engine)[id][0].prompt.cached_tokens)
+        assert cached == [0, len(PROMPT), 0]
+
+
+class TestBranches:
+    def cached(self, engine, prompts):
+        ids = [engine.add(Request(prompt, 2)) for prompt in prompts]
+        outputs = run(engine)
+        return [outputs[id][0].prompt.cached_tokens for id in ids]
+
+    def test_a_third_prompt_goes_on_where_two_part(self, runtime):
+        ends = [random_tokens(VOCAB, 20, seed=seed).tolist() for seed in (2, 3, 4, 5)]
+        prompts = [[*PROMPT[:25], *end] for end in ends]
+        for num_sequences in (1, 4):
+            cache = PrefixCache(runtime, None, None, at_branches=True)
+            assert self.cached(Engine(runtime, num_sequences, prefix_cache=cache), prompts) == [0, 0, 25, 25]
+        cache = PrefixCache(runtime, None, None)
+        assert self.cached(Engine(runtime, 4, prefix_cache=cache), prompts) == [0] * 4
+
+    def test_little_is_not_worth_a_snapshot(self, runtime):
+        cache = PrefixCache(runtime, None, None, at_branches=True)
+        prompts = [[*PROMPT[:15], 1, 2], [*PROMPT[:15], 2, 3], [*PROMPT[:15], 3, 4]]
+        assert self.cached(Engine(runtime, 1, prefix_cache=cache), prompts) == [0] * 3
+
+    def test_texts_stay_the_same(self, runtime):
+        cache = PrefixCache(runtime, None, 16, at_branches=True)
+        prompts = [[*PROMPT[:length], *random_tokens(VOCAB, 9, seed=length).tolist()] for length in (40, 25, 30, 25, 5)]
+        engine = Engine(runtime, 3, prefix_cache=cache)
+        ids = [engine.add(Request(prompt, 10)) for prompt in [*prompts, *prompts]]
+        outputs = run(engine)
+        for id, prompt in zip(ids, [*prompts, *prompts], strict=True):
+            alone = generate_one(Engine(runtime, 1), Request(prompt, 10))
+            assert [output.token for output in outputs[id]] == alone
