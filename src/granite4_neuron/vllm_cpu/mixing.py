@@ -76,7 +76,8 @@ def fused_prefill(
 ) -> torch.Tensor:
     """`Prefill` as one call of a kernel, on a copy of the state: beside a prompt's work that is nothing."""
     conv, ssm = _dense(weights, pages, read)
-    rows = (torch.tensor([len(xBC_dt)]), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    slot = start = torch.zeros(1, dtype=torch.int64)
+    rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)
     y = cpu.mamba_mixer(
         xBC_dt[None], _kernel_weights(weights), conv, ssm, rows, _sizes(weights), weights.time_step_limit
     )
