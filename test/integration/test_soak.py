@@ -1,5 +1,4 @@
 """A smaller run of benchmarks/soak.py, which by itself sends 500 requests."""
-# ruff: noqa: E402 (what may not be installed comes first)
 
 import pytest
 

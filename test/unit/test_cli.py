@@ -364,7 +364,20 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-COMMANDS = ("generate", "chat", "serve", "info", "check", "evaluate", "graphs", "plan", "tune", "compile", "convert", "vllm-check")
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "info",
+    "check",
+    "evaluate",
+    "graphs",
+    "plan",
+    "tune",
+    "compile",
+    "convert",
+    "vllm-check",
+)
 
 
 def test_help_names_every_command(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 # Minor versions of vLLM. What is replaced in it is none of its public interface, so that others may differ.
 TESTED_VERSIONS = ("0.32",)
@@ -31,6 +32,9 @@ def register() -> None:
     from granite4_neuron.vllm_cpu.registration import register_all
 
     register_all()
+    # OpenMP's threads, in which vLLM's own kernels run, otherwise keep the processors busy for a while after each of
+    # these, and this package's kernels wait. Read by the processes that vLLM starts.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 def why_not() -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property, lru_cache
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -79,13 +81,13 @@ class Granite4MambaMixer2(MambaMixer2):
         pages = metadata.state_indices_tensor_d
         starts = metadata.query_start_loc_d
         if starts is None:
-            starts = torch.arange(len(pages) + 1, dtype=torch.int32)
+            starts = _one_token_each(len(pages))
         rows = DecodeRows(starts, pages, metadata.num_accepted_tokens)
-        return self.decode(self._mixer_weights(), xBC_dt, self._pages(), rows)
+        return self.decode(self._mixer_weights, xBC_dt, self._pages(), rows)
 
     def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
         """One sequence after another, each up to the place whose state the prefix cache keeps and from there on."""
-        weights, pages = self._mixer_weights(), self._pages()
+        weights, pages = self._mixer_weights, self._pages()
         starts = metadata.query_start_loc_p.tolist()
         own_pages = metadata.state_indices_tensor_p.tolist()
         checkpoint = metadata.checkpoint_meta if metadata.checkpoint_chunk_idx is not None else None
@@ -110,13 +112,23 @@ class Granite4MambaMixer2(MambaMixer2):
         conv, ssm = self.kv_cache[:2]
         return Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
 
+    def forget_weights(self) -> None:
+        """They have been loaded, perhaps anew."""
+        self.__dict__.pop("_mixer_weights", None)
+
+    @cached_property
     def _mixer_weights(self) -> MixerWeights:
         return MixerWeights(
             self.conv_weights,
             self.conv1d.bias,
             self.dt_bias,
-            self.A,
+            self.A.abs().log(),  # it is never positive, but where weights are random numbers for a test of speed
             self.D,
             self.n_groups // self.tp_size,
             self.time_step_limit,
         )
+
+
+@lru_cache(maxsize=64)
+def _one_token_each(sequences: int) -> torch.Tensor:
+    return torch.arange(sequences + 1, dtype=torch.int32)

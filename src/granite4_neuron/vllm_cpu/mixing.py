@@ -22,7 +22,7 @@ class MixerWeights:
     """A layer's weights between its projections, those of one rank.
 
     conv_weight: [conv_dim, d_conv]; conv_bias: [conv_dim] or None.
-    dt_bias, A, D: [num_heads].
+    dt_bias, A_log, D: [num_heads].
     n_groups: of B and C.
     time_step_limit: lowest and highest step size.
     """
@@ -30,7 +30,7 @@ class MixerWeights:
     conv_weight: torch.Tensor
     conv_bias: torch.Tensor | None
     dt_bias: torch.Tensor
-    A: torch.Tensor
+    A_log: torch.Tensor
     D: torch.Tensor
     n_groups: int
     time_step_limit: tuple[float, float]
@@ -96,9 +96,10 @@ def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     x, B, C = _heads(weights, mixed, pages)
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
     y = torch.empty(len(x), num_heads, head_dim)
+    A = -weights.A_log.float().exp()
     ops.selective_state_update(
         pages.ssm, x.float(), dt[..., None].expand(-1, -1, head_dim), B=B, C=C,
-        A=weights.A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
+        A=A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
         state_batch_indices=table, out=y, num_accepted_tokens=rows.accepted, cu_seqlens=rows.starts,
     )  # fmt: skip
     return y.flatten(1)
@@ -115,16 +116,22 @@ def torch_prefill(
     x, B, C = (part[None] for part in _heads(weights, mixed[0], pages))
     chunk_size = HEURISTIC.torch_chunk_size
     y, ssm = ops.mamba_chunk_scan_combined(
-        x, dt[None], weights.A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
+        x,
+        dt[None],
+        -weights.A_log.float().exp(),
+        B,
+        C,
+        chunk_size,
+        weights.D,
+        initial_states=ssm,
+        return_final_states=True,
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
 
 
 def _kernel_weights(weights: MixerWeights) -> list[torch.Tensor | None]:
-    # A is never positive, but where weights are random numbers for a test of speed.
-    A_log = weights.A.abs().log()
-    return [weights.conv_weight.unsqueeze(1), weights.conv_bias, weights.dt_bias, A_log, weights.D]
+    return [weights.conv_weight.unsqueeze(1), weights.conv_bias, weights.dt_bias, weights.A_log, weights.D]
 
 
 def _sizes(weights: MixerWeights) -> tuple[int, int, int]:

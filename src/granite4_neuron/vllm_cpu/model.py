@@ -22,6 +22,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import FeedForwardWeights
+from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
@@ -41,6 +42,9 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
 
     def process_weights_after_loading(self) -> None:
         """vLLM calls it when all weights are there."""
+        for module in self.modules():
+            if isinstance(module, Granite4MambaMixer2):
+                module.forget_weights()
         if self.refusal is not None:
             return
         model, config = self.model, self.config
@@ -132,9 +136,7 @@ class FusedLayer:
 
     def _attend(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         attention = self._attention
-        width, kv_width = (
-            heads * attention.head_dim for heads in (attention.num_heads, attention.num_key_value_heads)
-        )
+        width, kv_width = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_key_value_heads))
         query, key, value = projected.split([width, kv_width, kv_width], dim=-1)
         if attention.rotary_emb is not None:
             query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
@@ -205,7 +207,11 @@ def _feed_forward_block(layer: nn.Module, config, packed: dict[int, PackedWeight
     matrices, top_k = [_pack(mlp.input_linear, packed), _pack(mlp.output_linear, packed)], 0
     if experts is not None:
         (routed,) = (module for module in experts.modules() if isinstance(module, RoutedExperts))
-        matrices += [_pack(experts.gate, packed), _pack(routed, packed, "w13_weight"), _pack(routed, packed, "w2_weight")]
+        matrices += [
+            _pack(experts.gate, packed),
+            _pack(routed, packed, "w13_weight"),
+            _pack(routed, packed, "w2_weight"),
+        ]
         top_k = config.num_experts_per_tok
     weights = FeedForwardWeights(dict(weight=norm.weight), matrices)
     return cpu.FeedForwardBlock(weights, top_k, norm.variance_epsilon, config.residual_multiplier)
