@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_speed --random-weights h-350m
 
-Prefill is one prompt and its first token; decode is what further tokens of a batch of short prompts take. Medians; every
-turn is a process of its own.
+Prefill is one prompt and its first token; decode is what further tokens of a batch of short prompts take. Medians;
+every turn is a process of its own.
 """
 
 from __future__ import annotations
