@@ -1,4 +1,4 @@
-"""Granite 4 as a model of vLLM whose layers run this package's fused kernels; vLLM's attention, its cache and its loading.
+"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Attention, cache and loading are vLLM's.
 
 Matrices are kept once, packed in tiles. The residual stream is float32.
 """
