@@ -1,8 +1,9 @@
 """A process that runs vLLM: one engine after another, each with the same prompts.
 
-Reads {"engines": {name: {"model": folder, "options": {...}, "sampling": {...}, "rounds": 1}}, "prompts": [[token, ...], ...], "tokens": n}
-as JSON from standard input, and writes {name: {"tokens": [per round [per prompt [token, ...]]], "cached": [...],
-"prompt_logprobs": [...], "metrics": {...}}} or {name: {"error": "..."}} to the file that is its argument.
+Reads {"engines": {name: {"model": folder, "options": {...}, "sampling": {...}, "rounds": 1}}, "prompts": [[token, ...],
+...], "tokens": n} as JSON from standard input. "prompts" of an engine are numbers of those it is given. Writes {name:
+{"tokens": [per round [per prompt [token, ...]]], "cached": [per round], "prompt_logprobs": [per prompt], "metrics":
+{...}}}, or {name: {"error": "..."}}, to the file that is its argument.
 """
 
 import json

@@ -114,17 +114,9 @@ def torch_prefill(
     lengths = torch.tensor([len(xBC_dt)])
     mixed, conv = ops.causal_conv1d(xBC[None], conv, weights.conv_weight, weights.conv_bias, lengths)
     x, B, C = (part[None] for part in _heads(weights, mixed[0], pages))
-    chunk_size = HEURISTIC.torch_chunk_size
+    A, chunk_size = -weights.A_log.float().exp(), HEURISTIC.torch_chunk_size
     y, ssm = ops.mamba_chunk_scan_combined(
-        x,
-        dt[None],
-        -weights.A_log.float().exp(),
-        B,
-        C,
-        chunk_size,
-        weights.D,
-        initial_states=ssm,
-        return_final_states=True,
+        x, dt[None], A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
