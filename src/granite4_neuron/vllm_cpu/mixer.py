@@ -44,6 +44,7 @@ class Granite4MambaMixer2(MambaMixer2):
         if self.is_granite4 and self.use_replayssm:
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
         self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, float("inf")))
+        self._paged_cache: tuple[torch.Tensor, ...] | None = None
         fused = cpu.has_fused_kernels()
         self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)
 
@@ -109,8 +110,12 @@ class Granite4MambaMixer2(MambaMixer2):
         return parts
 
     def _pages(self) -> Pages:
-        conv, ssm = self.kv_cache[:2]
-        return Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
+        """Of the cache that vLLM has bound last."""
+        if self._paged_cache is not self.kv_cache:
+            conv, ssm = self.kv_cache[:2]
+            self._views = Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
+            self._paged_cache = self.kv_cache
+        return self._views
 
     def forget_weights(self) -> None:
         """They have been loaded, perhaps anew."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -34,6 +35,11 @@ class MixerWeights:
     D: torch.Tensor
     n_groups: int
     time_step_limit: tuple[float, float]
+
+    @cached_property
+    def of_kernels(self) -> list[torch.Tensor | None]:
+        """As the fused kernels take them."""
+        return [self.conv_weight.unsqueeze(1), self.conv_bias, self.dt_bias, self.A_log, self.D]
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     """`Decode` as one call of a kernel."""
     tensors = [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
     return cpu.paged_mamba_mixer(
-        xBC_dt, _kernel_weights(weights), pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
+        xBC_dt, weights.of_kernels, pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
     )
 
 
@@ -78,9 +84,7 @@ def fused_prefill(
     conv, ssm = _dense(weights, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
     rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)
-    y = cpu.mamba_mixer(
-        xBC_dt[None], _kernel_weights(weights), conv, ssm, rows, _sizes(weights), weights.time_step_limit
-    )
+    y = cpu.mamba_mixer(xBC_dt[None], weights.of_kernels, conv, ssm, rows, _sizes(weights), weights.time_step_limit)
     _store(pages, write, conv, ssm)
     return y[0]
 
@@ -120,10 +124,6 @@ def torch_prefill(
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
-
-
-def _kernel_weights(weights: MixerWeights) -> list[torch.Tensor | None]:
-    return [weights.conv_weight.unsqueeze(1), weights.conv_bias, weights.dt_bias, weights.A_log, weights.D]
 
 
 def _sizes(weights: MixerWeights) -> tuple[int, int, int]:
