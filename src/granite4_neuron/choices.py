@@ -7,6 +7,9 @@ BACKENDS = ("cpu", "xla", "nxdi")
 CPU_KERNELS = ("fused", "torch")
 QUANTIZATIONS = ("int8",)
 
+# Of SSM states.
+STATE_DTYPES = ("float32", "float16", "bfloat16")
+
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
 DECODE_KERNELS = ("torch", "nki")

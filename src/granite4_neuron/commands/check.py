@@ -35,8 +35,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="compare logits with transformers",
         description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
         "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there; "
-        "quantized weights when the likeliest token is the same nine times in ten. With --backend nxdi, only the "
-        "last token of a prompt is compared.",
+        "quantized weights, and SSM states in 16 bits, when the likeliest token is the same nine times in ten. With "
+        "--backend nxdi, only the last token of a prompt is compared.",
     )
     add_model(check)
     add_arithmetic(check)
@@ -72,10 +72,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    import torch
     from rich.table import Table
 
     table = Table("", "tokens", "max diff", "mean diff", "top-1", "Pearson")
     weights = " with quantized weights" if report.is_quantized else ""
+    if report.state_dtype != torch.float32:
+        weights += f" with SSM states in {str(report.state_dtype).removeprefix('torch.')}"
     table.title = f"logits in {str(dtype).removeprefix('torch.')}{weights} against transformers in float32"
 
     def add(label: str, difference: accuracy.Difference) -> None:

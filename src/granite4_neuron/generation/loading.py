@@ -31,6 +31,7 @@ def load(
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
     quantize: str | None = None,
+    state_dtype: torch.dtype | None = None,
     tuned_configs: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
@@ -45,6 +46,7 @@ def load(
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
+        state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
 
     Raises:
@@ -69,6 +71,8 @@ def load(
         raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
     if quantize is not None and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
+    if state_dtype not in (None, torch.float32) and backend != "cpu":
+        raise UserError(f"SSM states in 16 bits are for the backend cpu; {backend} has them in float32.")
     if tuned_configs is not None and backend != "cpu":
         raise UserError("tuned launch parameters belong to the backend cpu; the others have none.")
     if backend == "nxdi":
@@ -79,7 +83,7 @@ def load(
     weights = checkpoint.load_model(folder, dtype, quantize=quantize, pack=pack, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
-        options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, **mamba_kernels)
+        options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
         return CPURuntime(weights, generation_config, **options), tokenizer
     return _xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
 

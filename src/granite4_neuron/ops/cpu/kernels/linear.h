@@ -23,18 +23,27 @@ inline void multiply_steps(
     const char* step, const typename Steps::Arithmetic::Input* x, int64_t stride, int64_t columns,
     typename Steps::Arithmetic::Total* totals) {
   using Arithmetic = typename Steps::Arithmetic;
-  typename Arithmetic::Total sums[COUNT];
+  constexpr int VECTORS = Arithmetic::VECTORS;
+  Vec sums[COUNT][VECTORS];
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++) sums[v].fill(Vec(0.0f));
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
   int64_t steps = steps_of<Arithmetic>(columns);
-  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES) {
+  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += Arithmetic::COLUMNS) {
     for (int64_t byte = 0; byte < Steps::STEP_BYTES; byte += 64) __builtin_prefetch(step + AHEAD + byte);
     auto weights = Steps::load(step);
 #pragma GCC unroll 12
-    for (int v = 0; v < COUNT; v++) Arithmetic::add(sums[v], weights, x + v * stride + s * Arithmetic::COLUMNS);
+    for (int v = 0; v < COUNT; v++) {
+      auto factor = Arithmetic::broadcast(x + v * stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; i++) sums[v][i] = Arithmetic::add(sums[v][i], weights[i], factor);
+    }
   }
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++) totals[v] = sums[v];
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) totals[v][i] = sums[v][i];
 }
 
 template <typename Steps>

@@ -27,9 +27,11 @@ struct Floats {
   using Operand = std::array<Vec, VECTORS>;
   using Total = std::array<Vec, VECTORS>;
 
-  static void add(Total& total, const Operand& weights, const Input* x) {
-    Vec factor(*x);
-    for (int v = 0; v < VECTORS; v++) total[v] = at::vec::fmadd(weights[v], factor, total[v]);
+  static Vec broadcast(const Input* x) {
+    return Vec(*x);
+  }
+  static Vec add(Vec total, Vec weights, Vec factor) {
+    return at::vec::fmadd(weights, factor, total);
   }
 };
 
@@ -47,11 +49,13 @@ struct Bfloat16Pairs {
   using Operand = std::array<__m512bh, VECTORS>;
   using Total = std::array<Vec, VECTORS>;
 
-  static void add(Total& total, const Operand& weights, const Input* x) {
+  static __m512bh broadcast(const Input* x) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof(pair));
-    __m512bh factors = (__m512bh)_mm512_set1_epi32(pair);
-    for (int v = 0; v < VECTORS; v++) total[v] = Vec(_mm512_dpbf16_ps(total[v], weights[v], factors));
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Vec add(Vec total, __m512bh weights, __m512bh factors) {
+    return Vec(_mm512_dpbf16_ps(total, weights, factors));
   }
 };
 
@@ -99,9 +103,11 @@ struct PlainTiles {
     const T* values = reinterpret_cast<const T*>(step);
     typename Arithmetic::Operand weights;
     if constexpr (Arithmetic::COLUMNS == 2) {
+#pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v++)
         std::memcpy(&weights[v], values + v * 2 * LANES, sizeof(weights[v]));
     } else {
+#pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v += 2)
         std::tie(weights[v], weights[v + 1]) = load_pair(values + v * LANES);
     }

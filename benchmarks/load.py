@@ -1,0 +1,206 @@
+"""Load on an OpenAI-compatible server: what is asked, when, and when its tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from granite4_neuron.errors import UserError
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long prompts or answers are: always `mean`, evenly around it, or normally distributed.
+
+    kind: "fixed", "uniform" (first to second) or "normal" (mean first, standard deviation second).
+    """
+
+    kind: str
+    first: float
+    second: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Of 512, uniform:128:1024 or normal:512:64.
+
+        Raises:
+            UserError: it is none of them.
+        """
+        parts = text.split(":")
+        kind, numbers = ("fixed", parts) if len(parts) == 1 else (parts[0], parts[1:])
+        if not all(number.isdecimal() for number in numbers) or len(numbers) != {"fixed": 1}.get(kind, 2):
+            raise UserError(f"{text!r} is no length; write 512, uniform:128:1024 or normal:512:64.")
+        lengths = cls(kind, *map(float, numbers))
+        if kind not in ("fixed", "uniform", "normal") or lengths.first < 1 or (kind == "uniform" and lengths.is_empty):
+            raise UserError(f"{text!r} is no length; write 512, uniform:128:1024 or normal:512:64.")
+        return lengths
+
+    @property
+    def is_empty(self) -> bool:
+        return self.second < self.first
+
+    def draw(self, chance: random.Random) -> int:
+        """At least 1."""
+        if self.kind == "uniform":
+            return chance.randint(int(self.first), int(self.second))
+        return max(1, round(chance.normalvariate(self.first, self.second) if self.second else self.first))
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: token ids. new_tokens: exactly so many are asked for."""
+
+    prompt: Sequence[int]
+    new_tokens: int
+
+
+@dataclass
+class Answer:
+    """Moments in seconds. chunk_times: when each part of a stream came; tokens: as the server counts them."""
+
+    started: float
+    chunk_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def first_token_ms(self) -> float:
+        return 1e3 * (self.chunk_times[0] - self.started)
+
+    @property
+    def per_token_ms(self) -> float:
+        """Of the tokens after the first; NaN where there is none."""
+        after = self.tokens - 1
+        return 1e3 * (self.chunk_times[-1] - self.chunk_times[0]) / after if after > 0 else math.nan
+
+    @property
+    def total_ms(self) -> float:
+        return 1e3 * (self.chunk_times[-1] - self.started)
+
+    @property
+    def between_tokens_ms(self) -> list[float]:
+        return [1e3 * (later - earlier) for earlier, later in itertools.pairwise(self.chunk_times)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """All answers, and the seconds from the first question to the last token."""
+
+    answers: Sequence[Answer]
+    seconds: float
+
+
+def random_tokens(number: int, vocab_size: int, chance: random.Random) -> list[int]:
+    return [chance.randrange(1, vocab_size) for _ in range(number)]
+
+
+def questions(
+    number: int,
+    prompt_lengths: Lengths,
+    output_lengths: Lengths,
+    prefix: Sequence[int],
+    vocab_size: int,
+    chance: random.Random,
+) -> list[Question]:
+    """Prompts that begin with the same tokens, and go on with random ones."""
+    drawn = []
+    for _ in range(number):
+        own = random_tokens(max(1, prompt_lengths.draw(chance) - len(prefix)), vocab_size, chance)
+        drawn.append(Question([*prefix, *own], output_lengths.draw(chance)))
+    return drawn
+
+
+async def ask_all(
+    address: str, asked: Sequence[Question], concurrency: int | None, request_rate: float | None, seed: int
+) -> Run:
+    """Ask a server.
+
+    Args:
+        address: of its API, such as http://127.0.0.1:8000/v1.
+        asked: in this order.
+        concurrency: questions at a time; None for no limit.
+        request_rate: questions per second on average, as a Poisson process; None for as soon as possible.
+
+    Raises:
+        UserError: nothing answers there.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
+        model = await _model(client, address)
+        chance, places = random.Random(seed), asyncio.Semaphore(concurrency or len(asked))
+        started = time.perf_counter()
+
+        async def ask(question: Question, moment: float) -> Answer:
+            await asyncio.sleep(moment - (time.perf_counter() - started))
+            async with places:
+                return await _ask(client, address, model, question)
+
+        moments = list(_moments(len(asked), request_rate, chance))
+        answers = await asyncio.gather(*map(ask, asked, moments))
+        return Run(answers, time.perf_counter() - started)
+
+
+def _moments(number: int, request_rate: float | None, chance: random.Random) -> Iterator[float]:
+    moment = 0.0
+    for _ in range(number):
+        yield moment
+        moment += chance.expovariate(request_rate) if request_rate else 0.0
+
+
+async def _model(client: httpx.AsyncClient, address: str) -> str:
+    try:
+        response = await client.get(f"{address}/models")
+        return response.json()["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+        raise UserError(
+            f"no OpenAI-compatible server answers at {address}; give it like http://HOST:PORT/v1."
+        ) from None
+
+
+async def _ask(client: httpx.AsyncClient, address: str, model: str, question: Question) -> Answer:
+    body = {
+        "model": model,
+        "prompt": question.prompt,
+        "max_tokens": question.new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = Answer(time.perf_counter())
+    try:
+        async with client.stream("POST", f"{address}/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                answer.error = f"status {response.status_code}: {response.text[:200]}"
+                return answer
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    _take_in(answer, json.loads(line.removeprefix("data: ")))
+    except httpx.HTTPError as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    if not answer.chunk_times and answer.error is None:
+        answer.error = "no token came"
+    return answer
+
+
+def _take_in(answer: Answer, event: dict) -> None:
+    if "error" in event:
+        answer.error = str(event["error"])
+    if event.get("choices"):
+        answer.chunk_times.append(time.perf_counter())
+        answer.tokens = max(answer.tokens, len(answer.chunk_times))
+    usage = event.get("usage")
+    if usage:
+        answer.prompt_tokens, answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

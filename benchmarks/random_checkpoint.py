@@ -1,0 +1,39 @@
+"""A checkpoint to measure with: a family member's dimensions, random weights, and the bundled model's tokenizer.
+
+python -m benchmarks.random_checkpoint h-350m FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from granite4_neuron.checkpoint import save_model
+from granite4_neuron.cli import EXIT_BAD_INPUT
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.random_weights import random_model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write it; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the family member")
+    parser.add_argument("folder", type=Path, help="new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    try:
+        model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=getattr(torch, options.dtype))
+        save_model(model, options.folder, files_from=bundled_checkpoint())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
