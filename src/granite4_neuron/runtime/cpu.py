@@ -93,7 +93,8 @@ class CPURuntime:
     @property
     def weight_bytes(self) -> int:
         """Of all weights, as they are held in memory."""
-        return sum(weight.nbytes for weight in self.model.parameters())
+        weights = (weight for _, weight in self.model.named_weights())
+        return sum(weight.nbytes if isinstance(weight, torch.Tensor) else weight.num_bytes for weight in weights)
 
     @cached_property
     def fingerprint(self) -> str:
