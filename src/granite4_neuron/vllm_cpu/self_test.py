@@ -16,14 +16,17 @@ from granite4_neuron.vllm_cpu.mixing import (
     torch_prefill,
 )
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 _HEADS, _HEAD_DIM, _D_STATE, _DRAFTS, _PAGES = 8, 32, 64, 3, 9
 _CHANNELS = _HEADS * _HEAD_DIM + 2 * _D_STATE
 
 
 def largest_differences() -> dict[str, float]:
-    """Between results and states of both, in float32, by what is computed: prompts, single tokens, verified drafts."""
+    """Between results and states of both, in float32, by what is computed: prompts, single tokens, verified drafts.
+
+    Relative to the largest value.
+    """
     torch.manual_seed(0)
     weights = MixerWeights(
         conv_weight=torch.randn(_CHANNELS, 4) / 2,
@@ -60,4 +63,4 @@ def _difference(fused: Callable[[Pages], torch.Tensor], plain: Callable[[Pages],
     for run in (fused, plain):
         pages = Pages(conv.clone(), ssm.clone())
         results.append((run(pages), pages.conv, pages.ssm))
-    return max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*results, strict=True))
