@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu
-from granite4_neuron.sizes import sequence_bytes, token_bytes
+from granite4_neuron.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
@@ -44,14 +44,16 @@ class Machine:
         self._products = [(_weights(dtype, m, k), _weights(dtype, n, k)) for m, k, n in _PRODUCT_SIZES]
         self._matrix = _weights(dtype, _READ_BYTES // dtype.itemsize // 1024, 1024)
         self._vector = self._matrix[:1].clone()
-        self._linear = cpu.operators().linear
+        operators = cpu.operators()
+        self._linear = operators.linear
+        self._read = self._matrix if operators.pack is None else operators.pack(self._matrix, dtype)
 
     @torch.inference_mode()
     def rates(self) -> Rates:
         """Of the best of a few ways."""
         flops = max(_flops(x, w) / _seconds(lambda x=x, w=w: F.linear(x, w)) for x, w in self._products)
         numbers = self._matrix.view(torch.float32)
-        ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._matrix))
+        ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._read))
         return Rates(flops, self._matrix.nbytes / min(_seconds(way) for way in ways))
 
 
@@ -62,7 +64,12 @@ def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
 
 
 def decode_bytes(
-    config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, context: int, is_quantized: bool = False
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    batch_size: int,
+    context: int,
+    is_quantized: bool = False,
+    state_itemsize: int = FLOAT32_BYTES,
 ) -> float:
     """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
 
@@ -75,9 +82,8 @@ def decode_bytes(
     for name, weight, _ in _products(config):
         itemsize = 1 if is_quantized and "router" not in name else dtype.itemsize
         weights += weight.numel() * itemsize * (chosen if _is_expert(name) else 1.0)
-    return weights + batch_size * (
-        sequence_bytes(config, dtype.itemsize) + context * token_bytes(config, dtype.itemsize)
-    )
+    state = sequence_bytes(config, dtype.itemsize, state_itemsize=state_itemsize)
+    return weights + batch_size * (state + context * token_bytes(config, dtype.itemsize))
 
 
 def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor, float]]:

@@ -13,7 +13,7 @@ from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state import HybridState
 
-QUANTIZED_AGREEMENT = 0.9  # of the top tokens
+COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or states
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class AccuracyReport:
     reference: list[torch.Tensor]
     reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it is the reference itself
     is_quantized: bool = False
+    state_dtype: torch.dtype = torch.float32
     is_last_of_prompt: bool = False
 
     def phase(self, prefill: bool) -> Difference:
@@ -82,8 +83,8 @@ class AccuracyReport:
 
     def passed(self, tolerance: float = FLOAT32_TOLERANCE) -> bool:
         """Whether `criterion` holds."""
-        if self.is_quantized:
-            return self.overall().top1_agreement >= QUANTIZED_AGREEMENT
+        if self._is_compressed:
+            return self.overall().top1_agreement >= COMPRESSED_AGREEMENT
         of_transformers = self.of_transformers()
         if of_transformers is None:
             return self.overall().maximum <= tolerance
@@ -91,11 +92,16 @@ class AccuracyReport:
 
     def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
         """What `passed` asks for."""
-        if self.is_quantized:
-            return f"quantized: the same top token for {QUANTIZED_AGREEMENT:.0%} of the tokens at least"
+        if self._is_compressed:
+            what = "quantized" if self.is_quantized else "SSM states in 16 bits"
+            return f"{what}: the same top token for {COMPRESSED_AGREEMENT:.0%} of the tokens at least"
         if self.reference_in_dtype is None:
             return f"no logit further off than {tolerance:g}"
         return "mean difference not above that of transformers in this dtype"
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self.is_quantized or self.state_dtype != torch.float32
 
     @property
     def _starts(self) -> list[int]:
@@ -141,7 +147,8 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
     prefill = run_prompts(runtime, state, sequences, lengths)
     decode = _decode(runtime, state, sequences, lengths)
     ours = [torch.cat(parts) for parts in zip(prefill, decode, strict=True)]
-    return AccuracyReport(lengths, ours, expected, in_dtype, runtime.is_quantized, is_last_of_prompt)
+    about = runtime.is_quantized, runtime.state_dtype, is_last_of_prompt
+    return AccuracyReport(lengths, ours, expected, in_dtype, *about)
 
 
 def default_prompts(tokenizer) -> list[list[int]]:

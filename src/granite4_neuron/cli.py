@@ -26,6 +26,7 @@ from granite4_neuron.commands import (
     plan,
     serve,
     tune,
+    vllm_check,
 )
 from granite4_neuron.commands.options import EXAMPLES
 from granite4_neuron.commands.output import OutputError
@@ -87,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         "--log-level", choices=LOG_LEVELS, default="warning", help="what is said on standard error (default: warning)"
     )
     commands = parser.add_subparsers(required=True, metavar="command", title="commands")
-    for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert):
+    for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert, vllm_check):
         command.add_parser(commands)
     return parser
 

@@ -16,7 +16,7 @@ from granite4_neuron.checkpoint import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.hlo_cost import Cost, count, hlo_proto, hlo_text, parameter_numbers, temporary_bytes, tracer
 from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.minimum import Minimum, minimum
+from granite4_neuron.minimum import Minimum, minimum, minimum_of_commit
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.state import HybridState, KeyValueState, MambaState
@@ -25,7 +25,7 @@ from granite4_neuron.state import HybridState, KeyValueState, MambaState
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
 COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
 
-_PREFILL, _DECODE, _VERIFY = "prefill", "decode", "verify"
+_PREFILL, _DECODE, _VERIFY, _COMMIT = "prefill", "decode", "verify", "commit"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def report(
 ) -> Iterator[GraphReport]:
     """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
 
-    With speculation also verification of the whole batch. (Its commit is a graph of the recurrences alone.)
+    With speculation also verification of the whole batch, and its commit, which is of the recurrences alone.
 
     The minimum of prefill is that of a prompt's first tokens, the one of decode that of full caches.
 
@@ -104,14 +104,19 @@ def report(
     graphs.append((f"decode, batch {batch_size}", _DECODE, batch_size, 1))
     if verified_tokens is not None:
         graphs.append((f"verify {verified_tokens}, batch {batch_size}", _VERIFY, batch_size, verified_tokens))
+        if MAMBA in config.layer_types:
+            graphs.append((f"commit {verified_tokens}, batch {batch_size}", _COMMIT, batch_size, verified_tokens))
     for name, kind, rows, tokens in graphs:
 
         def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
             return _Tracing(kind, tokens, layers, dtype, tp_degree, batch_size, max_length).traced()
 
-        context = 0 if kind == _PREFILL else max_length - tokens
-        least = minimum(config, tp_degree, dtype, rows, tokens, context)
+        if kind == _COMMIT:
+            least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
+        else:
+            context = 0 if kind == _PREFILL else max_length - tokens
+            least = minimum(config, tp_degree, dtype, rows, tokens, context)
         yield graph_report(name, config.layer_types, trace, least)
 
 
@@ -162,7 +167,7 @@ def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict
 
 
 class _Tracing:
-    """One graph of a rank: a step of so many tokens of one sequence or, in decode and verification, of each."""
+    """One graph of a rank: a step of so many tokens of one sequence, or of each in decode, verification and commit."""
 
     def __init__(
         self,
@@ -191,6 +196,20 @@ class _Tracing:
     def traced(self) -> Traced:
         state = self._new_state()
         before = {tensor: tensor.clone() for tensor in state.tensors()}
+        logits, kept_inputs = self._commit(state) if self.kind == _COMMIT else self._step(state)
+        written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
+        outputs = [*logits, *written, *kept_inputs]
+        numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
+        return Traced(
+            hlo_proto(outputs),
+            donated={number: output for output, number in enumerate(numbers, start=len(logits))},
+            components={name: hlo_proto(part) for name, part in self._parts()},
+            weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
+            state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
+        )
+
+    def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Logits, and what is kept for the commit."""
         kept_inputs = self._kept_inputs()
         logits = self.model(
             self._ids(),
@@ -200,17 +219,13 @@ class _Tracing:
             all_logits=self.kind == _VERIFY,
             kept_inputs=kept_inputs,
         )
-        # A verification leaves recurrent state as it is.
-        written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
-        outputs = [logits, *written, *(kept_inputs or ())]
-        numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
-        return Traced(
-            hlo_proto(outputs),
-            donated={number: output for output, number in enumerate(numbers, start=1)},
-            components={name: hlo_proto(part) for name, part in self._parts()},
-            weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
-            state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
-        )
+        return [logits], kept_inputs or []
+
+    def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Neither of them."""
+        kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
+        self.model.advance(kept_inputs, *self._where(), state)
+        return [], []
 
     def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each component's name and outputs, from the first layer that has it."""
@@ -220,6 +235,11 @@ class _Tracing:
         ):
             kept_inputs = self._kept_inputs()
             step = step_of(*self._where(), self.max_length, self._new_state(), kept_inputs=kept_inputs)
+            if self.kind == _COMMIT:
+                if kind == MAMBA:
+                    layer.advance(self._kept_input(), step, layer_state)
+                    yield kind, list(vars(layer_state).values())
+                continue
             if kind == MAMBA:
                 output = layer.mamba(self._hidden_states(), step, layer_state)
             else:
@@ -227,6 +247,8 @@ class _Tracing:
                 output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
             written = vars(layer_state).values() if self._is_written(layer_state) else ()
             yield kind, [output, *written, *(kept_inputs or ())]
+        if self.kind == _COMMIT:
+            return
         layer = model.model.layers[0]
         if layer.block_sparse_moe is not None:
             yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
@@ -238,7 +260,14 @@ class _Tracing:
     def _kept_inputs(self) -> list[torch.Tensor] | None:
         return [] if self.kind == _VERIFY else None
 
+    def _kept_input(self) -> torch.Tensor:
+        """Of one layer: x, B, C and dt of each token."""
+        sizes = self.model.config.rank_dimensions(self.model.parallel.degree)
+        return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
+
     def _is_written(self, layer: MambaState | KeyValueState) -> bool:
+        if self.kind == _COMMIT:
+            return isinstance(layer, MambaState)
         return self.kind != _VERIFY or isinstance(layer, KeyValueState)
 
     def _new_state(self) -> HybridState:

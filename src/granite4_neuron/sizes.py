@@ -6,7 +6,7 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 
 Shape = tuple[int, ...]
 
-_FLOAT32_BYTES = 4  # of an SSM state's number, whatever the model's dtype
+FLOAT32_BYTES = 4  # of an SSM state's number by default, whatever the model's dtype
 
 
 def parameter_shapes(config: GraniteMoeHybridConfig) -> dict[str, Shape]:
@@ -32,16 +32,19 @@ def mamba_state_shapes(
     return conv_shape, (d_state, heads, head_dim) if kernel_layout else (heads, head_dim, d_state)
 
 
-def sequence_bytes(config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1) -> int:
+def sequence_bytes(
+    config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1, state_itemsize: int = FLOAT32_BYTES
+) -> int:
     """Bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers.
 
     Args:
         itemsize: bytes of a number in the model's dtype.
+        state_itemsize: of one in an SSM state's.
     """
     if MAMBA not in config.layer_types:
         return 0
     (conv_dim, window), (heads, head_dim, d_state) = mamba_state_shapes(config, tp_degree)
-    per_layer = conv_dim * window * itemsize + heads * head_dim * d_state * _FLOAT32_BYTES
+    per_layer = conv_dim * window * itemsize + heads * head_dim * d_state * state_itemsize
     return config.layer_types.count(MAMBA) * per_layer
 
 

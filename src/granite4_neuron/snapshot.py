@@ -48,13 +48,20 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
-    def check(self, dtype: torch.dtype, fingerprint: str) -> None:
-        """See whether it is of this model.
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of its SSM states."""
+        states = (tensor for name, tensor in self.tensors.items() if name.endswith(".ssm_state"))
+        return next((state.dtype for state in states), torch.float32)
+
+    def check(self, dtype: torch.dtype, fingerprint: str, state_dtype: torch.dtype = torch.float32) -> None:
+        """See whether it is of this model, with SSM states in `state_dtype`.
 
         Raises:
             UserError: it is not.
         """
         _check("the snapshot", str(self.dtype), self.fingerprint, dtype, fingerprint)
+        _check_state("the snapshot", self, state_dtype)
 
     def save(self, file: Path) -> None:
         """Write a safetensors file that only its owner may read: all of it, or nothing, and then the old file stays.
@@ -78,8 +85,10 @@ class Snapshot:
                 os.unlink(partial)
 
     @classmethod
-    def load(cls, file: Path, dtype: torch.dtype, fingerprint: str) -> Snapshot:
-        """Read a file that `save` wrote for a model of this dtype and fingerprint.
+    def load(
+        cls, file: Path, dtype: torch.dtype, fingerprint: str, state_dtype: torch.dtype = torch.float32
+    ) -> Snapshot:
+        """Read a file that `save` wrote for a model of this dtype and fingerprint, with SSM states in `state_dtype`.
 
         Raises:
             UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
@@ -102,12 +111,20 @@ class Snapshot:
             raise UserError(f"{file} cannot be read ({error}).") from None
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-        return cls(
+        snapshot = cls(
             about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]), about.get("note", "")
         )
+        _check_state(str(file), snapshot, state_dtype)
+        return snapshot
 
 
-def check_chain(snapshots: Sequence[Snapshot], dtype: torch.dtype, fingerprint: str, max_length: int) -> None:
+def check_chain(
+    snapshots: Sequence[Snapshot],
+    dtype: torch.dtype,
+    fingerprint: str,
+    max_length: int,
+    state_dtype: torch.dtype = torch.float32,
+) -> None:
     """See whether snapshots, one after another, make a sequence that a model's state has room for.
 
     Raises:
@@ -118,7 +135,9 @@ def check_chain(snapshots: Sequence[Snapshot], dtype: torch.dtype, fingerprint: 
     if not snapshots or starts != lengths[:-1]:
         raise ValueError(f"snapshots that start at {starts} and end at {lengths[1:]} are not one sequence.")
     for snapshot in snapshots:
-        snapshot.check(dtype, fingerprint)
+        _check("the snapshot", str(snapshot.dtype), snapshot.fingerprint, dtype, fingerprint)
+    # Only the last one has the recurrent state.
+    _check_state("the snapshot", snapshots[-1], state_dtype)
     if lengths[-1] > max_length:
         raise UserError(f"the snapshot has {lengths[-1]} tokens and the state has room for {max_length}.")
 
@@ -190,3 +209,10 @@ def _check(what: str, its_dtype: str, its_fingerprint: str, dtype: torch.dtype, 
         raise UserError(f"{what} was made in {its_dtype} and the model runs in {dtype}; make it again.")
     if its_fingerprint != fingerprint:
         raise UserError(f"{what} was made with another checkpoint, or other weights of it; make it again.")
+
+
+def _check_state(what: str, snapshot: Snapshot, state_dtype: torch.dtype) -> None:
+    if snapshot.state_dtype != state_dtype:
+        raise UserError(
+            f"{what} has SSM states in {snapshot.state_dtype} and the model runs with {state_dtype}; make it again."
+        )

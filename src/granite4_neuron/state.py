@@ -28,8 +28,8 @@ class MambaState:
         channels, so that its part of the window is one piece of memory (18 channels of 3 inputs in h-small on 4 ranks:
         108 bytes). With the inputs first it would be three, each a third as long. A graph's convolution, which has
         tokens first, transposes the window; it is 14 kB of the 68 MB that such a rank moves in a Mamba layer's decode.
-    ssm_state: [slots, num_heads, head_dim, d_state], float32; in the NKI kernels' layout [slots, d_state, num_heads,
-        head_dim].
+    ssm_state: [slots, num_heads, head_dim, d_state], float32, or float16 or bfloat16 where asked for; in the NKI
+        kernels' layout [slots, d_state, num_heads, head_dim].
     """
 
     conv_state: torch.Tensor
@@ -69,10 +69,12 @@ class HybridState:
         tp_degree: int = 1,
         kernel_layout: bool = False,
         has_null_slot: bool = True,
+        state_dtype: torch.dtype = torch.float32,
     ) -> HybridState:
         """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
 
-        With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them.
+        With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them; they are in
+        `state_dtype`.
 
         Keys and values are not cleared: attention reads none that was not written, and a large tensor that is not
         touched takes no memory of the operating system, which makes the null slot free.
@@ -85,7 +87,7 @@ class HybridState:
                 layers.append(
                     MambaState(
                         torch.zeros(entries, *conv_shape, dtype=dtype, device=device),
-                        torch.zeros(entries, *ssm_shape, dtype=torch.float32, device=device),
+                        torch.zeros(entries, *ssm_shape, dtype=state_dtype, device=device),
                     )
                 )
             else:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 
-import benchmark_latency
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
+from benchmarks.implementations import Point
+from benchmarks.latency import least_seconds, result_of
+from benchmarks.latency_report import machine_rates
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.random_weights import random_model
@@ -98,12 +100,12 @@ class TestResult:
     """Times that are known beforehand: prompts are done after 0.5 and 0.7 s, further tokens come after 10 to 40 ms."""
 
     RUNS = ([0.5, 0.51, 0.53, 0.54], [0.7, 0.72, 0.74, 0.78])
-    POINT = benchmark_latency.Point(batch_size=3, prompt_length=100, output_length=4)
+    POINT = Point(batch_size=3, prompt_length=100, output_length=4)
 
     @pytest.fixture
     def result(self):
         rates = Rates(flops=200e9, bytes=40e9)
-        return benchmark_latency._result("ours", self.POINT, list(self.RUNS), 3 * 2**20, (0.3, 0.005), rates)
+        return result_of("ours", self.POINT, list(self.RUNS), 3 * 2**20, (0.3, 0.005), rates)
 
     def test_times(self, result):
         assert result.first_token_ms == pytest.approx(600)
@@ -122,7 +124,7 @@ class TestResult:
         assert result.peak_memory_mib == 3
 
     def test_the_machine_is_printed(self, result):
-        (line,) = benchmark_latency._machine_rates([result])
+        (line,) = machine_rates([result])
         assert line == "machine, at batch 3 and prompt 100: 200 GFLOP/s, 40.0 GB/s"
 
     def test_the_bound(self, texting_folder):
@@ -130,7 +132,7 @@ class TestResult:
         config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
         options = argparse.Namespace(dtype=None, quantize=None)
         rates = Rates(flops=2e9, bytes=3e9)
-        prefill, decode = benchmark_latency._bound(texting_folder, self.POINT, options, rates)
+        prefill, decode = least_seconds(texting_folder, self.POINT, options, rates)
         assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)
         assert decode == pytest.approx(decode_bytes(config, torch.float32, 3, 102) / 3e9)
 

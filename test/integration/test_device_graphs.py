@@ -43,6 +43,11 @@ def one_layer_of_each_kind(name, folder):
 def application(folder, tp_degree=4, batch_size=1, config_options=None, **options):
     from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
+    config = config_of(folder, tp_degree, batch_size, config_options, **options)
+    return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+
+
+def config_of(folder, tp_degree, batch_size, config_options=None, **options):
     values = dict(
         tp_degree=tp_degree,
         batch_size=batch_size,
@@ -57,8 +62,24 @@ def application(folder, tp_degree=4, batch_size=1, config_options=None, **option
         token_generation_buckets=CACHE_BUCKETS,
         logical_nc_config=2,
     )
-    config = nxdi.make_config(folder, config_options, **{**values, **options})
-    return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+    return nxdi.make_config(folder, config_options, **{**values, **options})
+
+
+def fused_application(name, draft, folder, tp_degree, batch_size):
+    from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
+
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+
+    options = dict(on_device_sampling_config=dict(do_sample=False))
+    configs = []
+    for each, speculation in ((draft, {}), (name, dict(speculation_length=4, enable_fused_speculation=True))):
+        (folder / each).mkdir()
+        one = one_layer_of_each_kind(each, folder / each)
+        configs.append(config_of(one, tp_degree, batch_size, **options, **speculation))
+    draft_config, config = configs
+    config.fused_spec_config = FusedSpecNeuronConfig(NeuronGraniteMoeHybridModel, draft_config, str(folder / draft))
+    return NeuronGraniteMoeHybridForCausalLM(str(folder / name), config)
 
 
 def trace(app, kind, bucket):
@@ -142,8 +163,32 @@ def test_graphs_of_slots(name, tp_degree, batch_size, tmp_path):
         assert findings(text) == [] and closed_operators(text) == []
 
 
+@pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize(("name", "draft"), [("h-small", "h-350m"), ("h-micro", "350m")])
+def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
+    """Both models' states have outputs of their own, the draft's first; what stands is chosen without a closed kernel
+    but those for the largest logit."""
+    app = fused_application(name, draft, tmp_path, tp_degree, batch_size)
+    configs = (app.config.fused_spec_config.draft_config.granite, app.config.granite)
+    states = sum(2 * len(config.layer_types) for config in configs)
+    largest = ["argmax"] if tp_degree == 1 else ["argmax", "cascaded_max"]
+    for kind, bucket, choices in (
+        ("context_encoding_model", 128, 1),
+        ("prefill_continuation_model", 1024, 1),
+        ("fused_spec_model", 1024, 3 + 1),
+        ("fused_spec_model", 2048, 3 + 1),
+    ):
+        traced = trace(app, kind, bucket)
+        check_state(traced)
+        assert (len(traced.results), len(traced.states)) == (4, states)
+        text = hlo_text(traced)
+        assert findings(text) == []
+        choosing = [operator for operator in closed_operators(text) if operator != FLASH_ATTENTION]
+        assert choosing == sorted(largest * choices)
+
+
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("name", ["h-1b", "h-micro"])
+@pytest.mark.parametrize("name", ["h-1b"])
 def test_what_a_verification_costs(name, batch_size):
     """Of three drafts, beside decode, with dense models: experts that more tokens choose are not read for nothing."""
     from granite4_neuron.nxdi.graphs import report

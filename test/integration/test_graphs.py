@@ -58,7 +58,7 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
     monkeypatch.setattr(torch_xla._XLAC, "_xla_sync_multi", run)
     runtime.step(state, [Row(2, 0, [3] * 9)])
     runtime.step(state, [Row(2, 9, [3])])
-    runtime.verify(state, [Row(2, 10, [3] * 4)])
+    runtime.commit(state, runtime.verify(state, [Row(2, 10, [3] * 4)]), [2])
     graphs = graphs_of(config, batch_size=3, buckets=(16,), max_length=state.max_length, verified_tokens=4)
     assert [cost.instructions for cost in counted] == [graph.cost.instructions for graph in graphs]
     for cost, graph in zip(counted, graphs, strict=True):  # XLA adds up in float32
@@ -77,8 +77,18 @@ def test_verification_reads_little_more_than_decode():
     """At h-small's sizes, on one of four ranks. A batch of eight wants most of the experts anyway."""
     config = GraniteMoeHybridConfig.from_family("granite-4.0-h-small")
     options = dict(tp_degree=4, batch_size=8, buckets=(), max_length=2048, dtype=torch.bfloat16, verified_tokens=4)
-    decode, verify = graphs_of(config, **options)
+    decode, verify, commit = graphs_of(config, **options)
     assert verify.cost.bytes_accessed <= 1.3 * decode.cost.bytes_accessed
+    assert commit.graph == "commit 4, batch 8" and commit.cost.bytes_accessed <= 0.35 * decode.cost.bytes_accessed
+    assert set(commit.components) == {"mamba", "rest"} and commit.bytes_ratio >= 1
+
+
+def test_a_model_without_recurrent_state_commits_nothing():
+    config = small_config(layer_types=("attention",) * 2, **DENSE)
+    assert [graph.graph for graph in graphs_of(config, verified_tokens=4)][1:] == [
+        "decode, batch 1",
+        "verify 4, batch 1",
+    ]
 
 
 def test_no_loop_over_tokens():

@@ -145,7 +145,7 @@ peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status
 load_model(bundled_checkpoint(), quantize="int8")  # what it takes besides the weights
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, quantize="int8")
-sizes = [getattr(weight, 'num_bytes', None) or weight.nbytes for _, weight in model.named_weights()]
+sizes = [weight.num_bytes if hasattr(weight, "num_bytes") else weight.nbytes for _, weight in model.named_weights()]
 print(peak() - before, sum(sizes))
 """
     # A fixed threshold keeps the C library from fragmenting its heap, which would be counted as ours.

@@ -59,6 +59,7 @@ def cpu_mode():
         from neuronx_distributed.parallel_layers import parallel_state
 
         parallel_state.destroy_model_parallel()
+        parallel_state._SPECULATIVE_DRAFT_GROUP = None  # it leaves that one
         torch.distributed.destroy_process_group()
 
 

@@ -6,12 +6,18 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron import load
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.engine import Engine, Request, SlotPrefixCache
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.runtime.interface import Row, require
+from granite4_neuron.speculation import NgramDrafter
+from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_model import CASE, TOLERANCE, cpu_mode, reference_logits  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import Case
+from test.support.engines import run
 from test.support.verification import Round, streams, verified_error
 
 SLOTS, TOKENS = 3, 4
@@ -177,6 +183,46 @@ class TestCopies:
                 with pytest.raises(UserError) as error:
                     refused()
                 assert str(error.value) == single.cannot[ability]
+
+
+class TestEngine:
+    """The bundled checkpoint's greedy texts, which a wrong state changes, are those of the CPU runtime."""
+
+    PROMPTS = (TEXTS[0], TEXTS[0] * 2, "A", TEXTS[1] * 8)  # the last is longer than the bucket
+
+    @pytest.fixture(scope="class")
+    def runtime(self, cpu_mode):  # noqa: F811
+        return runtime_of(bundled_checkpoint())
+
+    @pytest.fixture(scope="class")
+    def expected(self):
+        ours, tokenizer = load(dtype=torch.float32)
+        prompts = [tokenizer.encode(text) for text in self.PROMPTS]
+        return prompts, self.texts(Engine(ours, 2), prompts)
+
+    @staticmethod
+    def texts(engine, prompts):
+        greedy = GenerationConfig(do_sample=False)
+        ids = [engine.add(Request(prompt, 60, sampling=greedy)) for prompt in prompts]
+        outputs = run(engine)
+        return [[output.token for output in outputs[id]] for id in ids]
+
+    def test_prompt_lookup(self, runtime, expected):
+        prompts, texts = expected
+        engine = Engine(runtime, 3, max_length=nxdi.MAX_LENGTH, drafter=NgramDrafter(1, 3), draft_tokens=TOKENS - 1)
+        assert self.texts(engine, prompts) == texts
+        assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
+
+    def test_prefixes_in_slots(self, runtime, expected):
+        """Each prompt begins like one before; only its rest is run. The model's slots outlive an engine."""
+        prompts, texts = expected
+        cache = SlotPrefixCache(runtime, (2, 3), pinned=[prompts[0]])
+        for found in (0, len(prompts[0])):
+            engine = Engine(runtime, 1, max_length=nxdi.MAX_LENGTH, prefix_cache=cache)
+            assert self.texts(engine, prompts[1:2]) == texts[1:2]
+            assert engine.stats.cached_tokens >= found
+            assert engine.stats.prompt_tokens == len(prompts[1]) - engine.stats.cached_tokens
+        assert self.texts(engine, prompts[:1]) == texts[:1]
 
 
 def commit_of_all_drafts(runtime, patch):

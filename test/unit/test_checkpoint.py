@@ -213,7 +213,6 @@ def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     program = f"""
 import resource, torch
 from granite4_neuron.checkpoint import load_model
-from granite4_neuron.ops import as_tensor
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, {{dtype}})

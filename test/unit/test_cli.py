@@ -364,13 +364,26 @@ def test_convert(run, texting_folder, tmp_path):
     assert "bfloat16" in run("info", "--model", tmp_path / "new")[1]
 
 
-COMMANDS = ("generate", "chat", "serve", "info", "check", "evaluate", "graphs", "plan", "tune", "compile", "convert")
+COMMANDS = (
+    "generate",
+    "chat",
+    "serve",
+    "info",
+    "check",
+    "evaluate",
+    "graphs",
+    "plan",
+    "tune",
+    "compile",
+    "convert",
+    "vllm-check",
+)
 
 
 def test_help_names_every_command(run):
     status, output, _ = run("--help")
     assert status == 0 and "examples:" in output
-    described = [line.split()[0] for line in output.splitlines() if re.match(r"    \w+  +\w", line)]
+    described = [line.split()[0] for line in output.splitlines() if re.match(r"    [\w-]+  +\w", line)]
     assert tuple(described) == COMMANDS
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from granite4_neuron.checkpoint import load_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.cli import main
 from granite4_neuron.config import DTYPES
@@ -71,7 +72,7 @@ def test_windows(evaluate, file):
     assert "in one context" in evaluate(file, "--stride", 100)[1], "the window is the model's longest sequence"
 
 
-def test_the_table_of_formats(evaluate, file, tmp_path):
+def test_the_table_of_formats(evaluate, file, tmp_path, texting_folder):
     formats = (*DTYPES, *QUANTIZATIONS)
     alone = {}
     for name in formats:
@@ -87,8 +88,11 @@ def test_the_table_of_formats(evaluate, file, tmp_path):
         assert compared[name]["prefill_tokens_per_second"] > 0 and compared[name]["decode_tokens_per_second"] > 0
     assert compared["float32"]["kl_divergence"] == 0
     assert 0 < compared["float16"]["kl_divergence"] < compared["bfloat16"]["kl_divergence"] < 0.1
-    assert 2 * compared["bfloat16"]["weight_bytes"] == compared["float32"]["weight_bytes"]
-    assert compared["int8"]["weight_bytes"] < 0.5 * compared["float32"]["weight_bytes"]
+    weights = sum(weight.numel() for weight in load_model(texting_folder).parameters())
+    # What lies in tiles is padded to whole ones.
+    assert 4 * weights <= compared["float32"]["weight_bytes"] <= 1.2 * 4 * weights
+    assert 2 * weights <= compared["bfloat16"]["weight_bytes"] <= 1.2 * 2 * weights
+    assert weights <= compared["int8"]["weight_bytes"] <= 1.5 * weights
 
 
 def test_the_reference_is_always_there(evaluate, file):

@@ -427,6 +427,39 @@ class TestStateUpdate:
         case = state_update_case(VERIFY, dtype=torch.bfloat16, state_dtype=torch.bfloat16, seed=1)
         assert case.holds(ops.selective_state_update, slot_oracles.selective_state_update, 1e-2)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_stochastic_rounding(self, dtype):
+        """What is stored is the float32 state after that token, rounded as at its position."""
+        case = state_update_case(VERIFY, speculative=True, other=False, seed=3, state_dtype=dtype)
+        exact = {**case.arguments, "state": case.arguments["state"].float()}
+        first = torch.arange(len(exact["cu_seqlens"]) - 1) * 100
+        rounded = {**case.arguments, "state": case.arguments["state"].clone()}
+        options = dict(enable_stochastic_rounding=True, cache_philox_rounds=7, rounding_seed=5, positions=first)
+        y = ops.selective_state_update(**rounded, **options)
+        assert torch.equal(y, ops.selective_state_update(**exact)), "the result is of the state before its rounding"
+        lengths = exact["cu_seqlens"].diff()
+        for row, (length, slots) in enumerate(zip(lengths, exact["state_batch_indices"], strict=True)):
+            for t, slot in enumerate(slots[:length].tolist()):
+                if slot > 0:
+                    position, state = first[row : row + 1] + t, exact["state"][slot][None]
+                    expected = ops.stochastic_round(state, dtype, position, ops.Rounding(5, 0, 7))[0]
+                    assert torch.equal(rounded["state"][slot].nan_to_num(), expected.nan_to_num())
+
+    def test_seeds_of_stochastic_rounding(self):
+        def states(seed, **options):
+            torch.manual_seed(seed)
+            state = torch.full((3, 1, 4, 64), 1.0, dtype=torch.float16)
+            x, B = torch.ones(3, 1, 4), torch.full((3, 1, 64), 3e-4)
+            A = -torch.full((1, 4, 64), 1e-6)
+            ops.selective_state_update(state, x, x, A, B, B, enable_stochastic_rounding=True, **options)
+            return state
+
+        assert torch.equal(states(1), states(1)) and not torch.equal(states(1), states(2))
+        assert torch.equal(states(1, rounding_seed=7), states(2, rounding_seed=7))
+        at = [torch.tensor([5, 6, 7]), torch.tensor([7, 7, 7])]
+        first, second = (states(1, rounding_seed=7, positions=positions) for positions in at)
+        assert torch.equal(first[2], second[0]) and not torch.equal(first[0], second[0])
+
     @pytest.mark.parametrize("heads", [1, 4])
     def test_one_token_per_row(self, heads):
         """Without cu_seqlens, indices and heads: x has a row per slot; D, dt_bias and z in vLLM's order."""
@@ -691,7 +724,8 @@ WRONG = [
     (state_update_case, DESTINATIONS, lambda a: dict(dst_state_batch_indices=a[SOURCES][:, :2])),
     (state_update_case, DESTINATIONS, lambda a: dict(dst_state_batch_indices=a[SOURCES].clamp(1, 1))),
     (state_update_case, "num_accepted_tokens", lambda a: dict(num_accepted_tokens=ones(a) * 5)),
-    (state_update_case, "enable_stochastic_rounding", lambda a: dict(enable_stochastic_rounding=True)),
+    (state_update_case, "state", lambda a: dict(enable_stochastic_rounding=True)),
+    (state_update_case, "enable_stochastic_rounding", lambda a: dict(rounding_seed=1)),
     (scan_case, "u", lambda a: dict(u=a["u"][1:])),
     (scan_case, "ssm_states", lambda a: dict(ssm_states=a["ssm_states"][:, 1:])),
     (scan_case, "delta", lambda a: dict(delta=a["delta"][:, 1:])),

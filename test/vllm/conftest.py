@@ -73,6 +73,12 @@ class Greedy:
         logits = self.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         return logits.argmax(-1).tolist() == tokens
 
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int]) -> torch.Tensor:
+        """Of a prompt's tokens but the first."""
+        logprobs = self.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
     def right(self, prompts: list[list[int]], result: dict) -> list[int]:
         """In each round, for how many prompts an engine gave the greedy text."""
         assert "error" not in result, result["error"]

@@ -1,8 +1,9 @@
 """A process that runs vLLM: one engine after another, each with the same prompts.
 
-Reads {"engines": {name: {"model": folder, "options": {...}, "rounds": 1}}, "prompts": [[token, ...], ...], "tokens": n}
-as JSON from standard input, and writes {name: {"tokens": [per round [per prompt [token, ...]]], "cached": [...],
-"metrics": {...}}} or {name: {"error": "..."}} to the file that is its argument.
+Reads {"engines": {name: {"model": folder, "options": {...}, "sampling": {...}, "rounds": 1}}, "prompts": [[token, ...],
+...], "tokens": n} as JSON from standard input. "prompts" of an engine are numbers of those it is given. Writes {name:
+{"tokens": [per round [per prompt [token, ...]]], "cached": [per round], "prompt_logprobs": [per prompt], "metrics":
+{...}}}, or {name: {"error": "..."}}, to the file that is its argument.
 """
 
 import json
@@ -28,9 +29,18 @@ DEFAULTS = dict(
 )
 
 
+def logprobs_of(output) -> list[float]:
+    """Of a prompt's tokens but the first, where they were asked for."""
+    of_positions = output.prompt_logprobs or [None]
+    return [
+        entries[token].logprob for token, entries in zip(output.prompt_token_ids[1:], of_positions[1:], strict=False)
+    ]
+
+
 def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
     llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    options = dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(**{**options, **engine.get("sampling", {})})
     rounds = [
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         for _ in range(engine.get("rounds", 1))
@@ -39,6 +49,7 @@ def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
     llm.llm_engine.engine_core.shutdown()
     return {
         "tokens": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds],
+        "prompt_logprobs": [logprobs_of(output) for output in rounds[0]],
         "cached": [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in rounds],
         "metrics": {name: counted.get(metric, 0) for name, metric in COUNTERS.items()},
     }

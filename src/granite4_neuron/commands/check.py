@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint_folder import CONFIG, find
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -18,6 +18,7 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.config import stored_quantization
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="compare logits with transformers",
         description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
         "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there; "
-        "quantized weights when the likeliest token is the same nine times in ten. With --backend nxdi, only the "
-        "last token of a prompt is compared.",
+        "quantized weights, and SSM states in 16 bits, when the likeliest token is the same nine times in ten. With "
+        "--backend nxdi, only the last token of a prompt is compared.",
     )
     add_model(check)
     add_arithmetic(check)
@@ -60,6 +61,11 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron import accuracy
 
     folder = find(model_or_bundled(options))
+    if (stored := stored_quantization(folder / CONFIG)) is not None:
+        raise UserError(
+            f"transformers does not read {folder}, whose weights are in {stored}; check the original with --quantize "
+            f"{stored}."
+        )
     runtime, tokenizer = load_runtime(options, folder)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
@@ -72,10 +78,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Table:
+    import torch
     from rich.table import Table
 
     table = Table("", "tokens", "max diff", "mean diff", "top-1", "Pearson")
     weights = " with quantized weights" if report.is_quantized else ""
+    if report.state_dtype != torch.float32:
+        weights += f" with SSM states in {str(report.state_dtype).removeprefix('torch.')}"
     table.title = f"logits in {str(dtype).removeprefix('torch.')}{weights} against transformers in float32"
 
     def add(label: str, difference: accuracy.Difference) -> None:

@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--verify",
         type=at_least(2),
         metavar="T",
-        help="also the graphs that verify T tokens of each sequence, the last one and drafts, and (nxdi) commit them",
+        help="also the graphs that verify T tokens of each sequence, the last one and drafts, and commit them",
     )
     graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     graph.set_defaults(run=run)

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint_folder import CONFIG, bundled_checkpoint, find
-from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, FOLDER_VARIABLE, PREFILL_SCANS, QUANTIZATIONS
+from granite4_neuron.choices import (
+    BACKENDS,
+    CPU_KERNELS,
+    DECODE_KERNELS,
+    FOLDER_VARIABLE,
+    PREFILL_SCANS,
+    QUANTIZATIONS,
+    STATE_DTYPES,
+)
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
@@ -150,6 +158,7 @@ def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtim
             cpu_kernels=options.cpu_kernels,
             compiled=options.compiled,
             quantize=options.quantize,
+            state_dtype=dtype_of(options.state_dtype),
             tuned_configs=options.tuned_configs,
             progress=progress,
         )
@@ -186,7 +195,13 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="of the cpu backend: hold the large weights in int8 with a scale per output channel (default: in --dtype)",
+        help="of the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with one "
+        "per 32 columns of it (default: as stored)",
+    )
+    parser.add_argument(
+        "--state-dtype",
+        choices=STATE_DTYPES,
+        help="of the cpu backend: hold SSM states in it, in 16 bits with stochastic rounding (default: float32)",
     )
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="threads to compute with (default: one per processor core)"

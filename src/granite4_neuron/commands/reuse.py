@@ -74,7 +74,8 @@ def prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache |
     if options.prompt_cache is not None:
         check_folder_of(options.prompt_cache)
         if options.prompt_cache.exists():
-            cache.load(Snapshot.load(options.prompt_cache, runtime.dtype, runtime.fingerprint))
+            about = runtime.dtype, runtime.fingerprint, runtime.state_dtype
+            cache.load(Snapshot.load(options.prompt_cache, *about))
     return cache
 
 

@@ -5,6 +5,7 @@ from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
 from granite4_neuron.engine.sampling import Sampler, with_overrides
+from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 
 __all__ = [
     "Engine",
@@ -14,6 +15,7 @@ __all__ = [
     "PromptReport",
     "Request",
     "Sampler",
+    "SlotPrefixCache",
     "TokenLogprob",
     "with_overrides",
 ]

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence
+from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.speculation import Drafter, DraftRequest
@@ -40,7 +40,8 @@ class Engine:
         prompts_first: run all prompts before any sequence goes on, for a batch whose tokens nobody waits for. A prompt
             that comes later holds up all others then.
         prefix_cache: where sequences find what earlier ones began with, and leave what they have; of this runtime, and
-            of any number of engines one after another. Its memory is its own, not part of `memory_bytes`.
+            of any number of engines one after another. Its memory and its slots are its own, not part of `memory_bytes`
+            and `num_sequences`.
         drafter: proposes tokens, which change how fast sequences come, and not what they are. A sequence whose drafts
             keep being rejected goes without for a while.
         draft_tokens: how many it proposes of a sequence at most.
@@ -59,7 +60,7 @@ class Engine:
         memory_bytes: int | None = None,
         tokenizer: PreTrainedTokenizerFast | None = None,
         prompts_first: bool = False,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache: PrefixCache | SlotPrefixCache | None = None,
         drafter: Drafter | None = None,
         draft_tokens: int = 4,
     ):
@@ -71,7 +72,8 @@ class Engine:
         self.runtime = runtime
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()
-        self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes)
+        set_aside = () if prefix_cache is None else prefix_cache.slots
+        self._slots = Slots(runtime, num_sequences, self.max_length, memory_bytes, set_aside)
         self._tokenizer = tokenizer
         self._prompts_first = prompts_first
         self._cache = prefix_cache
@@ -219,11 +221,12 @@ class Engine:
         if self._cache is None or sequence.has_begun:
             return []
         sequence.has_begun = True
+        self._cache.attach(self._slots.state)
         sequence.prefix = self._cache.find(sequence.tokens)
         sequence.cuts |= self._cache.new_branches(sequence.tokens)
         if sequence.prefix is None:
             return []
-        self.runtime.restore(self._slots.state, sequence.prefix.snapshots, sequence.slot)
+        self._cache.restore(sequence.prefix, self._slots.state, sequence.slot)
         sequence.stored = sequence.prefix.length
         self.stats.cached_tokens += sequence.stored
         if sequence.is_prompt:
@@ -320,8 +323,8 @@ class Engine:
             self._leave(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
-        take = partial(self.runtime.snapshot, self._slots.state, sequence.slot, sequence.stored)
-        self._cache.keep(sequence.tokens[: sequence.stored], take, sequence.logits)
+        tokens = sequence.tokens[: sequence.stored]
+        self._cache.keep(tokens, self._slots.state, sequence.slot, sequence.logits)
 
     def _leave(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

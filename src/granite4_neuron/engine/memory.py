@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.sizes import sequence_bytes, token_bytes
@@ -17,20 +19,36 @@ class Slots:
         runtime: allocates the state.
         num_sequences, max_length: of the state.
         memory_bytes: what the slots may take together; None for all they can.
+        set_aside: further slots of the state, above those for sequences; they are not part of `memory_bytes`.
 
     Raises:
-        UserError: there is not one slot, or the runtime has no room for the state.
+        UserError: there is not one slot, one that is set aside is not above the others, or the runtime has no room for
+            the state.
     """
 
-    def __init__(self, runtime: Runtime, num_sequences: int, max_length: int, memory_bytes: int | None):
+    def __init__(
+        self,
+        runtime: Runtime,
+        num_sequences: int,
+        max_length: int,
+        memory_bytes: int | None,
+        set_aside: Sequence[int] = (),
+    ):
         if num_sequences < 1:
             raise UserError(f"num_sequences is {num_sequences}, and must be at least 1.")
+        if set_aside and min(set_aside) <= num_sequences:
+            raise UserError(
+                f"slot {min(set_aside)} is set aside and {num_sequences} sequences take the first {num_sequences}; set "
+                "aside slots above them."
+            )
+        self._num_slots = max(num_sequences, *set_aside) if set_aside else num_sequences
         self._runtime = runtime
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
-        self._sequence_bytes = sequence_bytes(runtime.config, runtime.dtype.itemsize)
-        self._token_bytes = token_bytes(runtime.config, runtime.dtype.itemsize)
+        config, itemsize = runtime.config, runtime.dtype.itemsize
+        self._sequence_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+        self._token_bytes = token_bytes(config, itemsize)
         self._allocate()
 
     def check(self, length: int) -> None:
@@ -66,7 +84,7 @@ class Slots:
 
     def _allocate(self) -> None:
         self.state = None  # the old one's memory first
-        self.state = self._runtime.allocate(self._num_sequences, self._max_length)
+        self.state = self._runtime.allocate(self._num_slots, self._max_length)
         self._free = list(range(1, self._num_sequences + 1))
         self._lengths = dict.fromkeys(self._free, 0)  # of the longest sequence that each slot has had
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from granite4_neuron.snapshot import (
     padded_keys_and_values,
     recurrent_state,
 )
+from granite4_neuron.state import HybridState
 
 SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
@@ -93,6 +95,8 @@ class Prefix:
 class PrefixCache:
     """Snapshots of sequences by their tokens, in the host's memory. The least recently used make room for new ones.
 
+    slots: of the state, that it takes: none.
+
     Args:
         runtime: whose sequences they are.
         max_bytes: what all of it may take; None for no limit.
@@ -105,6 +109,8 @@ class PrefixCache:
     Raises:
         UserError: the runtime makes no snapshots, or the interval is no such multiple.
     """
+
+    slots: Sequence[int] = ()
 
     def __init__(self, runtime: Runtime, max_bytes: int | None, interval: int | None, *, at_branches: bool = False):
         require(runtime, "snapshot")
@@ -150,14 +156,24 @@ class PrefixCache:
         prefix.node.users -= 1
         self.stats.in_use -= 1
 
-    def keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
+    def attach(self, state: HybridState | None) -> None:
+        """Snapshots are of no state in particular."""
+
+    def restore(self, prefix: Prefix, state: HybridState | None, slot: int) -> None:
+        """Make a slot hold a sequence's beginning."""
+        self._runtime.restore(state, prefix.snapshots, slot)
+
+    def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
         """Keep a snapshot of a sequence, unless it is there already or there is no room.
 
         Args:
-            tokens: all that the state has seen.
-            take: makes the snapshot, with the keys and values from a position on.
+            tokens: all that the slot has seen.
             logits: [vocab_size], float32, what the model says after them.
         """
+        self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
+
+    def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
+        """As `keep`; `take` makes the snapshot, with the keys and values from a position on."""
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
             self._entries.move_to_end(node)
@@ -181,7 +197,8 @@ class PrefixCache:
         Raises:
             UserError: it is of another model, or no such snapshot.
         """
-        snapshot.check(self._runtime.dtype, self._runtime.fingerprint)
+        runtime = self._runtime
+        snapshot.check(runtime.dtype, runtime.fingerprint, runtime.state_dtype)
         tensors = dict(snapshot.tensors)
         logits = tensors.pop("logits", None)
         if len(snapshot.tokens) != snapshot.length or snapshot.start or logits is None:
@@ -190,7 +207,7 @@ class PrefixCache:
         def take(start: int) -> Snapshot:
             return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
 
-        self.keep(snapshot.tokens, take, logits)
+        self._keep(snapshot.tokens, take, logits)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
         """The entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is none."""
@@ -274,8 +291,9 @@ class PrefixCache:
 
     def _num_bytes(self, tokens: int) -> int:
         """Of an entry with the keys and values of so many tokens."""
-        config, dtype = self._runtime.config, self._runtime.dtype
-        return sequence_bytes(config, dtype.itemsize) + tokens * token_bytes(config, dtype.itemsize)
+        config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
+        state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
+        return state + tokens * token_bytes(config, itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
 from granite4_neuron.engine.sampling import Sampler, additions, is_whole
+from granite4_neuron.engine.slot_prefix_cache import KeptSlot
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
@@ -167,7 +168,7 @@ class RunningSequence:
     stored: int = 0
     cuts: set[int] = field(init=False)
     has_begun: bool = False
-    prefix: Prefix | None = None
+    prefix: Prefix | KeptSlot | None = None
     logits: torch.Tensor | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)

@@ -149,7 +149,7 @@ class Conversation:
             UserError: the file cannot be read, holds none, or one with another model or dtype.
         """
         runtime = self._engine.runtime
-        snapshot = Snapshot.load(file, runtime.dtype, runtime.fingerprint)
+        snapshot = Snapshot.load(file, runtime.dtype, runtime.fingerprint, runtime.state_dtype)
         if not snapshot.note:
             raise UserError(f"{file} holds the state of a prompt, and no conversation.")
         try:

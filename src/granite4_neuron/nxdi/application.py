@@ -9,8 +9,7 @@ import torch
 from neuronx_distributed.utils.tensor_capture import enable_tensor_capture
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from neuronx_distributed_inference.models.model_wrapper import (
-    SPECULATION_MODEL_TAG,
-    TOKEN_GENERATION_MODEL_TAG,
+    CONTEXT_ENCODING_MODEL_TAG,
     ModelWrapper,
 )
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
@@ -18,16 +17,14 @@ from torch.nn import functional as F
 from transformers import GraniteMoeHybridForCausalLM
 
 from granite4_neuron.checkpoint import check_weights
-from granite4_neuron.config import MAMBA
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 from granite4_neuron.nxdi.checkpoint import convert
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.nxdi.fused_speculation import NUM_RESULTS, FusedSpeculation, Outputs, cache_managers
 from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
-from granite4_neuron.nxdi.slot_graphs import COMMIT_MODEL_TAG, COPY_MODEL_TAG, SLOT_MODELS, SlotGraph, to_host
+from granite4_neuron.nxdi.slot_graphs import SlotOperations
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
-
-Outputs = torch.Tensor | list[torch.Tensor]
 
 
 class NeuronModelWrapper(ModelWrapper):
@@ -35,12 +32,12 @@ class NeuronModelWrapper(ModelWrapper):
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
         """The smallest bucket that holds a prompt; NxD Inference takes the next one where a prompt fills it."""
-        if self.tag != TOKEN_GENERATION_MODEL_TAG and input_len in buckets:
+        if self.tag in (CONTEXT_ENCODING_MODEL_TAG, CONTINUATION_MODEL_TAG) and input_len in buckets:
             return input_len
         return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
 
 
-class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
+class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, NeuronBaseForCausalLM):
     """A Granite 4 hybrid for NxD Inference.
 
     Beside the graphs for context encoding and token generation there is one more kind: a continuation takes further
@@ -59,13 +56,13 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.prefill_continuation_model = self.copy_model = None
+        self.prefill_continuation_model = None
         tokens = min(self._context_tokens, CONTINUATION_TOKENS)
         shortest = tokens if self.neuron_config.is_continuous_batching else self._context_tokens
         if shortest < self.neuron_config.max_length:
             self.enable_prefill_continuation(tokens, shortest)
-        if self.neuron_config.is_continuous_batching and self.neuron_config.kv_cache_batch_size > 1:
-            self.copy_model = self._slot_graph(COPY_MODEL_TAG)
+        if self.neuron_config.is_continuous_batching and not self.neuron_config.enable_fused_speculation:
+            self.enable_copy()
 
     @property
     def _context_tokens(self) -> int:
@@ -75,6 +72,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     @property
     def _num_results(self) -> int:
         """How many of a graph's outputs are for the caller: tokens or logits or both, and the captured tensors."""
+        if self.neuron_config.enable_fused_speculation:
+            return NUM_RESULTS
         return (2 if self.neuron_config.output_logits else 1) + self._get_captured_tensors_offset()
 
     def to_cpu(self) -> None:
@@ -85,9 +84,9 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         self.neuron_config.speculation_length = 0
         super().to_cpu()
         self.neuron_config = neuron_config
-        managers = [model.model.kv_mgr for model in self.models]
-        for manager in managers:
-            manager.past_key_values = managers[0].past_key_values
+        for managers in zip(*(cache_managers(model.model) for model in self.models), strict=True):
+            for manager in managers:
+                manager.past_key_values = managers[0].past_key_values
         wanted = self.neuron_config.tensor_capture_config
         if wanted:
             for module in dict.fromkeys(model.model for model in self.models):  # they may share one
@@ -98,30 +97,6 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     def get_model_wrapper_cls(self) -> type[NeuronModelWrapper]:
         return NeuronModelWrapper
 
-    def get_generation_model(self) -> ModelWrapper:
-        return self.token_generation_model
-
-    def enable_speculation(self) -> None:
-        """Add the graphs that verify and commit, beside those for token generation, which NxD Inference leaves out."""
-        self.enable_token_generation()
-        self.verification_model = self._slot_graph(SPECULATION_MODEL_TAG)
-        self.commit_model = None
-        if MAMBA in self.config.granite.layer_types:
-            self.commit_model = self._slot_graph(COMMIT_MODEL_TAG)
-
-    def _slot_graph(self, tag: str) -> SlotGraph:
-        config = copy.deepcopy(self.config)
-        neuron_config = config.neuron_config
-        neuron_config.batch_size = neuron_config.max_batch_size
-        neuron_config.n_active_tokens = neuron_config.speculation_length
-        neuron_config.bucket_n_active_tokens = False
-        neuron_config.is_prefill_stage = False
-        is_one_graph = tag != SPECULATION_MODEL_TAG  # the others do not depend on the cache's length
-        neuron_config.buckets = [neuron_config.max_length] if is_one_graph else generate_buckets_for_tkg(config)
-        graph = SlotGraph(config=config, model_cls=SLOT_MODELS[tag], tag=tag, compiler_args=self.get_compiler_args())
-        self.models.append(graph)
-        return graph
-
     def enable_prefill_continuation(self, tokens: int, shortest: int) -> None:
         """Add the graphs for further tokens of a prompt, one for each bucket of the cache that is above `shortest`.
 
@@ -131,6 +106,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         config = copy.deepcopy(self.config)
         neuron_config = config.neuron_config
         neuron_config.batch_size = neuron_config.ctx_batch_size
+        if neuron_config.enable_fused_speculation:
+            config.fused_spec_config.draft_config.neuron_config.batch_size = neuron_config.ctx_batch_size
         neuron_config.n_active_tokens = tokens
         neuron_config.bucket_n_active_tokens = False
         neuron_config.is_prefill_stage = True
@@ -163,6 +140,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
             return self._decode(per_row, rest, kwargs)
+        if self.neuron_config.enable_fused_speculation and len(input_ids) > self.neuron_config.ctx_batch_size:
+            return self._prefill_one_by_one(per_row, rest, kwargs)
         if input_ids.shape[1] <= self._context_tokens or self.prefill_continuation_model is None:
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         return self._prefill_in_pieces(per_row, rest, kwargs)
@@ -174,7 +153,11 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         position_ids = attention_mask.sum(1, keepdim=True)
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         order = seq_ids.argsort()
-        if not self.neuron_config.is_continuous_batching or torch.equal(order, torch.arange(len(order))):
+        if not self.neuron_config.is_continuous_batching:
+            return super()._get_model_outputs(*per_row, *rest, **kwargs)
+        if self.neuron_config.enable_fused_speculation:
+            return self._decode_all_slots(per_row, rest, kwargs)
+        if torch.equal(order, torch.arange(len(order))):
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         outputs, is_run_on_neuron = super()._get_model_outputs(*(tensor[order] for tensor in per_row), *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
@@ -247,43 +230,6 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
         outputs = self._continue(per_row, (None, None), start)
         return (outputs if torch.is_tensor(outputs) else outputs[0])[:, -1]
 
-    def verify(
-        self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
-    ) -> tuple[torch.Tensor, list]:
-        """Logits after tokens that may be taken back, of sequences that have begun.
-
-        Args:
-            input_ids: [slots, tokens], int64, with neuron_config.speculation_length tokens of each slot.
-            starts: [slots], int64, each sequence's length so far.
-            is_there: [slots], bool, false for slots that are left alone.
-
-        Returns:
-            Logits [slots, tokens, vocab_size], and what `commit` takes.
-        """
-        graph, slots = self.verification_model, torch.arange(len(starts))
-        attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
-        position_ids = starts[:, None] + torch.arange(input_ids.shape[1])
-        empty = torch.zeros_like(slots)
-        inputs = (input_ids, attention_mask.long(), position_ids, slots.where(is_there, -1))
-        inputs = graph.pad_inputs(*inputs, self.default_sampling_params.expand(len(slots), -1), empty, empty)
-        logits, *kept_inputs = graph.run(*graph.convert_int64_to_int32(*inputs))
-        return to_host(logits), kept_inputs
-
-    def commit(self, kept_inputs: list, starts: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Add the first tokens of a verification to the sequences.
-
-        Args:
-            kept_inputs, starts: of that verification.
-            accepted: [slots], int64, how many tokens of each.
-        """
-        if self.commit_model is not None:
-            counts = self.commit_model.convert_int64_to_int32(accepted, starts[:, None])
-            self.commit_model.run(*counts, *kept_inputs)
-
-    def copy(self, source: int, destination: int) -> None:
-        """Make a slot hold what another holds, from 0; all of it, on the device."""
-        self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
-
     def _results_and_state(
         self, outputs: Outputs, is_run_on_neuron: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -297,7 +243,8 @@ class NeuronGraniteMoeHybridForCausalLM(NeuronBaseForCausalLM):
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:
         """On the CPU a graph returns the state: put it where all kinds of graphs find it."""
         if not self.models[0].is_neuron():
-            states = self.models[0].model.kv_mgr.past_key_values
+            managers = cache_managers(self.models[0].model)
+            states = [state for manager in managers for state in manager.past_key_values]
             for parameter, new in zip(states, outputs[self._num_results :], strict=True):
                 parameter.data = new
 

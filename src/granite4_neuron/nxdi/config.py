@@ -40,7 +40,8 @@ _SUPPORTED = {
     "kv_quant_config": None,
     "token_generation_batches": None,
     "medusa_speculation_length": 0,
-    "enable_fused_speculation": False,
+    "enable_eagle_speculation": False,
+    "enable_token_tree": False,
     "is_medusa": False,
     "quantized": False,
     "lora_config": None,
@@ -98,6 +99,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
+        neuron_config.kv_cache_tiling = False  # of fused speculation: tiles have a fifth axis
         # Else the compiler gets, with each collective, a look-up of one of its elements.
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
@@ -143,17 +145,32 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def _check_speculation(self) -> None:
         neuron_config = self.neuron_config
         tokens = neuron_config.speculation_length
-        if not tokens:
+        if not tokens and not neuron_config.enable_fused_speculation:
             return
         if not 2 <= tokens < min(neuron_config.max_context_length, CONTINUATION_TOKENS):
             raise UserError(
                 f"neuron_config.speculation_length is {tokens}; it must be at least 2, and less than "
                 f"{min(neuron_config.max_context_length, CONTINUATION_TOKENS)}, the tokens that a prompt's graphs take."
             )
-        if not neuron_config.is_continuous_batching or neuron_config.on_device_sampling_config is not None:
+        if neuron_config.enable_fused_speculation:
+            self._check_fused_speculation()
+        elif not neuron_config.is_continuous_batching or neuron_config.on_device_sampling_config is not None:
             raise UserError(
-                "neuron_config.speculation_length is set; that needs is_continuous_batching, and no on-device sampling."
+                "neuron_config.speculation_length is set; without enable_fused_speculation that needs "
+                "is_continuous_batching, and no on-device sampling."
             )
+
+    def _check_fused_speculation(self) -> None:
+        neuron_config = self.neuron_config
+        sampling = neuron_config.on_device_sampling_config
+        if sampling is None or sampling.do_sample:
+            raise UserError(
+                "neuron_config.enable_fused_speculation needs on_device_sampling_config with do_sample=False: NxD "
+                "Inference compares a draft with the likeliest token."
+            )
+        for name in ("output_logits", "tensor_capture_config"):
+            if getattr(neuron_config, name):
+                raise UserError(f"neuron_config.{name} is set; enable_fused_speculation gives tokens only.")
 
     def _check_kernels(self) -> None:
         choices_of = {"prefill_scan": PREFILL_SCANS, "decode_kernel": DECODE_KERNELS, "expert_path": EXPERT_PATHS}

@@ -115,8 +115,8 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return 1 < input_ids.shape[-1] == self.speculation_length < self.n_positions
 
     def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """[batch, 1], the position behind each row's last real token."""
-        if self._is_for_speculation(input_ids):
+        """[batch, 1], the position behind each row's last real token; where the mask does not tell, the cache's end."""
+        if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
             return torch.full_like(attention_mask[:, :1], self.max_length)
         return attention_mask.sum(1, keepdim=True)
 
@@ -267,8 +267,5 @@ def _positions(
     NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells, by
     `end` [batch, 1].
     """
-    is_real = seq_ids[:, None] >= 0
-    if input_ids.shape[1] > 1:
-        position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        is_real = is_real & (position_ids < end)
-    return position_ids.where(is_real, -1)
+    position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1], device=input_ids.device)
+    return position_ids.where((seq_ids[:, None] >= 0) & (position_ids < end), -1)

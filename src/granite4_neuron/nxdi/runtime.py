@@ -34,6 +34,7 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
+    state_dtype = torch.float32
     refusals = ()
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):

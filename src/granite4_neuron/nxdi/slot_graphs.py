@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from neuronx_distributed_inference.models.model_wrapper import (
     DecoderModelInstance,
     ModelWrapper,
 )
+from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
 from torch import nn
 
 from granite4_neuron.config import MAMBA
@@ -146,3 +148,76 @@ SLOT_MODELS = {
     COMMIT_MODEL_TAG: CommitModel,
     COPY_MODEL_TAG: CopyModel,
 }
+
+
+class SlotOperations:
+    """What an application of NxD Inference can do with them. Slots count from 0."""
+
+    def __init__(self, *args, **kwargs):
+        self.copy_model = self.verification_model = self.commit_model = None
+        super().__init__(*args, **kwargs)
+
+    def get_generation_model(self) -> ModelWrapper:
+        return self.token_generation_model
+
+    def enable_speculation(self) -> None:
+        """Add the graphs that verify and commit, beside those for token generation, which NxD Inference leaves out."""
+        self.enable_token_generation()
+        self.verification_model = self._slot_graph(SPECULATION_MODEL_TAG)
+        if MAMBA in self.config.granite.layer_types:
+            self.commit_model = self._slot_graph(COMMIT_MODEL_TAG)
+
+    def enable_copy(self) -> None:
+        """Add the graph that copies a slot, if there is another one."""
+        if self.neuron_config.kv_cache_batch_size > 1:
+            self.copy_model = self._slot_graph(COPY_MODEL_TAG)
+
+    def verify(
+        self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
+    ) -> tuple[torch.Tensor, list]:
+        """Logits after tokens that may be taken back, of sequences that have begun.
+
+        Args:
+            input_ids: [slots, tokens], int64, with neuron_config.speculation_length tokens of each slot.
+            starts: [slots], int64, each sequence's length so far.
+            is_there: [slots], bool, false for slots that are left alone.
+
+        Returns:
+            Logits [slots, tokens, vocab_size], and what `commit` takes.
+        """
+        graph, slots = self.verification_model, torch.arange(len(starts))
+        attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
+        position_ids = starts[:, None] + torch.arange(input_ids.shape[1])
+        empty = torch.zeros_like(slots)
+        inputs = (input_ids, attention_mask.long(), position_ids, slots.where(is_there, -1))
+        inputs = graph.pad_inputs(*inputs, self.default_sampling_params.expand(len(slots), -1), empty, empty)
+        logits, *kept_inputs = graph.run(*graph.convert_int64_to_int32(*inputs))
+        return to_host(logits), kept_inputs
+
+    def commit(self, kept_inputs: list, starts: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Add the first tokens of a verification to the sequences.
+
+        Args:
+            kept_inputs, starts: of that verification.
+            accepted: [slots], int64, how many tokens of each.
+        """
+        if self.commit_model is not None:
+            counts = self.commit_model.convert_int64_to_int32(accepted, starts[:, None])
+            self.commit_model.run(*counts, *kept_inputs)
+
+    def copy(self, source: int, destination: int) -> None:
+        """Make a slot hold what another holds; all of it, on the device."""
+        self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
+
+    def _slot_graph(self, tag: str) -> SlotGraph:
+        config = copy.deepcopy(self.config)
+        neuron_config = config.neuron_config
+        neuron_config.batch_size = neuron_config.max_batch_size
+        neuron_config.n_active_tokens = neuron_config.speculation_length
+        neuron_config.bucket_n_active_tokens = False
+        neuron_config.is_prefill_stage = False
+        is_one_graph = tag != SPECULATION_MODEL_TAG  # the others do not depend on the cache's length
+        neuron_config.buckets = [neuron_config.max_length] if is_one_graph else generate_buckets_for_tkg(config)
+        graph = SlotGraph(config=config, model_cls=SLOT_MODELS[tag], tag=tag, compiler_args=self.get_compiler_args())
+        self.models.append(graph)
+        return graph

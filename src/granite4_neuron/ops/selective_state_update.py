@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 
@@ -20,6 +23,9 @@ from granite4_neuron.ops.arguments import (
     is_padding,
     ragged,
 )
+from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
+
+_TRITON_ROUNDS = 10  # what vLLM's 0 stands for
 
 
 def selective_state_update(
@@ -42,6 +48,9 @@ def selective_state_update(
     is_blackwell: bool = False,
     enable_stochastic_rounding: bool = False,
     cache_philox_rounds: int = 0,
+    *,
+    rounding_seed: int | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance states that are kept in slots by one token per row, or by a few: a verify step of speculation.
 
@@ -80,8 +89,13 @@ def selective_state_update(
         num_accepted_tokens: [rows], integers from 0 to columns. What it holds for padding does not matter.
         cu_seqlens: [rows + 1], integers, where each row's tokens start in x; None for one token per row. An empty row
             leaves its slots alone.
-        is_blackwell, cache_philox_rounds: part of vLLM's signature, hints for a GPU, without effect.
-        enable_stochastic_rounding: must be False.
+        is_blackwell: part of vLLM's signature, a hint for a GPU, without effect.
+        enable_stochastic_rounding: round states that are stored with `stochastic_round`; `state` is then in float16 or
+            bfloat16 (in vLLM float16 only).
+        cache_philox_rounds: of the random numbers' generator; 0 for 10.
+        rounding_seed: 64 bits; None for a new one in each call, from torch's generator, as in vLLM.
+        positions: [rows], integers, of each row's first token. With a seed that stays the same they are needed, or each
+            call would round with the same random numbers; None for 0.
 
     Returns:
         `out`; zeros for padding.
@@ -92,8 +106,6 @@ def selective_state_update(
     Source: as `selective_state_step`; signature and in-place rules of vLLM 0.33
     (vllm/model_executor/layers/mamba/ops/mamba_ssm.py).
     """
-    if enable_stochastic_rounding:
-        raise ValueError("enable_stochastic_rounding is True where False is needed: states are rounded to nearest")
     if out is None:
         out = torch.empty_like(x)
     check_shape("out", out, *x.shape)
@@ -125,6 +137,14 @@ def selective_state_update(
     live = (sources != PAD_SLOT_ID).nonzero()[:, 0]
     live = live[lengths[live].argsort(descending=True, stable=True)]
 
+    store = _nearest
+    if enable_stochastic_rounding:
+        rounding = _rounding(state, rounding_seed, cache_philox_rounds)
+        first = _first_positions(positions, len(lengths))[live]
+        store = partial(_stochastic, first=first, rounding=rounding)
+    elif rounding_seed is not None or positions is not None:
+        raise ValueError("enable_stochastic_rounding is False where True is needed, for a rounding_seed or positions")
+
     # One value per head is all that an expanded tensor holds.
     if _is_expanded(A, 2) and _is_expanded(dt, 1) and (dt_bias is None or _is_expanded(dt_bias, 1)):
         A, dt, dt_bias = A[..., 0, 0], dt[..., 0], None if dt_bias is None else dt_bias[..., 0]
@@ -143,6 +163,7 @@ def selective_state_update(
         dt_bias=dt_bias,
         z=z,
         dt_softplus=dt_softplus,
+        store=store,
     )
     return out.copy_(y.view(out.shape))
 
@@ -230,13 +251,15 @@ def _advance(
     dt_bias: torch.Tensor | None,
     z: torch.Tensor | None,
     dt_softplus: bool,
+    store: Callable[[torch.Tensor, torch.dtype, torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
     """The computation behind `selective_state_update`: no padding among the rows, and indices that need no checks.
 
     Args:
         sources, starts, lengths: [rows]; lengths never rise, so that the rows with a token t are the first ones.
         destinations: [rows, tokens of the longest row], -1 where a state is not stored.
-        x, and what follows it: as in `selective_state_step`, with tokens in the place of its batch.
+        x to dt_softplus: as in `selective_state_step`, with tokens in the place of its batch.
+        store: gives the states of some rows [n] after token t in another dtype: (states, dtype, rows, t).
 
     Returns:
         [tokens, num_heads, head_dim] in float32, zeros for tokens of no row.
@@ -250,9 +273,37 @@ def _advance(
         y[at] = selective_state_step(
             current[:rows], x[at].float(), dt[at], A, B[at], C[at], D, gate, dt_bias, dt_softplus
         )
-        stored = destinations[:rows, t] != PAD_SLOT_ID
-        state[destinations[:rows, t][stored]] = current[:rows][stored].to(state.dtype)
+        stored = (destinations[:rows, t] != PAD_SLOT_ID).nonzero()[:, 0]
+        state[destinations[stored, t]] = store(current[stored], state.dtype, stored, t)
     return y
+
+
+def _nearest(states: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor, t: int) -> torch.Tensor:
+    return states.to(dtype)
+
+
+def _stochastic(
+    states: torch.Tensor, dtype: torch.dtype, rows: torch.Tensor, t: int, first: torch.Tensor, rounding: Rounding
+) -> torch.Tensor:
+    """first: [all rows], the positions of token 0."""
+    return stochastic_round(states, dtype, first[rows] + t, rounding)
+
+
+def _rounding(state: torch.Tensor, seed: int | None, rounds: int) -> Rounding:
+    if state.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"state is in {state.dtype} where float16 or bfloat16 is needed, for stochastic rounding")
+    if rounds < 0:
+        raise ValueError(f"cache_philox_rounds is {rounds} where 0 or more is needed")
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, (1,)))
+    return Rounding(seed, rounds=rounds or _TRITON_ROUNDS)
+
+
+def _first_positions(positions: torch.Tensor | None, rows: int) -> torch.Tensor:
+    if positions is None:
+        return torch.zeros(rows, dtype=torch.int64)
+    check_shape("positions", positions, rows)
+    return check_integers("positions", positions, 0, 2**31)
 
 
 def _sources_and_destinations(

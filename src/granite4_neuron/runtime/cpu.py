@@ -44,6 +44,7 @@ class CPURuntime:
         tuned_configs: a folder of tuned launch parameters; None for what GRANITE4_TUNED_CONFIG_FOLDER says, if
             anything. See `ops.launch_parameters`.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
+        state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
 
     Raises:
         UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
@@ -66,14 +67,16 @@ class CPURuntime:
         tuned_configs: str | Path | None = None,
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
+        state_dtype: torch.dtype | None = None,
     ):
         survive_forks()
         degree = model.parallel.degree
         operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
         self.model = model.bind(operators)
         self.generation_config = generation_config
+        self.state_dtype = state_dtype or torch.float32
         self._num_heads = self.config.rank_dimensions(degree).mamba_heads
-        self._launch_table = _launch_table(self.config, tuned_config_folder(tuned_configs))
+        self._launch_table = _launch_table(self.config, self.state_dtype, tuned_config_folder(tuned_configs))
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -90,7 +93,8 @@ class CPURuntime:
     @property
     def weight_bytes(self) -> int:
         """Of all weights, as they are held in memory."""
-        return sum(weight.nbytes for weight in self.model.parameters())
+        weights = {id(weight): weight for _, weight in self.model.named_weights()}.values()  # a tied one is there once
+        return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,7 +110,13 @@ class CPURuntime:
         dtype, degree = self.model.dtype, self.model.parallel.degree
         with memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
             return HybridState.allocate(
-                self.config, num_sequences, max_length, dtype, tp_degree=degree, kernel_layout=self.model.kernel_layout
+                self.config,
+                num_sequences,
+                max_length,
+                dtype,
+                tp_degree=degree,
+                kernel_layout=self.model.kernel_layout,
+                state_dtype=self.state_dtype,
             )
 
     @torch.inference_mode()
@@ -163,7 +173,7 @@ class CPURuntime:
     @torch.inference_mode()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
         """As `Runtime.restore`."""
-        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         for snapshot in snapshots:
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)
 
@@ -172,7 +182,7 @@ def _kv_length(rows: Sequence[Row]) -> int:
     return max(row.start + len(row.tokens) for row in rows)
 
 
-def _launch_table(config: GraniteMoeHybridConfig, folder: Path | None) -> LaunchTable:
+def _launch_table(config: GraniteMoeHybridConfig, state_dtype: torch.dtype, folder: Path | None) -> LaunchTable:
     if MAMBA not in config.layer_types:
         return LaunchTable({1: HEURISTIC})  # no layer looks at it
-    return find_launch_table(config.mamba_d_head, config.mamba_d_state, torch.float32, folder)
+    return find_launch_table(config.mamba_d_head, config.mamba_d_state, state_dtype, folder)

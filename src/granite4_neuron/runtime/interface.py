@@ -76,6 +76,10 @@ class Runtime(Protocol):
         """Of activations and of the cache."""
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """Of SSM states."""
+
+    @property
     def is_quantized(self) -> bool:
         """Whether the large weights are int8."""
 

@@ -64,6 +64,7 @@ class XLARuntime:
     # A prefill graph takes one sequence: a second one would double the graphs for little.
     rows_per_step = 1
     tokens_per_verification = VERIFY_BUCKETS[-1]
+    state_dtype = torch.float32
     cannot: Mapping[Ability, str] = {}
 
     def __init__(

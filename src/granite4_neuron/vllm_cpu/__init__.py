@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 # Minor versions of vLLM. What is replaced in it is none of its public interface, so that others may differ.
 TESTED_VERSIONS = ("0.32",)
@@ -28,9 +29,21 @@ def register() -> None:
             reason,
         )
         return
+    from granite4_neuron.ops.cpu.build import load_kernels
     from granite4_neuron.vllm_cpu.registration import register_all
 
     register_all()
+    lack = load_kernels()
+    if lack is not None:
+        _LOGGER.warning(
+            "granite4-neuron computes Granite 4's Mamba layers in plain torch, which is right and slow: %s; install a "
+            "C++ compiler such as g++.",
+            lack,
+        )
+        return
+    # OpenMP's threads, in which vLLM's own kernels run, otherwise keep the processors busy for a while after each of
+    # these, and this package's kernels wait. Read by the processes that vLLM starts.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 def why_not() -> str | None:

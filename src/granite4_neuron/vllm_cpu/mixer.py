@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property, lru_cache
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -26,16 +28,23 @@ class Granite4MambaMixer2(MambaMixer2):
     """MambaMixer2 of Granite 4; of another model it is MambaMixer2 itself.
 
     Raises:
-        ValueError: ReplaySSM is asked for.
+        ValueError: ReplaySSM, or vLLM's method draft_model, is asked for.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        config = get_current_vllm_config().model_config.hf_text_config
+        vllm_config = get_current_vllm_config()
+        config, speculative = vllm_config.model_config.hf_text_config, vllm_config.speculative_config
         self.is_granite4 = config.model_type == MODEL_TYPE
+        if self.is_granite4 and speculative is not None and speculative.uses_draft_model():
+            raise ValueError(
+                "vLLM's method draft_model cannot draft for or with a hybrid model; use custom_class with "
+                "granite4_neuron.vllm_cpu.draft_model.DraftModelProposer."
+            )
         if self.is_granite4 and self.use_replayssm:
             raise ValueError("granite4-neuron has no ReplaySSM; leave out --use-replayssm.")
         self.time_step_limit = tuple(getattr(config, "time_step_limit", None) or (0.0, float("inf")))
+        self._paged_cache: tuple[torch.Tensor, ...] | None = None
         fused = cpu.has_fused_kernels()
         self.decode, self.prefill = (fused_decode, fused_prefill) if fused else (torch_decode, torch_prefill)
 
@@ -73,13 +82,13 @@ class Granite4MambaMixer2(MambaMixer2):
         pages = metadata.state_indices_tensor_d
         starts = metadata.query_start_loc_d
         if starts is None:
-            starts = torch.arange(len(pages) + 1, dtype=torch.int32)
+            starts = _one_token_each(len(pages))
         rows = DecodeRows(starts, pages, metadata.num_accepted_tokens)
-        return self.decode(self._mixer_weights(), xBC_dt, self._pages(), rows)
+        return self.decode(self._mixer_weights, xBC_dt, self._pages(), rows)
 
     def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
         """One sequence after another, each up to the place whose state the prefix cache keeps and from there on."""
-        weights, pages = self._mixer_weights(), self._pages()
+        weights, pages = self._mixer_weights, self._pages()
         starts = metadata.query_start_loc_p.tolist()
         own_pages = metadata.state_indices_tensor_p.tolist()
         checkpoint = metadata.checkpoint_meta if metadata.checkpoint_chunk_idx is not None else None
@@ -101,16 +110,30 @@ class Granite4MambaMixer2(MambaMixer2):
         return parts
 
     def _pages(self) -> Pages:
-        conv, ssm = self.kv_cache[:2]
-        return Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
+        """Of the cache that vLLM has bound last."""
+        if self._paged_cache is not self.kv_cache:
+            conv, ssm = self.kv_cache[:2]
+            self._views = Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
+            self._paged_cache = self.kv_cache
+        return self._views
 
+    def forget_weights(self) -> None:
+        """They have been loaded, perhaps anew."""
+        self.__dict__.pop("_mixer_weights", None)
+
+    @cached_property
     def _mixer_weights(self) -> MixerWeights:
         return MixerWeights(
             self.conv_weights,
             self.conv1d.bias,
             self.dt_bias,
-            self.A,
+            self.A.abs().log(),  # it is never positive, but where weights are random numbers for a test of speed
             self.D,
             self.n_groups // self.tp_size,
             self.time_step_limit,
         )
+
+
+@lru_cache(maxsize=64)
+def _one_token_each(sequences: int) -> torch.Tensor:
+    return torch.arange(sequences + 1, dtype=torch.int32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ class MixerWeights:
     """A layer's weights between its projections, those of one rank.
 
     conv_weight: [conv_dim, d_conv]; conv_bias: [conv_dim] or None.
-    dt_bias, A, D: [num_heads].
+    dt_bias, A_log, D: [num_heads].
     n_groups: of B and C.
     time_step_limit: lowest and highest step size.
     """
@@ -30,10 +31,15 @@ class MixerWeights:
     conv_weight: torch.Tensor
     conv_bias: torch.Tensor | None
     dt_bias: torch.Tensor
-    A: torch.Tensor
+    A_log: torch.Tensor
     D: torch.Tensor
     n_groups: int
     time_step_limit: tuple[float, float]
+
+    @cached_property
+    def of_kernels(self) -> list[torch.Tensor | None]:
+        """As the fused kernels take them."""
+        return [self.conv_weight.unsqueeze(1), self.conv_bias, self.dt_bias, self.A_log, self.D]
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     """`Decode` as one call of a kernel."""
     tensors = [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
     return cpu.paged_mamba_mixer(
-        xBC_dt, _kernel_weights(weights), pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
+        xBC_dt, weights.of_kernels, pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
     )
 
 
@@ -76,10 +82,9 @@ def fused_prefill(
 ) -> torch.Tensor:
     """`Prefill` as one call of a kernel, on a copy of the state: beside a prompt's work that is nothing."""
     conv, ssm = _dense(weights, pages, read)
-    rows = (torch.tensor([len(xBC_dt)]), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    y = cpu.mamba_mixer(
-        xBC_dt[None], _kernel_weights(weights), conv, ssm, rows, _sizes(weights), weights.time_step_limit
-    )
+    slot = start = torch.zeros(1, dtype=torch.int64)
+    rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)
+    y = cpu.mamba_mixer(xBC_dt[None], weights.of_kernels, conv, ssm, rows, _sizes(weights), weights.time_step_limit)
     _store(pages, write, conv, ssm)
     return y[0]
 
@@ -95,9 +100,10 @@ def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     x, B, C = _heads(weights, mixed, pages)
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
     y = torch.empty(len(x), num_heads, head_dim)
+    A = -weights.A_log.float().exp()
     ops.selective_state_update(
         pages.ssm, x.float(), dt[..., None].expand(-1, -1, head_dim), B=B, C=C,
-        A=weights.A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
+        A=A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
         state_batch_indices=table, out=y, num_accepted_tokens=rows.accepted, cu_seqlens=rows.starts,
     )  # fmt: skip
     return y.flatten(1)
@@ -112,18 +118,12 @@ def torch_prefill(
     lengths = torch.tensor([len(xBC_dt)])
     mixed, conv = ops.causal_conv1d(xBC[None], conv, weights.conv_weight, weights.conv_bias, lengths)
     x, B, C = (part[None] for part in _heads(weights, mixed[0], pages))
-    chunk_size = HEURISTIC.torch_chunk_size
+    A, chunk_size = -weights.A_log.float().exp(), HEURISTIC.torch_chunk_size
     y, ssm = ops.mamba_chunk_scan_combined(
-        x, dt[None], weights.A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
+        x, dt[None], A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
-
-
-def _kernel_weights(weights: MixerWeights) -> list[torch.Tensor | None]:
-    # A is never positive, but where weights are random numbers for a test of speed.
-    A_log = weights.A.abs().log()
-    return [weights.conv_weight.unsqueeze(1), weights.conv_bias, weights.dt_bias, A_log, weights.D]
 
 
 def _sizes(weights: MixerWeights) -> tuple[int, int, int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.models import ModelRegistry
 
+from granite4_neuron.config import ARCHITECTURE
 from granite4_neuron.vllm_cpu import sampling, state_copies
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
+from granite4_neuron.vllm_cpu.model import Granite4ForCausalLM
 
 
 def taken_by() -> str | None:
@@ -22,5 +25,7 @@ def register_all() -> None:
     if MambaMixer2.__name__ in op_registry_oot:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
+    ModelRegistry.models.pop(ARCHITECTURE, None)  # it would be replaced with a warning
+    ModelRegistry.register_model(ARCHITECTURE, Granite4ForCausalLM)
     state_copies.register()
     sampling.register()

@@ -29,7 +29,7 @@ def largest_differences() -> dict[str, float]:
         conv_weight=torch.randn(_CHANNELS, 4) / 2,
         conv_bias=torch.randn(_CHANNELS),
         dt_bias=torch.randn(_HEADS),
-        A=-torch.empty(_HEADS).uniform_(1, 16),
+        A_log=torch.empty(_HEADS).uniform_(0, 2.5),
         D=torch.randn(_HEADS),
         n_groups=1,
         time_step_limit=(0.0, float("inf")),

@@ -87,8 +87,7 @@ def cached_attention(
     block_size: int | None = None,
 ) -> torch.Tensor:
     """`ops.cached_attention`, but that it visits what a row sees, whatever kv_length, in blocks of its own size."""
-    attend = kernel("decode_attention" if query.shape[1] == 1 else "prefill_attention")
-    return attend(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
+    return kernel("cached_attention")(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
 def logits(x: torch.Tensor, weight: PackedWeight, scaling: float) -> torch.Tensor:

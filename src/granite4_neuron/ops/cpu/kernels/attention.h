@@ -1,4 +1,4 @@
-// Attention over a cache that is kept per slot, for one new token a row and for many; and writing to that cache.
+// Attention over a cache that is kept per slot, and writing to that cache.
 #pragma once
 
 #include "common.h"
@@ -34,122 +34,24 @@ inline void write_cache(
   }
 }
 
-// The query heads that share one key head, over one sequence's keys: softmax(q k) v with a running maximum, in float32.
-//
-// query: [heads, head_dim], scaled. key, value: [length, head_dim]. out: [heads, head_dim].
-template <typename T>
-inline void attend(
-    const float* query, const T* key, const T* value, float* out, int64_t heads, int64_t head_dim, int64_t length) {
-  constexpr int64_t BLOCK = 64;
-  std::vector<float> scores(heads * BLOCK), top(heads, -INFINITY), total(heads, 0.0f);
-  std::fill(out, out + heads * head_dim, 0.0f);
-  for (int64_t start = 0; start < length; start += BLOCK) {
-    int64_t count = std::min(BLOCK, length - start);
-    for (int64_t s = 0; s < count; s++) {
-      const T* k = key + (start + s) * head_dim;
-      for (int64_t head = 0; head < heads; head++) {
-        const float* q = query + head * head_dim;
-        Vec first(0.0f), second(0.0f);
-        int64_t d = 0;
-        for (; d + PAIR <= head_dim; d += PAIR) {
-          auto [k_first, k_second] = load_pair(k + d);
-          first = at::vec::fmadd(Vec::loadu(q + d), k_first, first);
-          second = at::vec::fmadd(Vec::loadu(q + d + LANES), k_second, second);
-        }
-        float score = sum(first + second);
-        for (; d < head_dim; d++) score += q[d] * static_cast<float>(k[d]);
-        scores[head * BLOCK + s] = score;
-      }
-    }
-    for (int64_t head = 0; head < heads; head++) {
-      float* weights = &scores[head * BLOCK];
-      float new_top = std::max(top[head], *std::max_element(weights, weights + count));
-      float rescale = std::exp(top[head] - new_top);
-      top[head] = new_top;
-      total[head] *= rescale;
-      for (int64_t s = 0; s < count; s++) {
-        weights[s] = std::exp(weights[s] - new_top);
-        total[head] += weights[s];
-      }
-      float* sums = out + head * head_dim;
-      Vec factor(rescale);
-      int64_t d = 0;
-      for (; d + PAIR <= head_dim; d += PAIR) {
-        Vec first = Vec::loadu(sums + d) * factor, second = Vec::loadu(sums + d + LANES) * factor;
-        for (int64_t s = 0; s < count; s++) {
-          auto [v_first, v_second] = load_pair(value + (start + s) * head_dim + d);
-          first = at::vec::fmadd(Vec(weights[s]), v_first, first);
-          second = at::vec::fmadd(Vec(weights[s]), v_second, second);
-        }
-        first.store(sums + d);
-        second.store(sums + d + LANES);
-      }
-      for (; d < head_dim; d++) {
-        sums[d] *= rescale;
-        for (int64_t s = 0; s < count; s++)
-          sums[d] += weights[s] * static_cast<float>(value[(start + s) * head_dim + d]);
-      }
-    }
-  }
-  for (int64_t head = 0; head < heads; head++)
-    for (int64_t d = 0; d < head_dim; d++) out[head * head_dim + d] /= total[head];
-}
-
-// As ops.cached_attention, for one new token a row. query: [batch, 1, num_heads, head_dim]; key_cache, value_cache:
-// [slots, kv_heads, max_length, head_dim]; positions: [batch, 1]. Only the entries that a
-// row has written are read; rows of length 0 give 0.
-inline at::Tensor decode_attention(
-    const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
-    const at::Tensor& lengths, const at::Tensor& slots, double scale) {
-  TORCH_CHECK(query.is_contiguous() && key_cache.is_contiguous() && value_cache.is_contiguous());
-  check_rows(lengths, slots, query.size(1), key_cache.size(0));
-  TORCH_CHECK(query.size(1) == 1 && query.scalar_type() == key_cache.scalar_type());
-  int64_t batch = query.size(0), num_heads = query.size(2), head_dim = query.size(3);
-  int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
-  at::Tensor output = at::empty(query.sizes(), query.options());
-  const auto* length = lengths.const_data_ptr<int64_t>();
-  const auto* slot = slots.const_data_ptr<int64_t>();
-  const auto* position = positions.const_data_ptr<int64_t>();
-  int64_t position_stride = positions.stride(0), size = shared * head_dim;
-  GRANITE4_DISPATCH(query.scalar_type(), "decode_attention", [&] {
-    const auto* q = query.const_data_ptr<scalar_t>();
-    const auto* keys = key_cache.const_data_ptr<scalar_t>();
-    const auto* values = value_cache.const_data_ptr<scalar_t>();
-    auto* to = output.mutable_data_ptr<scalar_t>();
-    parallel_tasks(batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> scaled(size), result(size);
-      for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / kv_heads, head = task % kv_heads;
-        std::fill(result.begin(), result.end(), 0.0f);
-        if (length[row] > 0) {
-          for (int64_t i = 0; i < size; i++)
-            scaled[i] = static_cast<float>(q[task * size + i]) * static_cast<float>(scale);
-          int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
-          attend(
-              scaled.data(), keys + at, values + at, result.data(), shared, head_dim,
-              position[row * position_stride] + 1);
-        }
-        for (int64_t i = 0; i < size; i++) to[task * size + i] = static_cast<scalar_t>(result[i]);
-      }
-    });
-  });
-  return output;
-}
-
 // A block of new tokens of one sequence, all query heads of one key head, over the keys that they see.
+//
+// Keys come in blocks from the sequence's first on, and what one row of queries gives does not depend on the others: so
+// it is the same bit by bit for a token alone and for one of many.
 //
 // Source: the online softmax of FlashAttention (Dao et al. 2022, algorithm 1), with blocks that stay in cache.
 template <typename T>
 struct BlockAttention {
   static constexpr int64_t TOKENS = 32, KEYS = 64;
   int64_t heads, head_dim, columns;
-  // Rows are (token, head). keys is [head_dim, KEYS], values is [KEYS, columns], where columns are padded.
-  std::vector<float> query, keys, values, scores, out, top, total;
+  // Rows are (token, head). keys is [columns, KEYS], values is [KEYS, columns], where columns are head_dim, padded.
+  std::vector<float> query, rows_of_keys, keys, values, scores, out, top, total;
 
-  BlockAttention(int64_t heads, int64_t head_dim)
+  // tokens: at most TOKENS.
+  BlockAttention(int64_t heads, int64_t head_dim, int64_t tokens)
       : heads(heads), head_dim(head_dim), columns((head_dim + LANES - 1) / LANES * LANES),
-        query(TOKENS * heads * head_dim), keys(head_dim * KEYS), values(KEYS * columns),
-        scores(TOKENS * heads * KEYS), out(TOKENS * heads * columns), top(TOKENS * heads), total(TOKENS * heads) {}
+        query(tokens * heads * head_dim), rows_of_keys(KEYS * columns), keys(columns * KEYS), values(KEYS * columns),
+        scores(tokens * heads * KEYS), out(tokens * heads * columns), top(tokens * heads), total(tokens * heads) {}
 
   // q, to: the first token's first head; tokens are `stride` apart, heads head_dim.
   // key, value: [.., head_dim], of which token t sees first_position + t + 1.
@@ -178,17 +80,20 @@ struct BlockAttention {
   }
 
  private:
+  // What lies behind the first `count` keys takes no part.
   void load(const T* key, const T* value, int64_t count) {
-    std::vector<float> of_key(head_dim);
     for (int64_t s = 0; s < KEYS; s++) {
+      float* of_key = &rows_of_keys[s * columns];
       if (s < count) {
-        to_float(key + s * head_dim, of_key.data(), head_dim);
+        to_float(key + s * head_dim, of_key, head_dim);
         to_float(value + s * head_dim, &values[s * columns], head_dim);
       } else {
-        std::fill(of_key.begin(), of_key.end(), 0.0f);
+        std::fill(of_key, of_key + head_dim, 0.0f);
       }
-      for (int64_t d = 0; d < head_dim; d++) keys[d * KEYS + s] = of_key[d];
     }
+    for (int64_t s = 0; s < KEYS; s += LANES)
+      for (int64_t d = 0; d < columns; d += LANES)
+        at::vec::transpose_mxn<float>(&rows_of_keys[s * columns + d], columns, &keys[d * KEYS + s], KEYS, LANES, LANES);
   }
 
   // Turn a row's scores into weights, of which the first `visible` count; rescale what the row has so far.
@@ -216,8 +121,9 @@ struct BlockAttention {
   }
 };
 
-// As ops.cached_attention, for many new tokens a row; arguments are those of `decode_attention`. Padding gives 0.
-inline at::Tensor prefill_attention(
+// As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
+// max_length, head_dim]; positions: [batch, tokens]. Only the entries that a row has written are read; padding gives 0.
+inline at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale) {
   TORCH_CHECK(query.is_contiguous() && key_cache.is_contiguous() && value_cache.is_contiguous());
@@ -225,12 +131,13 @@ inline at::Tensor prefill_attention(
   TORCH_CHECK(query.scalar_type() == key_cache.scalar_type());
   int64_t batch = query.size(0), tokens = query.size(1), num_heads = query.size(2), head_dim = query.size(3);
   int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
+  check_last_axis(positions, "positions");
   at::Tensor output = at::zeros(query.sizes(), query.options());
   const auto* length = lengths.const_data_ptr<int64_t>();
   const auto* slot = slots.const_data_ptr<int64_t>();
   const auto* position = positions.const_data_ptr<int64_t>();
   int64_t position_stride = positions.stride(0), stride = num_heads * head_dim;
-  GRANITE4_DISPATCH(query.scalar_type(), "prefill_attention", [&] {
+  GRANITE4_DISPATCH(query.scalar_type(), "cached_attention", [&] {
     const auto* q = query.const_data_ptr<scalar_t>();
     const auto* keys = key_cache.const_data_ptr<scalar_t>();
     const auto* values = value_cache.const_data_ptr<scalar_t>();
@@ -238,7 +145,7 @@ inline at::Tensor prefill_attention(
     using Block = BlockAttention<scalar_t>;
     int64_t blocks = (tokens + Block::TOKENS - 1) / Block::TOKENS;
     parallel_tasks(batch * kv_heads * blocks, 1, [&](int64_t begin, int64_t end) {
-      Block block(shared, head_dim);
+      Block block(shared, head_dim, std::min(tokens, Block::TOKENS));
       for (int64_t task = begin; task < end; task++) {
         int64_t row = task / (kv_heads * blocks), nth = task / kv_heads % blocks, head = task % kv_heads;
         // Late blocks see more keys than early ones: in turns from both ends, so that threads get equal shares.

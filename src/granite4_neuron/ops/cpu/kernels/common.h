@@ -63,7 +63,14 @@ inline void store_pair(T* to, Vec first, Vec second) {
 }
 
 inline float sum(Vec values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(values), _mm512_extractf32x8_ps(values, 1));
+  __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+#else
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);
+#endif
 }
 
 inline float silu(float x) {

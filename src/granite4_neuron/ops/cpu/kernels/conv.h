@@ -32,6 +32,22 @@ struct Filter {
   std::vector<float> bias;  // [channels], zeros where the layer has none
 };
 
+// out = silu(convolution) of one token, channels `begin` to `end`; inputs(tap): what the filter's tap multiplies,
+// [channels]. Every path comes through here, and has the same channels in its vectors.
+template <typename Inputs>
+inline void convolve_channels(
+    const Filter& filter, int64_t channels, int64_t width, const Inputs& inputs, float* out, int64_t begin,
+    int64_t end) {
+  for (int64_t c = begin; c < end; c += LANES) {
+    int64_t lanes = std::min(LANES, end - c);
+    Vec total = Vec::loadu(&filter.bias[c], lanes);
+    for (int64_t tap = 0; tap < width; tap++)
+      total = at::vec::fmadd(
+          Vec::loadu(&filter.taps[tap * channels + c], lanes), Vec::loadu(inputs(tap) + c, lanes), total);
+    silu(total).store(out + c, lanes);
+  }
+}
+
 // out[t] = silu(convolution) for one sequence's tokens begin to end.
 //
 // x: [tokens, channels]; before: the inputs before x, oldest first, [width - 1, channels]; out: [tokens, channels].
@@ -52,21 +68,8 @@ inline void convolve(
   for (int64_t token = begin - history; token < begin; token++) read(token);
   for (int64_t token = begin; token < end; token++) {
     read(token);
-    float* y = out + token * channels;
-    int64_t c = 0;
-    for (; c + LANES <= channels; c += LANES) {
-      Vec total = Vec::loadu(&filter.bias[c]);
-      for (int64_t tap = 0; tap < m.width; tap++)
-        total = at::vec::fmadd(
-            Vec::loadu(&filter.taps[tap * channels + c]), Vec::loadu(row_of(token - history + tap) + c), total);
-      silu(total).store(y + c);
-    }
-    for (; c < channels; c++) {
-      float total = filter.bias[c];
-      for (int64_t tap = 0; tap < m.width; tap++)
-        total += filter.taps[tap * channels + c] * row_of(token - history + tap)[c];
-      y[c] = silu(total);
-    }
+    auto inputs = [&](int64_t tap) { return row_of(token - history + tap); };
+    convolve_channels(filter, channels, m.width, inputs, out + token * channels, 0, channels);
   }
 }
 
@@ -91,13 +94,19 @@ inline void transpose_to_float(const T* from, int64_t channels, int64_t columns,
     for (int64_t i = 0; i < columns; i++) to[i * channels + c] = static_cast<float>(from[c * columns + i]);
 }
 
+template <typename T>
+inline Filter filter_of(const Mixer& m, const ConvViews<T>& views) {
+  Filter filter{std::vector<float>(m.width * m.channels), std::vector<float>(m.channels)};
+  transpose_to_float(views.weight, m.channels, m.width, filter.taps.data());
+  if (views.bias != nullptr) to_float(views.bias, filter.bias.data(), m.channels);
+  return filter;
+}
+
 // Convolution and step sizes of every sequence's tokens; windows advance in place.
 template <typename T>
 inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   int64_t channels = m.channels, history = m.width - 1, window = channels * history;
-  Filter filter{std::vector<float>(m.width * channels), std::vector<float>(channels)};
-  transpose_to_float(views.weight, channels, m.width, filter.taps.data());
-  if (views.bias != nullptr) to_float(views.bias, filter.bias.data(), channels);
+  Filter filter = filter_of(m, views);
   std::vector<float> before(m.batch * window);  // [batch, history, channels]
   for (int64_t row = 0; row < m.batch; row++)
     transpose_to_float(views.windows + m.rows.read_slots[row] * window, channels, history, &before[row * window]);
@@ -129,45 +138,53 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   }
 }
 
-// Channels `begin` to `end` of one row's token: the convolution before its activation, and the row's next window. It
-// may take the place of the one before.
+// The inputs of LANES channels of one row's token, and their next window, which may take the place of the one before.
 template <typename T, int64_t HISTORY>
-inline void advance_window(const Mixer& m, const ConvViews<T>& views, int64_t row, int64_t begin, int64_t end) {
-  const T* x = views.token(row, 0);
-  const T* from = views.windows + m.rows.read_slots[row] * m.channels * HISTORY;
-  T* to = views.windows + m.rows.write_slots[row] * m.channels * HISTORY;
-  float* out = views.activated + row * m.channels;
-  for (int64_t c = begin; c < end; c++) {
-    T window[HISTORY + 1];
-    for (int64_t h = 0; h < HISTORY; h++) window[h] = from[c * HISTORY + h];
-    window[HISTORY] = x[c];
-    const T* taps = views.weight + c * (HISTORY + 1);
-    float total = views.bias ? static_cast<float>(views.bias[c]) : 0.0f;
-    for (int64_t tap = 0; tap <= HISTORY; tap++)
-      total += static_cast<float>(taps[tap]) * static_cast<float>(window[tap]);
-    out[c] = total;
-    for (int64_t h = 0; h < HISTORY; h++) to[c * HISTORY + h] = window[h + 1];
-  }
-}
+struct TokenWindow {
+  float inputs[HISTORY + 1][LANES];
 
-// As `convolve_tokens`, for one token of every sequence and a width of 2 to 4.
-template <typename T>
+  void advance(const T* x, const T* from, T* to, int64_t count) {
+    for (int64_t c = 0; c < count; c++) {
+      T window[HISTORY + 1];
+      for (int64_t h = 0; h < HISTORY; h++) window[h] = from[c * HISTORY + h];
+      window[HISTORY] = x[c];
+      for (int64_t h = 0; h <= HISTORY; h++) inputs[h][c] = static_cast<float>(window[h]);
+      for (int64_t h = 0; h < HISTORY; h++) to[c * HISTORY + h] = window[h + 1];
+    }
+  }
+};
+
+// As `convolve_tokens`, for one token of every sequence and a width that is known to the compiler.
+template <typename T, int64_t HISTORY>
 inline void convolve_token(const Mixer& m, const ConvViews<T>& views) {
   constexpr int64_t BLOCK = 512;
-  int64_t blocks = (m.channels + BLOCK - 1) / BLOCK;
-  auto advance = m.width == 4 ? advance_window<T, 3> : m.width == 3 ? advance_window<T, 2> : advance_window<T, 1>;
+  int64_t blocks = (m.channels + BLOCK - 1) / BLOCK, size = m.channels * HISTORY;
+  Filter filter = filter_of(m, views);
   parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.channels);
       if (m.rows.lengths[row] == 0) continue;
-      advance(m, views, row, first, last);
-      float* out = views.activated + row * m.channels;
-      int64_t c = first;
-      for (; c + LANES <= last; c += LANES) silu(Vec::loadu(out + c)).store(out + c);
-      for (; c < last; c++) out[c] = silu(out[c]);
+      const T* from = views.windows + m.rows.read_slots[row] * size;
+      T* to = views.windows + m.rows.write_slots[row] * size;
+      for (int64_t c = first; c < last; c += LANES) {
+        TokenWindow<T, HISTORY> window{};
+        int64_t count = std::min(LANES, last - c);
+        window.advance(views.token(row, 0) + c, from + c * HISTORY, to + c * HISTORY, count);
+        auto inputs = [&](int64_t tap) { return window.inputs[tap] - c; };
+        convolve_channels(filter, m.channels, m.width, inputs, views.activated + row * m.channels, c, c + count);
+      }
       if (first == 0) step_sizes(m, views.token(row, 0) + m.channels, views.steps + row * m.heads);
     }
   });
+}
+
+// Convolution and step sizes of a step.
+template <typename T>
+inline void convolve_step(const Mixer& m, const ConvViews<T>& views) {
+  if (m.tokens > 1 || m.width < 2 || m.width > 4) return convolve_tokens(m, views);
+  if (m.width == 4) return convolve_token<T, 3>(m, views);
+  if (m.width == 3) return convolve_token<T, 2>(m, views);
+  return convolve_token<T, 1>(m, views);
 }
 
 }  // namespace granite4_neuron

@@ -45,6 +45,7 @@ struct Int8Tiles {
       return load_pairs(step);
     } else {
       typename Arithmetic::Operand weights;
+#pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v++)
         weights[v] = load_int8(reinterpret_cast<const int8_t*>(step) + v * LANES);
       return weights;
@@ -63,6 +64,7 @@ struct Int8Tiles {
   }
   static void finish(const char* tile, int64_t columns, typename Arithmetic::Total& total) {
     const auto* scales = reinterpret_cast<const float*>(tile + scales_offset(columns));
+#pragma GCC unroll 4
     for (int v = 0; v < Arithmetic::VECTORS; v++) total[v] = total[v] * Vec::loadu(scales + v * LANES);
   }
   static float value(const char* tile, int64_t columns, int64_t row, int8_t value) {

@@ -122,10 +122,7 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "float residual_multiplier) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
-      "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
-      "Tensor slots, float scale) -> Tensor");
-  library.def(
-      "prefill_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
+      "cached_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
       "Tensor slots, float scale) -> Tensor");
   library.def(
       "fused_experts(Tensor hidden_states, " WEIGHT " w1, " WEIGHT " w2, Tensor topk_weights, Tensor topk_ids) "
@@ -149,7 +146,6 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);
-  library.impl("decode_attention", &granite4_neuron::decode_attention);
-  library.impl("prefill_attention", &granite4_neuron::prefill_attention);
+  library.impl("cached_attention", &granite4_neuron::cached_attention);
   library.impl("fused_experts", &granite4_neuron::fused_experts);
 }

@@ -23,18 +23,49 @@ inline void multiply_steps(
     const char* step, const typename Steps::Arithmetic::Input* x, int64_t stride, int64_t columns,
     typename Steps::Arithmetic::Total* totals) {
   using Arithmetic = typename Steps::Arithmetic;
-  typename Arithmetic::Total sums[COUNT];
+  constexpr int VECTORS = Arithmetic::VECTORS;
+  Vec sums[COUNT][VECTORS];
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++) sums[v].fill(Vec(0.0f));
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
   int64_t steps = steps_of<Arithmetic>(columns);
-  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES) {
+  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += Arithmetic::COLUMNS) {
     for (int64_t byte = 0; byte < Steps::STEP_BYTES; byte += 64) __builtin_prefetch(step + AHEAD + byte);
     auto weights = Steps::load(step);
 #pragma GCC unroll 12
-    for (int v = 0; v < COUNT; v++) Arithmetic::add(sums[v], weights, x + v * stride + s * Arithmetic::COLUMNS);
+    for (int v = 0; v < COUNT; v++) {
+      auto factor = Arithmetic::broadcast(x + v * stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; i++) sums[v][i] = Arithmetic::add(sums[v][i], weights[i], factor);
+    }
   }
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++) totals[v] = sums[v];
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) totals[v][i] = sums[v][i];
+}
+
+// The same of weights that have a scale for each row and group of columns: one group's sums after another's.
+template <typename Tiles, int COUNT>
+inline void multiply_scaled_groups(
+    const char* group, const typename Tiles::Arithmetic::Input* x, int64_t stride, int64_t columns,
+    typename Tiles::Arithmetic::Total* totals) {
+  for (int v = 0; v < COUNT; v++) totals[v].fill(Vec(0.0f));
+  for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
+    typename Tiles::Arithmetic::Total sums[COUNT];
+    multiply_steps<Tiles, COUNT>(group, x + first, stride, std::min(Tiles::GROUP, columns - first), sums);
+    for (int v = 0; v < COUNT; v++) Tiles::add_group(group, sums[v], totals[v]);
+  }
+}
+
+template <typename Steps, int COUNT>
+constexpr auto multiply_function() {
+  if constexpr (HAS_GROUPS<Steps>) {
+    return multiply_scaled_groups<Steps, COUNT>;
+  } else {
+    return multiply_steps<Steps, COUNT>;
+  }
 }
 
 template <typename Steps>
@@ -43,7 +74,7 @@ using MultiplySteps = void (*)(
 
 template <typename Steps, size_t... NUMBERS>
 constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
-  return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_steps<Steps, NUMBERS + 1>...};
+  return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_function<Steps, NUMBERS + 1>()...};
 }
 
 // The steps of a tile when they have been loaded once: for many vectors, and weights whose loading is work.

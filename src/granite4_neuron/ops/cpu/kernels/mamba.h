@@ -24,6 +24,7 @@ inline void check_mixer(
   TORCH_CHECK(projected.size(2) == channels + heads && weights.dt_bias.numel() == heads);
   TORCH_CHECK(state.conv.size(1) == channels && state.conv.size(2) == width - 1);
   TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task);
+  TORCH_CHECK(0 < settings.chunk_size && settings.chunk_size <= MAX_SCAN_BLOCK, "chunk_size is ", settings.chunk_size);
 }
 
 // lengths, read_slots, write_slots, starts: [batch], int64. Write slots may be -1 in steps of several tokens.
@@ -45,7 +46,6 @@ inline at::Tensor mamba_mixer(
     const MixerSettings& settings) {
   check_mixer(projected, weights, state, settings);
   int64_t batch = projected.size(0), tokens = projected.size(1);
-  check_chunk_size(settings.chunk_size);
   int64_t heads = state.ssm.size(1), head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   int64_t width = weights.conv_weight.size(-1), channels = weights.conv_weight.size(0);
   Mixer m{
@@ -70,14 +70,10 @@ inline at::Tensor mamba_mixer(
         state.conv.mutable_data_ptr<scalar_t>(),
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};
-    if (tokens == 1 && 2 <= width && width <= 4) {
-      convolve_token(m, views);
-    } else {
-      convolve_tokens(m, views);
-    }
+    convolve_step(m, views);
   });
   GRANITE4_DISPATCH(state.ssm.scalar_type(), "mamba_mixer", [&] {
-    recur<scalar_t>(
+    scan<scalar_t>(
         m, {xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), state.ssm.mutable_data_ptr<scalar_t>(),
             y.mutable_data_ptr<float>()});
   });

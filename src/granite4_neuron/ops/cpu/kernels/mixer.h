@@ -27,8 +27,11 @@ struct Rows {
   const int64_t *lengths, *read_slots, *write_slots, *starts;
 };
 
-// groups: of B and C. chunk_size: tokens that are scanned at once. heads_per_task: states that a thread of `decode`
-// takes at a time. dt_low, dt_high: the limits of step sizes. rounding: of SSM states that are not float32.
+constexpr int64_t MAX_SCAN_BLOCK = 128;
+
+// groups: of B and C. chunk_size: tokens that pass through a part of a state at a time, MAX_SCAN_BLOCK at most.
+// heads_per_task: states that a thread takes at a time in steps of one token. dt_low, dt_high: the limits of step sizes.
+// rounding: of SSM states that are not float32.
 struct MixerSettings {
   int64_t groups, chunk_size, heads_per_task;
   float dt_low, dt_high;

@@ -117,20 +117,23 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
 // As ops.residual_add. x: float32; y: any dtype; both contiguous and of one shape.
 inline at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) {
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && x.scalar_type() == at::kFloat && x.sizes() == y.sizes());
+  int64_t width = x.size(-1), rows = x.numel() / std::max<int64_t>(1, width);
   at::Tensor sum = at::empty(x.sizes(), x.options());
-  const float* a = x.const_data_ptr<float>();
-  float* out = sum.mutable_data_ptr<float>();
   float factor = static_cast<float>(alpha);
   GRANITE4_DISPATCH(y.scalar_type(), "residual_add", [&] {
-    const auto* b = y.const_data_ptr<scalar_t>();
-    parallel_tasks(x.numel(), ALONE, [&](int64_t begin, int64_t end) {
-      int64_t i = begin;
-      for (; i + PAIR <= end; i += PAIR) {
-        auto [first, second] = load_pair(b + i);
-        at::vec::fmadd(Vec(factor), first, Vec::loadu(a + i)).store(out + i);
-        at::vec::fmadd(Vec(factor), second, Vec::loadu(a + i + LANES)).store(out + i + LANES);
+    parallel_tasks(rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        const float* a = x.const_data_ptr<float>() + row * width;
+        const scalar_t* b = y.const_data_ptr<scalar_t>() + row * width;
+        float* out = sum.mutable_data_ptr<float>() + row * width;
+        int64_t i = 0;
+        for (; i + PAIR <= width; i += PAIR) {
+          auto [first, second] = load_pair(b + i);
+          at::vec::fmadd(Vec(factor), first, Vec::loadu(a + i)).store(out + i);
+          at::vec::fmadd(Vec(factor), second, Vec::loadu(a + i + LANES)).store(out + i + LANES);
+        }
+        for (; i < width; i++) out[i] = a[i] + factor * static_cast<float>(b[i]);
       }
-      for (; i < end; i++) out[i] = a[i] + factor * static_cast<float>(b[i]);
     });
   });
   return sum;

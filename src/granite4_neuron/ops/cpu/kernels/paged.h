@@ -96,11 +96,9 @@ inline void advance_paged(
     int64_t head) {
   float* of_head = states.data + head * m.head_dim * m.d_state;
   const float* from = of_head + rows.page(row, rows.source_column(row)) * states.page_stride;
-  StateStores<float> unrounded(m.settings.rounding, 0, m.head_dim, m.d_state);
   for (int64_t t = 0; t < rows.length(row); t++) {
     float* to = of_head + rows.state_page(row, t) * states.page_stride;
-    HeadTokens token = tokens.part(rows.starts[row] + t, 1);
-    update_state<float>(token, {from, to}, m, head, unrounded);
+    scan_head(tokens.part(rows.starts[row] + t, 1), {from, to}, m.head_dim, m.d_state, 1);
     from = to;
   }
 }

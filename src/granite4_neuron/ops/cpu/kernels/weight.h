@@ -27,9 +27,11 @@ struct Floats {
   using Operand = std::array<Vec, VECTORS>;
   using Total = std::array<Vec, VECTORS>;
 
-  static void add(Total& total, const Operand& weights, const Input* x) {
-    Vec factor(*x);
-    for (int v = 0; v < VECTORS; v++) total[v] = at::vec::fmadd(weights[v], factor, total[v]);
+  static Vec broadcast(const Input* x) {
+    return Vec(*x);
+  }
+  static Vec add(Vec total, Vec weights, Vec factor) {
+    return at::vec::fmadd(weights, factor, total);
   }
 };
 
@@ -47,11 +49,13 @@ struct Bfloat16Pairs {
   using Operand = std::array<__m512bh, VECTORS>;
   using Total = std::array<Vec, VECTORS>;
 
-  static void add(Total& total, const Operand& weights, const Input* x) {
+  static __m512bh broadcast(const Input* x) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof(pair));
-    __m512bh factors = (__m512bh)_mm512_set1_epi32(pair);
-    for (int v = 0; v < VECTORS; v++) total[v] = Vec(_mm512_dpbf16_ps(total[v], weights[v], factors));
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static Vec add(Vec total, __m512bh weights, __m512bh factors) {
+    return Vec(_mm512_dpbf16_ps(total, weights, factors));
   }
 };
 
@@ -66,7 +70,7 @@ inline int64_t steps_of(int64_t columns) {
   return (columns + Arithmetic::COLUMNS - 1) / Arithmetic::COLUMNS;
 }
 
-enum class Format : int64_t { PLAIN, INT8 };
+enum class Format : int64_t { PLAIN, INT8, INT4 };
 
 // A matrix, or one of each expert, packed. Made once; products only read it.
 struct Weight : torch::CustomClassHolder {
@@ -99,9 +103,11 @@ struct PlainTiles {
     const T* values = reinterpret_cast<const T*>(step);
     typename Arithmetic::Operand weights;
     if constexpr (Arithmetic::COLUMNS == 2) {
+#pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v++)
         std::memcpy(&weights[v], values + v * 2 * LANES, sizeof(weights[v]));
     } else {
+#pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v += 2)
         std::tie(weights[v], weights[v + 1]) = load_pair(values + v * LANES);
     }
@@ -123,11 +129,16 @@ struct PlainTiles {
   }
 };
 
+// Whether a format has a scale for each row and group of columns, and with it functions of its own; see `Int4Tiles`.
+template <typename Tiles>
+constexpr bool HAS_GROUPS = requires { Tiles::GROUP; };
+
 // Put the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
 template <typename Tiles>
-inline void pack_tiles(
-    const typename Tiles::Value* values, const float* scales, int64_t experts, int64_t rows, int64_t columns, char* to) {
+  requires(!HAS_GROUPS<Tiles>)
+inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
+  int64_t experts = weight.experts, rows = weight.rows, columns = weight.columns;
   int64_t tiles = tiles_of(rows), bytes = Tiles::tile_bytes(columns);
   parallel_tasks(experts * tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
@@ -144,8 +155,15 @@ inline void pack_tiles(
   });
 }
 
+template <typename Tiles>
+  requires HAS_GROUPS<Tiles>
+inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
+  Tiles::pack(values, scales, weight, to);
+}
+
 // One row of a tile in float32.
 template <typename Tiles>
+  requires(!HAS_GROUPS<Tiles>)
 inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
   for (int64_t column = 0; column < columns; column++) {
@@ -154,6 +172,12 @@ inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) 
         &value, tile + column / STEP * Tiles::STEP_BYTES + Tiles::offset(row, column % STEP), sizeof(value));
     to[column] = Tiles::value(tile, columns, row, value);
   }
+}
+
+template <typename Tiles>
+  requires HAS_GROUPS<Tiles>
+inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
+  Tiles::read_row(tile, row, columns, to);
 }
 
 }  // namespace granite4_neuron

@@ -1,0 +1,154 @@
+"""What generates in a latency benchmark: this package or transformers, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.bound import Machine, Rates
+from granite4_neuron import UserError, checkpoint, stream_generate
+from granite4_neuron.commands.options import dtype_of
+from granite4_neuron.commands.output import peak_memory_bytes
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.generation.loading import load_compiled
+from granite4_neuron.runtime.cpu import CPURuntime
+
+MACHINE = "machine"
+OURS = "granite4-neuron"
+PLAIN = "granite4-neuron, torch kernels"
+TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured: `batch_size` random prompts of one length, and as many new tokens for each."""
+
+    batch_size: int
+    prompt_length: int
+    output_length: int
+
+
+class Ours:
+    """This package, on the CPU or on a Neuron device, through its public generation loop."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        if options.compiled is not None:
+            self._runtime = load_compiled(folder, options.compiled, transformers.GenerationConfig())
+        else:
+            self._runtime = cpu_runtime(folder, options)
+
+    def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
+        """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
+        times, started = [], time.perf_counter()
+        for number, _ in enumerate(
+            stream_generate(self._runtime, None, prompts, max_tokens=output_length, temperature=0, ignore_eos=True)
+        ):
+            if number % len(prompts) == len(prompts) - 1:
+                times.append(time.perf_counter() - started)
+        return times
+
+
+class Transformers:
+    """transformers' GraniteMoeHybridForCausalLM, one cached forward pass per step."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self._model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
+        """As `Ours.run`."""
+        times, started = [], time.perf_counter()
+        tokens, cache = torch.tensor(prompts), None
+        for _ in range(output_length):
+            output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            times.append(time.perf_counter() - started)
+        return times
+
+
+def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
+    """This package's, of the checkpoint in a folder."""
+    model = checkpoint.load_model(folder, weights_dtype(folder, options), quantize=options.quantize)
+    state_dtype = dtype_of(options.state_dtype)
+    options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
+    return CPURuntime(model, transformers.GenerationConfig(), **options)
+
+
+def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
+    """The one that is asked for, or that of the stored weights."""
+    return getattr(torch, options.dtype) if options.dtype else checkpoint.stored_dtype(folder)
+
+
+@contextmanager
+def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
+    """A process that runs points with an implementation, for `ask`; it ends with the context."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    dtype = None if options.compiled else weights_dtype(folder, options)
+    process = context.Process(target=_serve, args=(theirs, name, folder, dtype, options), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join()
+
+
+def ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[float] | Rates, int]:
+    """Have a worker run a point: the moments of its tokens, or the machine's rates, and the most memory it has held."""
+    try:
+        worker.send((point, turn))
+        answer = worker.recv()
+    except (EOFError, OSError):
+        raise UserError(f"the process that ran {name} died; is there enough memory?") from None
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def _serve(
+    connection: Connection, name: str, folder: Path, dtype: torch.dtype | None, options: argparse.Namespace
+) -> None:
+    """In a process of its own: run points until the other side hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side hears of it too, and hangs up
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    try:
+        if name == MACHINE:
+            implementation = Machine(dtype)
+        elif name == TRANSFORMERS:
+            implementation = Transformers(folder, dtype)
+        else:
+            implementation = Ours(folder, options)
+    except UserError as error:
+        connection.send(error)
+        return
+    vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
+    while True:
+        try:
+            point, turn = connection.recv()
+        except EOFError:
+            return
+        if name == MACHINE:
+            connection.send((implementation.rates(), peak_memory_bytes()))
+            continue
+        generator = torch.Generator().manual_seed(turn)
+        prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
+        try:
+            times = implementation.run(prompts.tolist(), point.output_length)
+        except UserError as error:
+            connection.send(error)
+            return
+        connection.send((times, peak_memory_bytes()))

@@ -1,0 +1,117 @@
+"""The options of a latency benchmark, and what must hold of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import transformers
+
+from benchmarks.implementations import TRANSFORMERS
+from granite4_neuron import UserError, neuron_sdk
+from granite4_neuron.commands.options import add_cpu_options, check_folder_of
+from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="checkpoint folder or Hugging Face id (default: the small bundled model)")
+    parser.add_argument(
+        "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument("--backend", choices=["cpu", "nxdi"], default="cpu", help="where to run (default: %(default)s)")
+    parser.add_argument("--compiled", type=Path, metavar="DIR", help="for nxdi: what the compile command wrote")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
+    parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
+    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
+    add_cpu_options(parser)
+    parser.set_defaults(threads=os.cpu_count() or 1)
+    add_speculation(parser)
+    parser.add_argument(
+        "--kept-prompt", action="store_true", help="measure what a file of an earlier run's prompt saves"
+    )
+    parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
+    return parser
+
+
+def check(options: argparse.Namespace) -> None:
+    """See, before any work, whether the options go together.
+
+    Raises:
+        UserError: they do not, or one of them asks for what is not there.
+    """
+    for name in ("batch_size", "prompt_length", "output_length", "repeats", "threads"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
+    if options.warmup < 0:
+        raise UserError("--warmup must be at least 0.")
+    if options.compare and int(transformers.__version__.split(".")[0]) < 5:
+        raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
+    for file in (options.json, options.plot):
+        check_folder_of(file)
+    if (options.backend == "nxdi") != (options.compiled is not None):
+        raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
+    if options.backend == "nxdi":
+        if options.dtype:
+            raise UserError("--dtype belongs to the cpu backend; compiled graphs have one already.")
+        if options.quantize:
+            raise UserError("--quantize belongs to the cpu backend; compiled graphs have weights already.")
+        if options.state_dtype:
+            raise UserError("--state-dtype belongs to the cpu backend; compiled graphs have float32 states.")
+        if options.tuned_configs:
+            raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
+        neuron_sdk.require()
+    if is_reuse(options):
+        _check_reuse(options)
+    if options.model and options.random_weights:
+        raise UserError("give either --model or --random-weights, not both.")
+    if options.plot:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise UserError("--plot needs matplotlib; install it with: pip install -e '.[plot]'.") from None
+        formats = Figure().canvas.get_supported_filetypes()
+        if options.plot.suffix[1:] not in formats:
+            raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
+
+
+def _check_reuse(options: argparse.Namespace) -> None:
+    modes = {
+        f"--{name.replace('_', '-')}": getattr(options, name) for name in ("speculate", "draft_model", "kept_prompt")
+    }
+    given = [option for option, value in modes.items() if value]
+    if len(given) > 1:
+        raise UserError(f"give one of {' and '.join(given)} at a time.")
+    if options.speculate is not None:
+        ngram_tokens(options.speculate)
+    others = {"--backend nxdi": options.backend == "nxdi"}
+    others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
+    for option, is_given in others.items():
+        if is_given:
+            raise UserError(f"{given[0]} is measured on the cpu beside the same without; leave out {option}.")
+
+
+def check_lengths(folder: Path, options: argparse.Namespace) -> None:
+    """See whether the model takes texts of that length.
+
+    Raises:
+        UserError: it does not.
+    """
+    limit = GraniteMoeHybridConfig.from_file(folder / "config.json").max_position_embeddings
+    longest = max(options.prompt_length) + options.output_length
+    if longest > limit:
+        raise UserError(f"prompt and output make {longest} tokens; this model takes at most {limit}.")
+
+
+def is_reuse(options: argparse.Namespace) -> bool:
+    """Whether speculation or a kept prompt is measured."""
+    return options.kept_prompt or options.speculate is not None or options.draft_model is not None

@@ -1,0 +1,143 @@
+"""The numbers of a latency benchmark, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.implementations import TRANSFORMERS
+from benchmarks.latency import Result
+from granite4_neuron import UserError
+from granite4_neuron.commands.options import write_json
+from granite4_neuron.ops.launch_parameters import processor_name
+
+
+def report(results: list[Result], options: argparse.Namespace) -> None:
+    """Print the numbers, and write and draw them where that is asked for."""
+    machine = machine_facts(options.threads)
+    _print(results, machine, options)
+    if options.json:
+        record = {
+            "machine": machine,
+            "model": source(options),
+            "dtype": options.dtype or "as stored",
+            "quantize": options.quantize,
+            "state_dtype": options.state_dtype or "float32",
+            "warmup": options.warmup,
+            "repeats": options.repeats,
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+        write_json(options.json, json.dumps(record, indent=2) + "\n")
+    if options.plot:
+        _plot(results, machine, options.plot)
+
+
+def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
+    weights = f", {options.quantize} weights" if options.quantize else ""
+    weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
+    title = f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
+    table = Table(title=escape(title))
+    for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
+        table.add_column(column, justify="right" if column else "left")
+    for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB"):
+        table.add_column(column, justify="right")
+    for number, result in enumerate(results):
+        table.add_row(
+            result.implementation,
+            str(result.batch_size),
+            str(result.prompt_length),
+            f"{result.first_token_ms:.1f}",
+            f"{result.token_ms_p50:.2f}",
+            f"{result.token_ms_p90:.2f}",
+            f"{result.token_ms_p99:.2f}",
+            f"{result.prefill_tokens_per_second:.1f}",
+            f"{result.prefill_of_bound:.2f}" if result.prefill_of_bound else "",
+            f"{result.decode_tokens_per_second:.1f}",
+            f"{result.decode_of_bound:.2f}" if result.decode_of_bound else "",
+            f"{result.peak_memory_mib:.0f}",
+        )
+        if result.implementation == TRANSFORMERS:
+            table.add_row(*_ratios(results[number - 1], result), end_section=True)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for line in (*machine_rates(results), *_growth(results)):
+        console.print(line)
+
+
+def machine_rates(results: list[Result]) -> Iterator[str]:
+    """The rates that the shares of the bound are computed from, one line for each point."""
+    for result in results:
+        if result.machine_gflops and result.implementation != TRANSFORMERS:
+            yield (
+                f"machine, at batch {result.batch_size} and prompt {result.prompt_length}: "
+                f"{result.machine_gflops:.0f} GFLOP/s, {result.machine_gbytes_per_second:.1f} GB/s"
+            )
+
+
+def _growth(results: list[Result]) -> Iterator[str]:
+    """How the time to first token grows with the prompt, where there are several lengths."""
+    for name, batch_size in dict.fromkeys((result.implementation, result.batch_size) for result in results):
+        line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
+        if len({result.prompt_length for result in line}) > 1:
+            logs = [(math.log(result.prompt_length), math.log(result.first_token_ms)) for result in line]
+            exponent = statistics.linear_regression(*zip(*logs, strict=True)).slope
+            yield f"{name}, batch {batch_size}: time to first token grows as prompt length ^ {exponent:.2f}"
+
+
+def _ratios(ours: Result, theirs: Result) -> list[str]:
+    prefill = f"{ours.prefill_tokens_per_second / theirs.prefill_tokens_per_second:.2f}x"
+    decode = "" if not theirs.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
+    memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
+    return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
+
+
+def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for name in dict.fromkeys(result.implementation for result in results):
+        for batch_size in dict.fromkeys(result.batch_size for result in results):
+            line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
+            lengths = [r.prompt_length for r in line]
+            style = dict(
+                marker="o", linestyle="--" if name == TRANSFORMERS else "-", label=f"{name}, batch {batch_size}"
+            )
+            panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
+            panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
+    for panel, title in zip(panels, ("prefill", "decode"), strict=True):
+        panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
+        panel.legend()
+    figure.suptitle(", ".join(machine.values()), fontsize="small")
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+
+
+def source(options: argparse.Namespace) -> str:
+    """What the model is called."""
+    return options.random_weights or options.model or "the small model that comes with the package"
+
+
+def machine_facts(threads: int) -> dict[str, str]:
+    """What the numbers depend on, beside the model."""
+    return {
+        "processor": f"{processor_name()}, {threads} threads",
+        "python": f"Python {platform.python_version()}",
+        "torch": f"torch {torch.__version__}",
+        "transformers": f"transformers {transformers.__version__}",
+    }

@@ -1,0 +1,132 @@
+"""What earlier sequences left behind, kept in slots of the state itself: on a device, from which nothing is taken."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, PrefixCacheStats, common_length
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.state import HybridState
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSlot:
+    """A sequence's beginning, all of it in one slot.
+
+    logits: [vocab_size], float32, what the model says after its last token.
+    """
+
+    tokens: tuple[int, ...]
+    slot: int
+    logits: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class SlotPrefixCache:
+    """As `PrefixCache`, in slots that are set aside. Copies from slot to slot are all that it does to the state.
+
+    There are a few slots, each with one beginning: those at the ends of prompts and of generations, where a sequence
+    parts from one that is kept, and those that are pinned. The least recently used makes room, the pinned never.
+
+    Args:
+        runtime: whose sequences they are; if it keeps its state itself, the beginnings outlive an engine.
+        slots: of the state, above those in which the engine's sequences run.
+        pinned: beginnings such as a system message. The first prompt that begins with one is cut there.
+
+    Raises:
+        UserError: the runtime cannot copy, or there are not more slots than pinned beginnings.
+    """
+
+    interval = None
+
+    def __init__(self, runtime: Runtime, slots: Sequence[int], pinned: Sequence[Sequence[int]] = ()):
+        require(runtime, "copy")
+        self._pinned = {tuple(tokens) for tokens in pinned}
+        if len(slots) <= len(self._pinned):
+            raise UserError(
+                f"there are {len(slots)} slots for {len(self._pinned)} pinned prefixes; at least one more is needed."
+            )
+        self.slots = tuple(slots)
+        self.stats = PrefixCacheStats()
+        self._runtime = runtime
+        self._state: HybridState | None = None
+        self._forget()
+
+    def attach(self, state: HybridState | None) -> None:
+        """Work with an engine's state; of another one than before nothing is known."""
+        if state is not self._state:
+            self._state = state
+            self._forget()
+
+    def find(self, tokens: Sequence[int]) -> KeptSlot | None:
+        """The longest beginning of a sequence that was kept, up to all of it."""
+        self.stats.queries += 1
+        found = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
+        if not found:
+            return None
+        longest = max(found, key=lambda kept: kept.length)
+        self._kept.move_to_end(longest.tokens)
+        self.stats.hit_tokens += longest.length
+        self.stats.in_use += 1
+        return longest
+
+    def new_branches(self, tokens: Sequence[int]) -> set[int]:
+        """Where a sequence parts from one that is kept, if that is worth a slot, and where a pinned beginning ends."""
+        found = max((kept.length for kept in self._kept.values() if _begins_with(tokens, kept.tokens)), default=0)
+        shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
+        pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
+        branches = {shared} if shared - found >= SHORTEST_SHARED else set()
+        return branches | {length for length in pinned if length > found}
+
+    def restore(self, prefix: KeptSlot, state: HybridState | None, slot: int) -> None:
+        """Make a slot hold the beginning; the one that it is kept in holds it as well."""
+        self._runtime.copy(state, prefix.slot, slot, prefix.length)
+
+    def release(self, prefix: KeptSlot) -> None:
+        """The sequence that goes on from it, or rather from a copy of its own, has ended."""
+        self.stats.in_use -= 1
+
+    def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
+        """Keep what a slot holds of a sequence, unless it is there already.
+
+        Args:
+            tokens: all that the slot has seen.
+            logits: [vocab_size], float32, what the model says after them.
+        """
+        self.attach(state)
+        tokens = tuple(tokens)
+        if tokens in self._kept:
+            self._kept.move_to_end(tokens)
+            return
+        if not self._free:
+            self._evict()
+        free = self._free.pop()
+        self._runtime.copy(state, slot, free, len(tokens))
+        self._kept[tokens] = KeptSlot(tokens, free, logits.clone())
+        self.stats.snapshots += 1
+        self.stats.num_bytes += logits.nbytes
+
+    def _evict(self) -> None:
+        oldest = next(kept for kept in self._kept.values() if kept.tokens not in self._pinned)
+        del self._kept[oldest.tokens]
+        self._free.append(oldest.slot)
+        self.stats.snapshots -= 1
+        self.stats.num_bytes -= oldest.logits.nbytes
+        self.stats.evictions += 1
+
+    def _forget(self) -> None:
+        self._kept: OrderedDict[tuple[int, ...], KeptSlot] = OrderedDict()  # least recently used first
+        self._free = list(self.slots)
+        self.stats.snapshots = self.stats.num_bytes = 0
+
+
+def _begins_with(tokens: Sequence[int], prefix: Sequence[int]) -> bool:
+    return tuple(tokens[: len(prefix)]) == tuple(prefix)

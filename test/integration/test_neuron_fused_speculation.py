@@ -1,0 +1,243 @@
+"""NxD Inference's fused speculation, in its CPU mode: greedy texts are those of plain decode."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from granite4_neuron import load
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.generation.loading import load_tokenizer
+from granite4_neuron.random_weights import random_model
+from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
+from test.support import nxdi
+
+TOKENS, NEW = 4, 48
+PROMPTS = ("An assignment statement", "The import statement", "A class", "Lambda expressions", "A", "The try statement")
+SLOTS = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
+
+pytestmark = pytest.mark.usefixtures("cpu_mode")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    folder = bundled_checkpoint()
+    return load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer):
+    """Tokens of prompts, and what plain decode of this package's CPU runtime makes of them."""
+    ours, _ = load(dtype=torch.float32)
+    expected = []
+    for prompt in prompts_of(tokenizer):
+        state, tokens = ours.allocate(1, 256), list(prompt)
+        from granite4_neuron.runtime.interface import Row
+
+        done = 0
+        for _ in range(NEW):
+            logits = ours.step(state, [Row(1, done, tokens[done:])])
+            done = len(tokens)
+            tokens.append(int(logits[0].argmax()))
+        expected.append(tokens[len(prompt) :])
+    return expected
+
+
+def prompts_of(tokenizer):
+    return [tokenizer(text).input_ids for text in (*PROMPTS[:-1], PROMPTS[-1] * 30)]  # the last is beyond the bucket
+
+
+def noisy(folder, share):
+    """The bundled checkpoint with noise in its weights, which is right as often as not."""
+    model, generator = load_model(bundled_checkpoint(), torch.float32), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight += share * weight.std() * torch.randn(weight.shape, generator=generator)
+    save_model(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    return noisy(tmp_path_factory.mktemp("draft") / "model", 0.15)
+
+
+def fused_model(draft, **options):
+    from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
+
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+
+    options = dict(on_device_sampling_config=dict(do_sample=False), **options)
+    config = nxdi.make_config(bundled_checkpoint(), speculation_length=TOKENS, enable_fused_speculation=True, **options)
+    config.fused_spec_config = FusedSpecNeuronConfig(
+        NeuronGraniteMoeHybridModel, draft_config=nxdi.make_config(draft, **options), draft_model_path=str(draft)
+    )
+    model = NeuronGraniteMoeHybridForCausalLM(str(bundled_checkpoint()), config)
+    model.to_cpu()
+    return model
+
+
+@torch.inference_mode()
+def start(model, prompts, seq_ids=None):
+    """Prompts in, the first new token of each out."""
+    longest = max(map(len, prompts))
+    mask = torch.arange(longest) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    output = model(
+        input_ids=torch.tensor([[*prompt, *[3] * (longest - len(prompt))] for prompt in prompts]),
+        attention_mask=mask.long(),
+        position_ids=torch.arange(longest).where(mask, 1),
+        seq_ids=torch.tensor(seq_ids or range(len(prompts))),
+    )
+    return [[int(token)] for token in output.fused_outputs[0][:, 0]]
+
+
+@torch.inference_mode()
+def go_on(model, prompts, new, seq_ids=None):
+    """One step of rows: accepted tokens are added to `new`; how many there were of each."""
+    lengths = torch.tensor([len(prompt) + len(tokens) - 1 for prompt, tokens in zip(prompts, new, strict=True)])
+    output = model(
+        input_ids=torch.tensor([tokens[-1:] for tokens in new]),
+        attention_mask=(torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+        position_ids=lengths[:, None],
+        seq_ids=torch.tensor(seq_ids or range(len(prompts))),
+    )
+    accepted = [[int(token) for token in row if token >= 0] for row in output.fused_outputs[0]]
+    for tokens, more in zip(new, accepted, strict=True):
+        tokens.extend(more)
+    return [len(more) for more in accepted]
+
+
+def run(model, prompts, seq_ids=None):
+    """New tokens of each prompt, all in one batch, and how many were accepted in each step."""
+    model.reset()
+    new, counts = start(model, prompts, seq_ids), []
+    while min(map(len, new)) < NEW:
+        counts += go_on(model, prompts, new, seq_ids)
+    return [tokens[:NEW] for tokens in new], counts
+
+
+def one_by_one(model, prompts):
+    runs = [run(model, [prompt]) for prompt in prompts]
+    return [new[0] for new, _ in runs], [count for _, counts in runs for count in counts]
+
+
+def test_every_count_of_accepted_tokens(draft, tokenizer, texts):
+    new, counts = one_by_one(fused_model(draft), prompts_of(tokenizer))
+    assert new == texts
+    assert set(counts) == set(range(1, TOKENS + 1))
+
+
+def test_a_draft_without_mamba_layers(tokenizer, texts, tmp_path):
+    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    few = replace(config, layer_types=(ATTENTION,) * 2, num_hidden_layers=2)
+    save_model(random_model(few), tmp_path / "draft")
+    new, _ = one_by_one(fused_model(tmp_path / "draft"), prompts_of(tokenizer))
+    assert new == texts
+
+
+def test_ragged_batches(draft, tokenizer, texts):
+    """Rows of other lengths, which accept other numbers of tokens."""
+    prompts = prompts_of(tokenizer)
+    new, counts = run(fused_model(draft, batch_size=len(prompts)), prompts)
+    assert new == texts and len(set(counts)) == TOKENS
+
+
+def test_continuous_batching(draft, tokenizer, texts):
+    """Slots in any order, fewer rows than slots, sequences that come and go, and a slot used again."""
+    prompts, model = prompts_of(tokenizer), fused_model(draft, **SLOTS)
+    slot, new = {}, {}
+
+    def begin(number, seq_id):
+        slot[number] = seq_id
+        (new[number],) = start(model, [prompts[number]], [seq_id])
+
+    def steps(count, *numbers):
+        for _ in range(count):
+            rows = [new[number] for number in numbers]
+            go_on(model, [prompts[number] for number in numbers], rows, [slot[number] for number in numbers])
+
+    begin(0, 2)
+    steps(2, 0)
+    begin(1, 0)
+    steps(3, 0, 1)
+    steps(2, 1)
+    begin(5, 1)
+    steps(3, 5, 0, 1)
+    begin(2, 0)
+    steps(6, 2, 0, 5)
+    for number, tokens in new.items():
+        assert len(tokens) > 6 and tokens[:NEW] == texts[number][: len(tokens)]
+    two, _ = run(model, prompts[3:6], [1, 2, 0])
+    assert two == texts[3:6]
+
+
+def test_generate_of_nxd_inference(draft, tokenizer, texts):
+    from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
+    from transformers import GenerationConfig
+
+    prompt = torch.tensor([prompts_of(tokenizer)[0]])
+    options = GenerationConfig(max_new_tokens=40, do_sample=False, top_k=1, eos_token_id=-1, pad_token_id=0)
+    options.prompt_lookup_num_tokens = TOKENS  # how the adapter is told to look for several tokens in a step
+    adapter = HuggingFaceGenerationAdapter(fused_model(draft))
+    output = adapter.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options)
+    tokens = output[0, prompt.shape[1] :].tolist()
+    assert len(tokens) > 30 and tokens == texts[0][: len(tokens)]
+
+
+def commit_of_all_drafts(patch):
+    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel as Model
+
+    correct = Model.advance
+    patch.setattr(Model, "advance", lambda self, kept, at, accepted: correct(self, kept, at, 0 * accepted + TOKENS))
+
+
+def commit_without_the_window(patch):
+    from granite4_neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+
+    correct = Fused._commit
+
+    def commit(model, inputs, position_ids, accepted, outputs, first):
+        before = list(outputs)
+        correct(model, inputs, position_ids, accepted, outputs, first)
+        for idx, _ in model.mamba_layers():
+            outputs[first + 2 * idx] = before[first + 2 * idx]
+
+    patch.setattr(Fused, "_commit", staticmethod(commit))
+
+
+def no_commit(patch):
+    from granite4_neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+
+    patch.setattr(Fused, "_commit", staticmethod(lambda *args: None))
+
+
+@pytest.mark.parametrize("bug", [commit_of_all_drafts, commit_without_the_window, no_commit])
+def test_a_bug_is_seen(bug, draft, tokenizer, texts, monkeypatch):
+    bug(monkeypatch)
+    new, _ = one_by_one(fused_model(draft), prompts_of(tokenizer))
+    assert new != texts
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(on_device_sampling_config=dict(do_sample=True)), "needs on_device_sampling_config with do_sample=False"),
+        (dict(on_device_sampling_config=dict(do_sample=False), output_logits=True), "output_logits is set"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        nxdi.make_config(bundled_checkpoint(), speculation_length=TOKENS, enable_fused_speculation=True, **options)
+
+
+def test_without_a_draft_model():
+    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    options = dict(on_device_sampling_config=dict(do_sample=False), enable_fused_speculation=True, speculation_length=4)
+    with pytest.raises(UserError, match="with a draft model"):
+        NeuronGraniteMoeHybridForCausalLM("", nxdi.make_config(bundled_checkpoint(), **options))

@@ -1,0 +1,215 @@
+"""One text, however it is served: the fused kernels give a sequence the same logits bit by bit, whoever it runs with,
+however it is cut into steps, and on however many threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.checkpoint import load_model
+from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import FORMATS, cpu
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from test.support.checkpoints import small_config
+from test.support.engines import run, tokens_of
+from test.support.verification import poison
+
+pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+
+PROMPT, STEPS = 150, 8
+
+
+def h_350m() -> GraniteMoeHybridConfig:
+    """Its layers, of which three, and a small vocabulary."""
+    config = GraniteMoeHybridConfig.from_family("h-350m")
+    return replace(config, num_hidden_layers=3, layer_types=("mamba", "attention", "mamba"), vocab_size=1000)
+
+
+# Sizes that are no multiples of a vector or a tile, two groups, an even window, rotary positions, a head of its own.
+ODD = dict(
+    hidden_size=72, intermediate_size=34, shared_intermediate_size=50, vocab_size=163, mamba_n_heads=6, mamba_d_head=24,
+    mamba_d_state=21, mamba_n_groups=2, mamba_d_conv=3, tie_word_embeddings=False, position_embedding_type="rope",
+    layer_types=("mamba", "attention", "mamba"),
+)  # fmt: skip
+MODELS = {
+    "bundled": lambda: load_model(bundled_checkpoint(), torch.float32),
+    "h-350m": lambda: random_model(h_350m()),
+    "experts": lambda: random_model(small_config(num_local_experts=16, num_experts_per_tok=4)),
+    "odd sizes": lambda: random_model(small_config(**ODD)),
+}
+NUMBERS = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    **{name: (torch.bfloat16, name) for name in QUANTIZATIONS},
+    "float32, int8": (torch.float32, "int8"),
+}
+REAL = ("float32", "bfloat16", *QUANTIZATIONS)
+CASES = [(model, numbers) for model in MODELS for numbers in (REAL if model in ("bundled", "h-350m") else NUMBERS)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
+def runtime(request):
+    model, numbers = request.param
+    weights, (dtype, quantization) = MODELS[model](), NUMBERS[numbers]
+    weights.to(dtype)
+    if quantization is not None:
+        quantize(weights, quantization)
+    return CPURuntime(weights, GenerationConfig(top_k=None))
+
+
+def quantize(model: GraniteMoeHybridForCausalLM, name: str) -> None:
+    for module in model.modules():
+        if getattr(module, "may_be_quantized", False):
+            module.set_compact_weight(FORMATS[name].quantize(module.weight))
+
+
+@pytest.fixture(scope="module")
+def tokens(runtime):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, runtime.config.vocab_size, (64, PROMPT + STEPS), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def alone(runtime, tokens):
+    """The first sequences' logits, each alone in its state: after its prompt, and token by token behind it."""
+    return [serve_alone(runtime, tokens[number]) for number in range(3)]
+
+
+@torch.inference_mode()
+def serve_alone(runtime, tokens):
+    state = runtime.allocate(1, PROMPT + STEPS)
+    poison(state)
+    logits = [runtime.step(state, [Row(1, 0, tokens[:PROMPT])])]
+    logits += [runtime.step(state, [Row(1, at, [tokens[at]])]) for at in range(PROMPT, PROMPT + STEPS)]
+    return torch.cat(logits)
+
+
+def begin(runtime, tokens, sequences, cuts=(PROMPT,)):
+    """A state of sequences whose prompts have run in steps of the given sizes, and the logits after the last."""
+    state = runtime.allocate(sequences, PROMPT + STEPS)
+    poison(state)
+    start = 0
+    for size in cuts:
+        rows = [Row(number + 1, start, tokens[number][start : start + size]) for number in range(sequences)]
+        logits = runtime.step(state, rows)
+        start += size
+    return state, logits
+
+
+@pytest.mark.parametrize("sequences", [2, 5, 13, 33, 64])
+def test_beside_others(runtime, tokens, alone, sequences):
+    """All prompts in one step, then all sequences' tokens in one step each."""
+    few = [one[:40] + one[PROMPT:] for one in tokens]
+    state = runtime.allocate(sequences, 40 + STEPS)
+    poison(state)
+    first = runtime.step(state, [Row(number + 1, 0, few[number][:40]) for number in range(sequences)])
+    one = runtime.allocate(1, 40 + STEPS)
+    assert torch.equal(first[:1], runtime.step(one, [Row(1, 0, few[0][:40])]))
+    for at in range(40, 40 + STEPS):
+        together = runtime.step(state, [Row(number + 1, at, [few[number][at]]) for number in range(sequences)])
+        assert torch.equal(together[:1], runtime.step(one, [Row(1, at, [few[0][at]])]))
+
+
+@pytest.mark.parametrize("cuts", [[64, 64, 22], [1, 149], [149, 1], [7, 8, 9, 16, 17, 31, 33, 29], [1] * 20 + [130]])
+def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
+    state, logits = begin(runtime, tokens, 3, cuts)
+    assert torch.equal(logits, torch.stack([one[0] for one in alone]))
+    for at in range(PROMPT, PROMPT + STEPS):
+        rows = [Row(number + 1, at, [tokens[number][at]]) for number in range(3)]
+        assert torch.equal(runtime.step(state, rows), torch.stack([one[at - PROMPT + 1] for one in alone]))
+
+
+@pytest.mark.parametrize("count", range(1, 17))
+def test_verified_tokens_are_those_of_decode(runtime, tokens, count):
+    """One row of `count` tokens beside one of fewer; half of them are taken, and the sequence goes on from there."""
+    start = 40
+    state, one = (runtime.allocate(2, start + count + 1) for _ in range(2))
+    for each in (state, one):
+        poison(each)
+        runtime.step(each, [Row(slot, 0, tokens[slot][:start]) for slot in (1, 2)])
+    counts = {1: count, 2: (count + 1) // 2}
+    rows = [Row(slot, start, tokens[slot][start : start + count]) for slot, count in counts.items()]
+    verification = runtime.verify(state, rows)
+    accepted = count // 2
+    for slot, number in counts.items():
+        for place in range(number):
+            expected = runtime.step(one, [Row(slot, start + place, [tokens[slot][start + place]])])
+            assert torch.equal(verification.logits[slot - 1, place], expected[0])
+            if slot == 1 and place == accepted:
+                after = expected
+    runtime.commit(state, verification, [accepted, 0])
+    assert torch.equal(runtime.step(state, [Row(1, start + accepted, [tokens[1][start + accepted]])]), after)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_any_number_of_threads(runtime, tokens, alone, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(serve_alone(runtime, tokens[0]), alone[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+class RecordingRuntime(CPURuntime):
+    """Cuts prompts every 32 tokens, and keeps logits by the length and the last token of what they follow."""
+
+    tokens_per_step = 32
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.logits = {}
+
+    def step(self, state, rows, all_logits=False):
+        logits = super().step(state, rows, all_logits)
+        for row, of_row in zip(rows, logits, strict=True):
+            self.logits[row.start + len(row.tokens), row.tokens[-1]] = of_row.clone()
+        return logits
+
+
+def test_in_the_engine(runtime, tokens):
+    """Alone, beside others, and after hits in a prefix cache: at a prompt's end, within another's, and in a text."""
+    recording = RecordingRuntime(runtime.model, runtime.generation_config)
+    prompts = [tokens[0][:90], tokens[0][:60] + tokens[1][:50], tokens[2][:70], tokens[0][:90] + tokens[3][:40]]
+    requests = [Request(prompt, max_tokens=6, snapshots_at=frozenset([60])) for prompt in prompts]
+
+    def serve(requests, **options):
+        """Their new tokens, and all logits on the way."""
+        engine = Engine(recording, 4, max_length=200, **options)
+        recording.logits = {}
+        ids = [engine.add(request) for request in requests]
+        outputs = run(engine)
+        return [tokens_of(outputs[id]) for id in ids], recording.logits
+
+    alone = [serve([request]) for request in requests]
+    texts, expected = [one[0] for one, _ in alone], {}
+    for _, logits in alone:
+        expected |= logits
+    last = {
+        (len(prompt) + place, text[place - 1])
+        for prompt, text in zip(prompts, texts, strict=True)
+        for place in range(1, 6)
+    }
+
+    def check(served, ids):
+        ours, logits = served
+        assert ours == [texts[id] for id in ids]
+        shared = logits.keys() & expected.keys()
+        assert len(shared & last) == 5 * len(ids)
+        assert all(torch.equal(logits[key], expected[key]) for key in shared)
+
+    check(serve(requests), range(4))
+    cache = PrefixCache(recording, None, 32)
+    for id in (0, 1, 2, 3, 1, 0, 3):
+        check(serve(requests[id : id + 1], prefix_cache=cache), [id])
+    assert cache.stats.hit_tokens > 300
