@@ -38,6 +38,7 @@ examples:
   granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
   granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
+  granite4-neuron serve --model ./checkpoint --port 8000
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
   granite4-neuron evaluate report.txt --compare bfloat16 int8
