@@ -10,8 +10,7 @@ from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.mamba_decode import check_mamba_decode, mamba_decode, mamba_decode_torch
-from test.support import oracles
-from test.support.nki_cases import error, nbytes
+from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
 
 HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 H_SMALL = dict(heads=32, head_dim=64, d_state=128)
@@ -20,63 +19,6 @@ H_SMALL = dict(heads=32, head_dim=64, d_state=128)
 def last_launch():
     emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
     return emulation.last_launch()
-
-
-def decode_case(
-    batch=3,
-    tokens=4,
-    heads=4,
-    head_dim=64,
-    groups=1,
-    d_state=128,
-    d_conv=4,
-    dtype=torch.float32,
-    accepted=None,
-    max_A=16.0,
-):
-    g = torch.Generator().manual_seed(0)
-    channels = heads * head_dim + 2 * groups * d_state
-
-    def normal(*shape):
-        return torch.randn(shape, generator=g)
-
-    return dict(
-        states=normal(batch, d_state, heads, head_dim),
-        conv_states=normal(batch, channels, d_conv - 1).to(dtype),
-        xBC=normal(batch, tokens, channels).to(dtype),
-        dt=torch.exp(torch.empty(batch, tokens, heads).uniform_(math.log(1e-3), math.log(0.5), generator=g)),
-        z=normal(batch, tokens, heads * head_dim).to(dtype),
-        taps=(normal(channels, d_conv + 1) / 2).to(dtype),
-        A_D=torch.stack([-torch.empty(heads).uniform_(1, max_A, generator=g), normal(heads)]),
-        accepted=torch.tensor(accepted or [tokens] * batch, dtype=torch.int32),
-    )
-
-
-def oracle(case):
-    """In float64: the outputs of all tokens, the states and windows after the accepted ones."""
-    states, conv_states, xBC, dt, z, taps, A_D, accepted = case.values()
-    batch, d_state, heads, head_dim = states.shape
-    tokens, reach = xBC.shape[1], conv_states.shape[2]
-    groups = (xBC.shape[2] - heads * head_dim) // (2 * d_state)
-    outputs, new_states, windows = [], [], []
-    for b in range(batch):
-        history = torch.cat([conv_states[b].T, xBC[b]]).double()
-        y = oracles.causal_conv(history, taps[:, :-1], taps[:, -1])[reach:].double()
-        x, B, C = y.split([heads * head_dim, groups * d_state, groups * d_state], dim=-1)
-        x, B, C = x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-        count = int(accepted[b])
-
-        def scan(n, x=x, B=B, C=C, b=b):
-            initial = states[b : b + 1].permute(0, 2, 3, 1)
-            return oracles.ssm_recurrence(
-                x[None, :n], dt[b : b + 1, :n], A_D[0], B[None, :n], C[None, :n], A_D[1], initial
-            )
-
-        outputs.append(scan(tokens)[0][0].flatten(1) * torch.nn.functional.silu(z[b].double()))
-        state = scan(count)[1][0] if count else states[b].permute(1, 2, 0).double()
-        new_states.append(state.permute(2, 0, 1))
-        windows.append(history[count : count + reach].T)
-    return torch.stack(outputs), torch.stack(new_states), torch.stack(windows)
 
 
 def check(outputs, exact, tolerance=1e-5):
@@ -90,8 +32,8 @@ def run(case, programs=1):
 
 
 def test_definition():
-    case = decode_case(tokens=5, groups=2, accepted=[0, 3, 5])
-    check(mamba_decode_torch(**case), oracle(case))
+    case = mamba_decode_inputs(tokens=5, groups=2, accepted=[0, 3, 5])
+    check(mamba_decode_torch(**case), mamba_decode_oracle(case))
 
 
 @pytest.mark.parametrize("programs", [1, 2])
@@ -108,35 +50,35 @@ def test_definition():
     ids=lambda d: "-".join(map(str, d.values())),
 )
 def test_equals_the_recurrence(programs, tokens, dimensions):
-    case = decode_case(3, tokens, accepted=[tokens, 0, tokens // 2], **dimensions)
-    check(run(case, programs), oracle(case))
+    case = mamba_decode_inputs(3, tokens, accepted=[tokens, 0, tokens // 2], **dimensions)
+    check(run(case, programs), mamba_decode_oracle(case))
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
 def test_state_after_the_accepted_tokens(accepted):
-    case = decode_case(2, 4, accepted=[accepted, 4 - accepted])
+    case = mamba_decode_inputs(2, 4, accepted=[accepted, 4 - accepted])
     y, states, windows = run(case)
-    check((y, states, windows), oracle(case))
+    check((y, states, windows), mamba_decode_oracle(case))
     if accepted == 0:
         assert torch.equal(states[0], case["states"][0]) and torch.equal(windows[0], case["conv_states"][0])
 
 
 def test_bfloat16():
-    case = decode_case(3, 4, dtype=torch.bfloat16, accepted=[4, 1, 0])
+    case = mamba_decode_inputs(3, 4, dtype=torch.bfloat16, accepted=[4, 1, 0])
     y, states, windows = run(case)
-    exact = oracle(case)
+    exact = mamba_decode_oracle(case)
     assert y.dtype == windows.dtype == torch.bfloat16 and torch.equal(windows.double(), exact[2])
     assert error(y, exact[0]) <= 1e-2 and error(states, exact[1]) <= 1e-5
 
 
 @pytest.mark.parametrize("batch", [1, 17, 70])
 def test_batch(batch):
-    case = decode_case(batch, 2, heads=4, head_dim=32, accepted=[i % 3 for i in range(batch)])
-    check(run(case), oracle(case))
+    case = mamba_decode_inputs(batch, 2, heads=4, head_dim=32, accepted=[i % 3 for i in range(batch)])
+    check(run(case), mamba_decode_oracle(case))
 
 
 def test_tokens_one_by_one_are_tokens_together():
-    case = decode_case(2, 3)
+    case = mamba_decode_inputs(2, 3)
     together = run(case)
     states, windows, outputs = case["states"], case["conv_states"], []
     for t in range(3):
@@ -148,14 +90,14 @@ def test_tokens_one_by_one_are_tokens_together():
 
 
 def test_large_decay():
-    case = decode_case(2, 4, max_A=128.0)
+    case = mamba_decode_inputs(2, 4, max_A=128.0)
     case["dt"][:, 1] = 20.0
-    check(run(case), oracle(case))
+    check(run(case), mamba_decode_oracle(case))
 
 
 @pytest.mark.parametrize("name", ["states", "conv_states", "xBC", "dt", "z"])
 def test_nan_stays_in_its_sequence(name):
-    case = decode_case(3, 2, accepted=[2, 1, 2])
+    case = mamba_decode_inputs(3, 2, accepted=[2, 1, 2])
     clean = run(case)
     poisoned = case | {name: case[name].clone()}
     poisoned[name][1] = math.nan
@@ -168,8 +110,8 @@ def test_family(name):
     config = GraniteMoeHybridConfig.from_family(name)
     rank = config.rank_dimensions(4)
     check_mamba_decode(4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state, 2)
-    case = decode_case(2, 4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state)
-    check(run(case, 2), oracle(case))
+    case = mamba_decode_inputs(2, 4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state)
+    check(run(case, 2), mamba_decode_oracle(case))
 
 
 def test_dimensions_that_it_does_not_take():
@@ -187,7 +129,7 @@ class TestBudgets:
         for batch in (1, 8):
             counts, written = [], []
             for tokens in (1, 4):
-                run(decode_case(batch, tokens, **H_SMALL), 2)
+                run(mamba_decode_inputs(batch, tokens, **H_SMALL), 2)
                 counts.append(last_launch().count() - 2 * batch)
                 state = batch * 128 * 16 * 64 * 4
                 written.append(
@@ -197,7 +139,7 @@ class TestBudgets:
             assert written == [batch, batch]
 
     def test_traffic(self):
-        case = decode_case(8, 4, dtype=torch.bfloat16, **H_SMALL)
+        case = mamba_decode_inputs(8, 4, dtype=torch.bfloat16, **H_SMALL)
         outputs = run(case, 2)
         assert last_launch().hbm_bytes <= 1.2 * nbytes(*case.values(), *outputs)
         assert last_launch().peak_sbuf_bytes < 207 * 1024
@@ -205,10 +147,10 @@ class TestBudgets:
 
 class TestStatesOf16Bits:
     def test_one_rounding(self):
-        case = decode_case(2, 2)
+        case = mamba_decode_inputs(2, 2)
         case["states"] = case["states"].to(torch.bfloat16)
         y, states, _ = run(case)
-        exact = oracle(case)
+        exact = mamba_decode_oracle(case)
         assert states.dtype == torch.bfloat16
         assert error(y, exact[0]) <= 1e-5  # read from what is stored, without another rounding
         assert torch.equal(states, exact[1].to(torch.bfloat16)) or error(states, exact[1]) <= 2**-8
@@ -216,9 +158,9 @@ class TestStatesOf16Bits:
     def test_stochastic_rounding_is_to_neighbours_and_unbiased(self, monkeypatch):
         pytest.importorskip("nki.emulation", reason="a device rounds as its runtime says")
         monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
-        case = decode_case(4, 2, heads=8)
+        case = mamba_decode_inputs(4, 2, heads=8)
         case["states"] = case["states"].to(torch.bfloat16)
-        states, exact = run(case)[1].double(), oracle(case)[1]
+        states, exact = run(case)[1].double(), mamba_decode_oracle(case)[1]
         step = 2.0 ** (exact.abs().log2().floor() - 7)  # from a bfloat16 to the next
         errors = ((states - exact) / step)[exact.abs() > 0.01]  # float32 is far finer than the step there
         assert errors.abs().max() < 1 + 1e-3 and (errors.abs() > 0.5).any()

@@ -79,7 +79,7 @@ def selective_scan(
         final_states (nl.ndarray): like initial_states.
 
     Notes:
-        - num_heads must be a multiple of the number of programs.
+        - num_heads must be a multiple of the number of programs. Limits: `limits.check_scan`.
         - Arithmetic is float32 for every dtype of x.
         - `ssd_chunk_scan` is faster at every length. This one rounds as decode does, and is the check on it.
         - The compiler unrolls every loop. The number of instructions grows with length * num_heads * head_dim: 2,000
