@@ -106,8 +106,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
     print_table(table)
     write(
         "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
-        f"prediction adds {latency.LAYER_SECONDS * 1e6:.0f} us for each layer, as one published figure of another "
-        "model implies."
+        f"prediction adds {latency.LAYER_SECONDS * 1e6:.0f} us for each layer, as a published figure of another model "
+        "implies."
     )
     return 0
 
