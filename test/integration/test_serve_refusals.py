@@ -1,0 +1,135 @@
+"""What the server refuses, and how it says so."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+pytest.importorskip("openai", reason="OpenAI's client is not installed; it knows all of OpenAI's fields")
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from granite4_neuron import load
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+from test.support.serving import serving
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with serving(*tiny) as server:
+        yield server
+
+
+@pytest.fixture
+def post(server):
+    """A function from path and body to the response."""
+
+    def send(path, body):
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return httpx.post(f"{server.address}/v1/{path}", content=content, timeout=60)
+
+    return send
+
+
+@pytest.mark.parametrize("path, params", [("completions", CompletionParams), ("chat/completions", ChatParams)])
+def test_every_field_of_openais_is_known_or_refused_by_name(post, path, params):
+    known = (CompletionBody if path == "completions" else ChatBody).model_fields
+    required = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    unknown = [name for name in params.__annotations__ if name not in known]
+    assert unknown
+    for name in unknown:
+        answer = post(path, {**required, name: "x"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+        assert name in answer.json()["error"]["message"]
+        assert post(path, {**required, name: None, "max_tokens": 1}).status_code == 200, "null is nothing"
+
+
+BAD = {
+    "no JSON": (b"nonsense", "not a request in JSON"),
+    "nothing": (b"", "not a request in JSON"),
+    "a list": ([], "not a request in JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', "not a request in JSON"),
+    "half a character": (b'{"prompt": "\\ud800"}', "not a request in JSON"),
+    "a field of half a character": (b'{"prompt": "x", "\\ud800": 1}', "not a request in JSON"),
+    "deep": (b"[" * 100_000, "not a request in JSON"),
+    "no prompt": ({}, "prompt: field required"),
+    "an empty prompt": ({"prompt": ""}, "prompt: it must be"),
+    "no prompts": ({"prompt": []}, "prompt: it must be"),
+    "booleans": ({"prompt": [True]}, "prompt: it must be"),
+    "tokens outside": ({"prompt": [10**30]}, "prompt has a token id outside the vocabulary"),
+    "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens; with one new token at least, 512 fit"),
+    "many tokens": ({"max_tokens": 512}, "max_tokens is 512; behind a prompt of"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens: it may be 0 only with echo"),
+    "temperature": ({"temperature": -1}, "temperature is -1.0, and must be"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature: input should be a finite number"),
+    "a number as text": ({"top_k": "3"}, "top_k: input should be a valid integer"),
+    "top_p": ({"top_p": 0}, "top_p is 0.0, and must be"),
+    "min_p": ({"min_p": 2}, "min_p is 2.0, and must be"),
+    "seed": ({"seed": 2**63}, "seed is 9223372036854775808, and must be"),
+    "presence": ({"presence_penalty": 3}, "presence_penalty is 3.0, and must be"),
+    "bias": ({"logit_bias": {"5": 101}}, "logit_bias is 101, and must be"),
+    "bias outside": ({"logit_bias": {"99999": 1}}, "logit_bias has a token id outside the vocabulary"),
+    "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias: it must be an object of numbers by token id"),
+    "n": ({"n": 0}, "n: input should be greater than or equal to 1"),
+    "more than can wait": ({"n": 100}, "asks for 100 texts; this server takes 20 at most"),
+    "stop": ({"stop": [""]}, "stop: it must be a text or a list"),
+    "logprobs": ({"logprobs": True}, "logprobs: input should be a valid integer"),
+    "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options: it is only for stream: true"),
+    "an option of a stream": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is a field that"),
+}
+
+
+@pytest.mark.parametrize("body, message", BAD.values(), ids=BAD.keys())
+def test_bad_bodies(post, body, message):
+    has_prompt = not isinstance(body, dict) or not body or "prompt" in body
+    answer = post("completions", body if has_prompt else {"prompt": "x", **body})
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_bad_conversations(post):
+    user = {"role": "user", "content": "x"}
+    for body, message in (
+        ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: input should be 'system', 'user' or"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: it must be"),
+        ({"messages": [{**user, "name": "x"}]}, "messages.0.name is a field that this server does not support"),
+        ({"messages": [user], "top_logprobs": 1}, "top_logprobs: it is only for logprobs: true"),
+        ({"messages": [user], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens: it is the old name"),
+    ):
+        answer = post("chat/completions", body)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_other_paths_methods_and_models(post, server):
+    assert post("completions", {"prompt": "x", "model": "gpt"}).status_code == 404
+    assert post("embeddings", {}).status_code == 404
+    answer = httpx.get(f"{server.address}/v1/completions")
+    assert answer.status_code == 405 and "/v1/completions" in answer.json()["error"]["message"]
+
+
+def test_a_long_body(post):
+    assert post("completions", b'"' + b"x" * 2**20).status_code == 413
+
+    def pieces():
+        for _ in range(40):
+            yield b"x" * 2**15
+
+    assert httpx.post(str(post("completions", {}).request.url), content=pieces()).status_code == 413
+
+
+def test_keys(tiny):
+    with serving(*tiny, api_key="sésame") as server:
+        for key, status in ((None, 401), ("wrong", 401), ("sésame", 200)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+            for path in ("/v1/models", "/metrics"):
+                assert httpx.get(server.address + path, headers=headers).status_code == status
+        assert httpx.get(f"{server.address}/health").status_code == 200
