@@ -1,9 +1,11 @@
 """Verification, commit and copies of slots on NxD Inference, in its CPU mode, against transformers' uncut sequences."""
 
 import math
+import os
 
 import pytest
 import torch
+import torch.multiprocessing
 from transformers import GenerationConfig
 
 from granite4_neuron import load
@@ -14,7 +16,7 @@ from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.speculation import NgramDrafter
 from test.integration.test_bundled import PROMPTS as TEXTS
-from test.integration.test_model import CASE, TOLERANCE, cpu_mode, reference_logits  # noqa: F401 (a fixture)
+from test.integration.test_model import CASE, TOLERANCE, cpu_mode, free_port, reference_logits  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import Case
 from test.support.engines import run
@@ -183,6 +185,37 @@ class TestCopies:
                 with pytest.raises(UserError) as error:
                     refused()
                 assert str(error.value) == single.cannot[ability]
+
+
+def run_rank(rank, folder, port, results):
+    """One process: sequence 1 stands in part and is copied to slot 2, all that is verified of sequence 3 stands."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NXD_CPU_MODE="1")
+    torch.set_num_threads(1)
+    assert nxdi.why_not_importable() is None
+    runtime, (tokens, uncut) = runtime_of(folder, tp_degree=2), tokens_and_logits(folder)
+    poison(runtime)
+    runtime.step(None, [Row(1, 0, tokens[0][:20])])
+    runtime.step(None, [Row(3, 0, tokens[2][:7])])
+    verification = runtime.verify(None, [Row(1, 20, [*tokens[0][20:22], 1, 2]), Row(3, 7, tokens[2][7:10])])
+    errors = [
+        (verification.logits[0, :2] - uncut[0, 20:22]).abs().max().item(),
+        (verification.logits[1, :3] - uncut[2, 7:10]).abs().max().item(),
+    ]
+    runtime.commit(None, verification, [2, 3])
+    runtime.copy(None, 1, 2, 22)
+    errors.append(step_error(runtime, uncut, Row(2, 22, tokens[0][22:40]), 1))
+    errors.append(step_error(runtime, uncut, Row(1, 22, tokens[0][22:23]), 1))
+    errors.append(step_error(runtime, uncut, Row(3, 10, tokens[2][10:11]), 3))
+    torch.save(errors, results / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks(folder, tmp_path):
+    torch.multiprocessing.start_processes(
+        run_rank, args=(folder, free_port(), tmp_path), nprocs=2, start_method="spawn"
+    )
+    for rank in range(2):
+        assert max(torch.load(tmp_path / f"{rank}.pt")) <= TOLERANCE
 
 
 class TestEngine:

@@ -31,7 +31,7 @@ def folder(random_checkpoints):
         (dict(sequence_parallel_enabled=True), "sequence_parallel_enabled is True; this model runs with False only"),
         (dict(padding_side="left"), "padding_side is 'left'; this model runs with 'right' only"),
         (dict(windowed_context_encoding_size=64), "windowed_context_encoding_size is 64; this model runs with None"),
-        (dict(speculation_length=4), "speculation_length is set; that needs is_continuous_batching, and no on-device"),
+        (dict(speculation_length=4), "speculation_length is set; without enable_fused_speculation"),
         (
             dict(is_continuous_batching=True, speculation_length=1),
             "speculation_length is 1; it must be at least 2, and",
