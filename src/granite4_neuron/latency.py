@@ -11,12 +11,14 @@ Rates are of one logical core, which is two physical ones (LNC=2) and a quarter 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from granite4_neuron import graphs
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.hlo_cost import Cost
 from granite4_neuron.minimum import minimum
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16 and 1.28 TB/s of NeuronLink: "Trainium2 architecture" in the Neuron
@@ -118,14 +120,28 @@ def step_work(
     )
 
 
+def counted_bound(cost: Cost) -> float:
+    """Seconds of a graph by XLA's count of it, which takes every operand of every instruction for one that moves.
+
+    A compiler fuses most of that away: what it really takes is between the bound of `latency` and this one, as far as
+    bytes and arithmetic go.
+    """
+    return max(cost.bytes_accessed / HBM_BYTES_PER_SECOND, cost.flops / TENSOR_FLOPS_PER_SECOND)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """One line of a prediction. tokens: that a step gives to each sequence on average."""
+    """One line of a prediction.
+
+    tokens: that a step gives to each sequence on average.
+    counted: `counted_bound` of its graph, if it was counted.
+    """
 
     step: str
     batch_size: int
     latency: Latency
     tokens: float = 1.0
+    counted: float | None = None
 
     @property
     def seconds_per_token(self) -> float:
@@ -181,3 +197,28 @@ def predictions(
         name = f"token, {drafted} drafted"
         lines += [of(name, batch_size, drafted + 1, context, gives) for batch_size in batch_sizes]
     return lines
+
+
+def with_counted_graphs(
+    lines: Sequence[Prediction],
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    prompt: int,
+    context: int,
+    drafted: int,
+) -> list[Prediction]:
+    """`predictions` with what this package's own graphs count: of the prompt, of a token, and of a verification.
+
+    Raises:
+        ToolsMissing: torch_xla or jax is not installed.
+    """
+    costs = {}
+    verified = drafted + 1 if drafted else None
+    for batch_size in sorted({line.batch_size for line in lines}):
+        buckets = (prompt,) if batch_size == 1 else ()
+        length = max(context, prompt) + 1
+        reports = graphs.report(config, dtype, tp_degree, batch_size, buckets, length, verified)
+        names = [line.step for line in lines if line.batch_size == batch_size]
+        costs |= {(name, batch_size): report.cost for name, report in zip(names, reports, strict=True)}
+    return [replace(line, counted=counted_bound(costs[line.step, line.batch_size])) for line in lines]

@@ -1,5 +1,7 @@
 """Predicted times: the roofline by hand, what speculation gives, and other models' published figures."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from benchmarks import predicted_latency as published
 from granite4_neuron import UserError, latency
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.hlo_cost import Cost
 from granite4_neuron.minimum import minimum
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
@@ -113,6 +116,28 @@ def test_command(capsys):
     assert "has 4 logical cores" in capsys.readouterr().err
     assert main(["plan", "--latency", "--model", "h-small", "--acceptance", "2"]) == 2
     assert "from 0 to 1" in capsys.readouterr().err
+
+
+def test_counted_graphs(monkeypatch):
+    """The graphs of a batch size come as prompt, token and verification, as the lines do."""
+    asked = []
+
+    def report(config, dtype, tp_degree, batch_size, buckets, max_length, verified_tokens):
+        asked.append((batch_size, buckets, max_length, verified_tokens))
+        number = len(buckets) + 2
+        return [SimpleNamespace(cost=Cost(bytes_accessed=725e9 * (i + batch_size))) for i in range(number)]
+
+    monkeypatch.setattr(latency.graphs, "report", report)
+    lines = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1, 4], drafted=3, acceptance=0.5)
+    counted = latency.with_counted_graphs(lines, CONFIG, 4, torch.bfloat16, 128, 1000, 3)
+    assert asked == [(1, (128,), 1001, 4), (4, (), 1001, 4)]
+    seconds = {
+        (line.step.split(",")[0] + str(line.step.count("drafted")), line.batch_size): line.counted for line in counted
+    }
+    assert seconds == pytest.approx(
+        {("first token0", 1): 1, ("token0", 1): 2, ("token1", 1): 3, ("token0", 4): 4, ("token1", 4): 5}
+    )
+    assert latency.counted_bound(Cost(flops=166.75e12 * 2, bytes_accessed=725e9)) == pytest.approx(2)
 
 
 def test_report(capsys):

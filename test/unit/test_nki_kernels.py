@@ -339,6 +339,16 @@ class TestBudgets:
         check_traffic(arguments, run(conv1d_update, arguments, 2))
         assert last_launch().count() <= 10
 
+    @scans
+    def test_prefill_reads_and_writes_a_state_once(self, scan):
+        """However many chunks there are: what is of a core's states' size in float32 is not x or y, in bfloat16."""
+        inputs = scan_inputs(2, 300, heads=4, head_dim=64, dtype=torch.bfloat16)
+        run(scan, inputs, 2)
+        state = 128 * 2 * 64 * 4
+        for program in (0, 1):
+            own = [i for i in last_launch().instructions if i.program == program]
+            assert sum(i.hbm_read == state for i in own) == sum(i.hbm_written == state for i in own) == 2
+
     def test_memory_does_not_grow_with_length(self):
         peaks = set()
         for length in (256, 512):

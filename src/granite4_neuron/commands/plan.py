@@ -56,6 +56,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="P",
         help="--latency: how probable it is that a drafted token holds (default: %(default)s)",
     )
+    planner.add_argument(
+        "--count-graphs",
+        action="store_true",
+        help="--latency: also what XLA counts in this package's graphs, which takes minutes and needs torch_xla",
+    )
     planner.set_defaults(run=run)
 
 
@@ -89,7 +94,12 @@ def _plan_latency(options: argparse.Namespace) -> int:
         options.drafted,
         options.acceptance,
     )
-    table = Table("step", "batch", "bound, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it")
+    if options.count_graphs:
+        steps = (options.tp_degree, dtype, options.prompt, context, options.drafted)
+        lines = latency.with_counted_graphs(lines, config, *steps)
+    table = Table(
+        "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"
+    )
     table.title = (
         f"{escape(options.model)} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
     )
@@ -98,6 +108,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
             line.step,
             str(line.batch_size),
             f"{line.latency.bound * 1e3:.2f}",
+            "" if line.counted is None else f"{line.counted * 1e3:.2f}",
             f"{line.latency.predicted * 1e3:.2f}",
             f"{line.seconds_per_token * 1e3:.2f}",
             f"{line.tokens_per_second:,.0f}",
