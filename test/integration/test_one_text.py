@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron import ops
 from granite4_neuron.checkpoint import load_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -107,7 +108,7 @@ def begin(runtime, tokens, sequences, cuts=(PROMPT,)):
 
 
 @pytest.mark.parametrize("sequences", [2, 5, 13, 33, 64])
-def test_beside_others(runtime, tokens, alone, sequences):
+def test_beside_others(runtime, tokens, sequences):
     """All prompts in one step, then all sequences' tokens in one step each."""
     few = [one[:40] + one[PROMPT:] for one in tokens]
     state = runtime.allocate(sequences, 40 + STEPS)
@@ -118,6 +119,18 @@ def test_beside_others(runtime, tokens, alone, sequences):
     for at in range(40, 40 + STEPS):
         together = runtime.step(state, [Row(number + 1, at, [few[number][at]]) for number in range(sequences)])
         assert torch.equal(together[:1], runtime.step(one, [Row(1, at, [few[0][at]])]))
+
+
+def test_an_order_of_sums_that_depends_on_the_rows_would_be_seen():
+    """As with a product that is another library's for more than eight rows."""
+    runtime = CPURuntime(random_model(small_config(vocab_size=1000)), GenerationConfig())
+
+    def planted(x, weight, scaling):
+        return (cpu if x.numel() <= 8 * x.shape[-1] else ops).logits(x, weight, scaling)
+
+    runtime.model = runtime.model.bind(replace(runtime.model.operators, logits=planted))
+    rows = [Row(slot, 0, [slot]) for slot in range(1, 14)]
+    assert not torch.equal(*(runtime.step(runtime.allocate(13, 1), rows[:count])[:1] for count in (8, 13)))
 
 
 @pytest.mark.parametrize("cuts", [[64, 64, 22], [1, 149], [149, 1], [7, 8, 9, 16, 17, 31, 33, 29], [1] * 20 + [130]])

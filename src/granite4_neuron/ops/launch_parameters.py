@@ -32,7 +32,7 @@ import torch
 from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.errors import UserError
 
-# What each parameter may be; chunks of the fused kernels are a multiple of every vector's width.
+# What each parameter may be.
 CHOICES = {
     "chunk_size": (32, 64, 128),
     "heads_per_task": (1, 2, 4, 8, 16, 32),
@@ -45,7 +45,7 @@ _ANY_CPU = "cpu"
 class LaunchParameters:
     """How the Mamba-2 kernels cut up a step.
 
-    chunk_size: tokens that the fused kernels scan at once.
+    chunk_size: tokens that the fused kernels take through a part of a state at a time.
     heads_per_task: states, of all rows together, that a thread of the fused kernels takes at a time in decode.
     torch_chunk_size: tokens that plain torch scans at once, see `mamba_chunk_scan_combined`.
 
@@ -64,7 +64,7 @@ class LaunchParameters:
                 raise ValueError(f"{name} is {reprlib.repr(value)}; it must be one of {', '.join(map(str, choices))}")
 
 
-# For sizes that nobody has measured. A chunk's decay matrix and a head's state stay in the nearest caches.
+# For sizes that nobody has measured.
 HEURISTIC = LaunchParameters(chunk_size=64, heads_per_task=4, torch_chunk_size=64)
 
 
