@@ -69,6 +69,7 @@ class HybridState:
         tp_degree: int = 1,
         kernel_layout: bool = False,
         has_null_slot: bool = True,
+        *,
         state_dtype: torch.dtype = torch.float32,
     ) -> HybridState:
         """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.

@@ -1,0 +1,76 @@
+"""SSM states in 16 bits: the same text however it is served, half the memory, and snapshots that fit no other dtype."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron import load
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.sizes import sequence_bytes
+from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.state import MambaState
+from test.support.engines import VOCAB, engine_model
+
+MODEL = engine_model()
+TOKENS = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
+DTYPES = [torch.float16, torch.bfloat16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16"])
+
+
+def runtime_of(dtype, kernels="fused"):
+    return CPURuntime(MODEL, GenerationConfig(), kernels=kernels, state_dtype=dtype)
+
+
+def logits_of(runtime, state, slots, tokens, prompt=20):
+    """Of sequences in those slots, together: after the prompt and after each further token, [sequences, 21, vocab]."""
+    logits = [runtime.step(state, [Row(slot, 0, one[:prompt]) for slot, one in zip(slots, tokens, strict=True)])]
+    for at in range(prompt, len(tokens[0])):
+        logits.append(runtime.step(state, [Row(s, at, [one[at]]) for s, one in zip(slots, tokens, strict=True)]))
+    return torch.stack(logits, 1)
+
+
+@every_dtype
+@pytest.mark.parametrize("kernels", ["fused", "torch"])
+def test_who_else_is_served_does_not_matter_to_the_rounding(dtype, kernels):
+    """Rows, slots and neighbours; float32 beside it agrees as far as float32 does."""
+    runtime = runtime_of(dtype, kernels)
+    together = logits_of(runtime, runtime.allocate(3, 64), [3, 1, 2], TOKENS)
+    alone = logits_of(runtime, runtime.allocate(3, 64), [2], TOKENS[:1])
+    assert (together[:1] - alone).abs().max() <= 1e-5
+    exact = runtime_of(torch.float32, kernels)
+    expected = logits_of(exact, exact.allocate(3, 64), [3, 1, 2], TOKENS)
+    error = (together - expected).abs().max()
+    assert 1e-6 < error <= {torch.float16: 5e-3, torch.bfloat16: 5e-2}[dtype]
+
+
+@every_dtype
+def test_memory(dtype):
+    runtime = runtime_of(dtype)
+    mamba = [layer for layer in runtime.allocate(2, 8).layers if isinstance(layer, MambaState)]
+    assert all(layer.ssm_state.dtype == dtype for layer in mamba)
+    held = sum(tensor[1].nbytes for layer in mamba for tensor in vars(layer).values())
+    assert held == sequence_bytes(MODEL.config, MODEL.dtype.itemsize, state_itemsize=2)
+
+
+def test_a_snapshot_of_another_state_dtype_is_refused(tmp_path):
+    runtime, other = runtime_of(torch.float16), runtime_of(torch.float32)
+    state = runtime.allocate(2, 64)
+    expected = logits_of(runtime, state, [1], TOKENS[:1])[:, -1]
+    logits_of(runtime, state, [2], [TOKENS[0][:39]])
+    snapshot = runtime.snapshot(state, 2, 39)
+    snapshot.save(tmp_path / "file")
+    about = runtime.dtype, runtime.fingerprint
+    runtime.restore(state, [Snapshot.load(tmp_path / "file", *about, torch.float16)], 1)
+    assert torch.equal(runtime.step(state, [Row(1, 39, TOKENS[0][39:])]), expected)
+    message = "SSM states in torch.float16 and the model runs with torch.float32; make it again"
+    with pytest.raises(UserError, match=message):
+        other.restore(other.allocate(1, 64), [snapshot], 1)
+    with pytest.raises(UserError, match=message):
+        Snapshot.load(tmp_path / "file", *about)
+
+
+def test_other_backends_refuse_it():
+    with pytest.raises(UserError, match="SSM states in 16 bits are for the backend cpu"):
+        load(backend="xla", state_dtype=torch.float16)
