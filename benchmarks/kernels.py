@@ -32,7 +32,7 @@ from granite4_neuron.commands.options import check_folder_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.expert_blocks import expert_blocks
 from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
-from test.support.nki_cases import conv_inputs, decode_inputs, nbytes, scan_inputs
+from test.support.nki_cases import conv_inputs, decode_inputs, mamba_decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
@@ -49,6 +49,7 @@ BLOCK = 128
 PROMPT_LENGTHS = (128, 1024, 8192)
 EXPERT_PROMPT_LENGTHS = (512, 2048)
 BATCH_SIZES = (1, 4, 8)
+VERIFIED_TOKENS = 4
 PROGRAMS = 2
 
 
@@ -113,6 +114,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     _require_emulator()
     from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
     from granite4_neuron.ops.nki.conv1d_update import conv1d_update
+    from granite4_neuron.ops.nki.mamba_decode import mamba_decode
     from granite4_neuron.ops.nki.selective_scan import selective_scan
     from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
     from granite4_neuron.ops.nki.ssm_decode import ssm_decode
@@ -135,6 +137,12 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
     for batch in BATCH_SIZES:
         yield _row(ssm_decode, f"batch {batch}", cost_of(ssm_decode, list(decode_inputs(batch, **heads).values())))
+    dimensions = {name: value for name, value in heads.items() if name != "dtype"}
+    for tokens in (1, VERIFIED_TOKENS):
+        for batch in BATCH_SIZES:
+            arguments = mamba_decode_inputs(batch, tokens, dtype=torch.bfloat16, **dimensions)
+            cost = cost_of(mamba_decode, list(arguments.values()))
+            yield _row(mamba_decode, f"batch {batch}, tokens {tokens}", cost)
     for batch in BATCH_SIZES:
         x, conv_states, weight, bias, _ = conv_inputs(batch, 1, **channels).values()
         yield _row(conv1d_update, f"batch {batch}", cost_of(conv1d_update, [x[:, 0], conv_states, weight, bias]))

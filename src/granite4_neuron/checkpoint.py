@@ -16,12 +16,14 @@ from torch import nn
 
 from granite4_neuron import memory
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, quantization_config, stored_quantization
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.linear import Matrix
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import FORMATS, Format, Weight, as_tensor
+from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
+from granite4_neuron.ops.int4 import INT4
+from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.operators import Pack
 from granite4_neuron.output_folder import complete_or_absent
 from granite4_neuron.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
@@ -39,7 +41,7 @@ TOKENIZER_FILES = (
 GENERATION_CONFIG = "generation_config.json"
 
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
-_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights (int8) up to half of that"
+_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that (int8) or less (int4)"
 
 
 def load_model(
@@ -53,14 +55,17 @@ def load_model(
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
-    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`; a head that
-    was the embedding is so no longer. Embedding, routers, convolutions, norms and biases are as without.
+    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`. Routers,
+    convolutions, norms and biases are as without. With "int8" a head that was the embedding is so no longer, and the
+    embedding is as without; with "int4" head and embedding are in int8 together, where the config ties them.
+
+    A checkpoint that `save_model` wrote of a quantized model is read as it is.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         parallel: the rank whose part is read.
-        quantize: "int8" or None; not for a part of a model.
+        quantize: "int8", "int4" or None, for what is stored; not for a part of a model.
         pack: lays out the matrices for the operators that the model will be bound to, `Operators.pack`; None for plain
             tensors.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
@@ -71,25 +76,31 @@ def load_model(
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
-    if quantize is not None and parallel.degree > 1:
-        raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
-    stored = StoredTensors(folder)
-    stored.check(config)
+    stored, stored_format = StoredTensors(folder), stored_quantization(folder / "config.json")
+    if stored_format is not None and quantize not in (None, stored_format):
+        raise UserError(f"the weights in {folder} are in {stored_format}; {quantize} is made from the original.")
+    quantize = quantize or stored_format
+    if quantize is not None and parallel.degree > 1:
+        raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    plan = _Plan(model, dtype, None if quantize is None else FORMATS[quantize], pack)
+    plan = _Plan(model, dtype, quantize, pack)
+    stored.check(config, plan.stored_layouts() if stored_format is not None else {})
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
         for name in plan.shapes:
-            source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
-            tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-            set_parameter(model, name, plan.place(name, tensor, block))
+            if stored_format is not None and (weight := plan.read_quantized(name, stored)) is not None:
+                set_parameter(model, name, plan.place(name, weight, block))
+            else:
+                source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+                tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+                set_parameter(model, name, plan.place(name, tensor, block))
             done += plan.num_bytes_of(name)
             if progress is not None:
                 progress(done, plan.num_bytes)
@@ -103,19 +114,21 @@ class _Plan:
     Args:
         model: without weights.
         dtype: of weights that are not quantized.
-        format: of those that are; None if none is.
+        quantize: the format of those that are; None if none is.
         pack: lays out matrices; None to leave them as they are.
     """
 
-    def __init__(
-        self, model: GraniteMoeHybridForCausalLM, dtype: torch.dtype, format: Format | None, pack: Pack | None
-    ):
-        self._dtype, self._format, self._pack = dtype, format, pack
-        is_tied = model.config.tie_word_embeddings and format is None
+    def __init__(self, model: GraniteMoeHybridForCausalLM, dtype: torch.dtype, quantize: str | None, pack: Pack | None):
+        self._dtype, self._pack = dtype, pack
+        is_tied = model.config.tie_word_embeddings and quantize != INT8.name
         matrices = {f"{name}.weight" for name in model.matrices()}
         self._packed = matrices if is_tied else (matrices - {EMBEDDING}) | {HEAD}
         named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
-        self._quantized = {name for name, module in named if format is not None and module.may_be_quantized}
+        self._formats: dict[str, Format] = {}
+        if quantize is not None:
+            self._formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
+            # Four bits are too few for it: each of its rows is all that a token enters and leaves the model by.
+            self._formats[EMBEDDING if is_tied else HEAD] = INT8
         self.shapes = {name: one.shape for name, one in model.named_parameters(remove_duplicate=is_tied)}
 
     @property
@@ -129,21 +142,32 @@ class _Plan:
     def num_bytes_of(self, name: str) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
-    def place(self, name: str, tensor: torch.Tensor, memory: WeightMemory) -> Weight:
-        """A stored tensor as the model has it, in `memory`."""
+    def stored_layouts(self) -> dict[str, Mapping[str, tuple[torch.Size, torch.dtype]]]:
+        """Of the quantized weights, by their names, as `Format.layout` has them."""
+        return {name: format.layout(self.shapes[name]) for name, format in self._formats.items() if name in self.shapes}
+
+    def read_quantized(self, name: str, stored: StoredTensors) -> QuantizedWeight | None:
+        """A weight as it is stored in its format; None if it has none."""
+        format = self._formats.get(name)
+        if format is None:
+            return None
+        tensors = (stored.read(f"{name}{ending}").contiguous() for ending in format.layout(self.shapes[name]))
+        return QuantizedWeight(format, *tensors, self.shapes[name])
+
+    def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
+        """What is stored as the model has it, in `memory`."""
         places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
-        weight = self._format.quantize(tensor) if name in self._quantized else tensor
+        if isinstance(weight, torch.Tensor):
+            weight = self._formats[name].quantize(weight) if name in self._formats else weight.to(self._dtype)
         if self._is_packed(name):
-            return self._pack(weight if name in self._quantized else tensor.to(self._dtype), self._dtype, places[""])
-        if name in self._quantized:
-            return weight.moved_to(places)
-        return places[""].copy_(tensor)
+            return self._pack(weight, self._dtype, places[""])
+        return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)
 
     def _is_packed(self, name: str) -> bool:
         return self._pack is not None and name in self._packed
 
     def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        shape, format = self.shapes[name], self._format if name in self._quantized else None
+        shape, format = self.shapes[name], self._formats.get(name)
         if self._is_packed(name):
             return {"": (torch.Size([self._pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
         return {"": (shape, self._dtype)} if format is None else format.layout(shape)
@@ -166,28 +190,35 @@ def stored_dtype(folder: Path) -> torch.dtype:
 def save_model(
     model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
 ) -> None:
-    """Write a checkpoint that transformers 4.57 and 5.x read: all of it, or nothing.
+    """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
 
     Args:
-        model: its weights are written in their dtype.
+        model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
         folder: must not exist, or be empty.
         files_from: a checkpoint folder whose tokenizer and generation config are copied along.
         max_shard_size: larger checkpoints are split into files of at most this size.
 
     Raises:
-        UserError: the folder is in use, writing failed (no space, no permission), or the model is quantized.
+        UserError: the folder is in use, or writing failed (no space, no permission).
     """
-    if model.is_quantized:
-        raise UserError("a quantized model cannot be written; write the checkpoint that it was made from.")
-    weights = {name: as_tensor(weight, model.dtype) for name, weight in model.named_weights()}
-    dtype = str(model.dtype).removeprefix("torch.")
+    weights: dict[str, torch.Tensor] = {}
+    formats: set[str] = set()
+    for name, weight in model.named_weights():
+        if isinstance(weight, QuantizedWeight):
+            formats.add(weight.format.name)
+            weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
+        else:
+            weights[name] = as_tensor(weight, model.dtype)
+    about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    if formats:
+        about["quantization_config"] = quantization_config(INT4.name if INT4.name in formats else INT8.name)
     plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     with complete_or_absent(Path(folder)) as partial:
         for file, names in plan.filename_to_tensors.items():
             save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
         if plan.is_sharded:
             _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        _write_json(partial / "config.json", {**model.config.to_dict(), "torch_dtype": dtype})
+        _write_json(partial / "config.json", about)
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
             if (files_from / name).is_file():
                 shutil.copyfile(files_from / name, partial / name)

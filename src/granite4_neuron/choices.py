@@ -5,7 +5,7 @@ They are in a module of their own, which imports nothing, so that the command li
 
 BACKENDS = ("cpu", "xla", "nxdi")
 CPU_KERNELS = ("fused", "torch")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 
 # Of SSM states.
 STATE_DTYPES = ("float32", "float16", "bfloat16")

@@ -52,7 +52,7 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
     for line in hlo_text.splitlines():
         match = _INSTRUCTION.match(line)
         if match:
-            operands, _, attributes = match["rest"].partition(")")
+            operands, attributes = _split_at_end(match["rest"])
             shapes = tuple(
                 (shape["dtype"], tuple(int(size) for size in re.findall(r"\d+", shape["dimensions"])))
                 for shape in _SHAPE.finditer(match["result"])
@@ -64,6 +64,16 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
                 match["name"], match["opcode"], shapes, names, attributes, number, is_dynamic
             )
     return found
+
+
+def _split_at_end(rest: str) -> tuple[str, str]:
+    """What is before the parenthesis that ends an instruction's operands, and what is behind it."""
+    depth = 1
+    for place, character in enumerate(rest):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return rest[:place], rest[place + 1 :]
+    return rest, ""
 
 
 def findings(hlo_text: str) -> list[str]:

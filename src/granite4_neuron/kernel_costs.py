@@ -58,6 +58,15 @@ def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float
     return float(batch * tokens * per_token), everything
 
 
+def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
+    """Six operations for each entry of the state, two more for each further token; the taps; what tokens exchange."""
+    entries, tokens = prod(operands[0][1]), operands[2][1][1]
+    batch, _, heads, head_dim = operands[0][1]
+    convolved = 2 * prod(operands[2][1]) * operands[5][1][1]
+    within = batch * heads * tokens**2 * (head_dim + 3)
+    return float((4 + 2 * tokens) * entries + convolved + 2 * within), everything
+
+
 def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
     """Six operations for each entry of the state."""
     return 6.0 * prod(operands[0][1]), everything
@@ -68,5 +77,6 @@ _COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = 
     "experts_decode": _experts_decode,
     "experts_prefill": _experts_prefill,
     "ssd_chunk_scan": _ssd_chunk_scan,
+    "mamba_decode": _mamba_decode,
     "ssm_decode": _ssm_decode,
 }

@@ -60,10 +60,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         return is_quantized(self.lm_head.weight)
 
     def tie_weights(self) -> None:
-        """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values."""
-        if not self.config.tie_word_embeddings or self.is_quantized:
-            return
+        """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values where
+        the embedding is not quantized.
+        """
         weight = self.model.embed_tokens.weight
+        if not self.config.tie_word_embeddings or (self.is_quantized and isinstance(weight, nn.Parameter)):
+            return
         if isinstance(weight, nn.Parameter):
             self.lm_head.weight = weight
         else:

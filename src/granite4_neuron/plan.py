@@ -117,8 +117,7 @@ def plan(
         UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
             than the model's.
     """
-    if tp_degree > INSTANCES[instance]:
-        raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
+    check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
     with torch.device("meta"):
@@ -139,6 +138,15 @@ def plan(
         scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
         temporaries=_temporaries(config, tp_degree, context),
     )
+
+
+def check_ranks(instance: str, tp_degree: int) -> None:
+    """
+    Raises:
+        UserError: the instance has fewer logical cores than there are ranks.
+    """
+    if tp_degree > INSTANCES[instance]:
+        raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
 
 
 def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:

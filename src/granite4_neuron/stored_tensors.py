@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
@@ -18,10 +18,13 @@ from granite4_neuron.sizes import parameter_shapes
 if TYPE_CHECKING:
     import torch
 
+    Layouts = Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_NORM = "model.norm.weight"
 
 # transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
 PUBLISHED_NAMES = {
@@ -30,6 +33,7 @@ PUBLISHED_NAMES = {
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
+_QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8"}
 _LISTED_NAMES = 8
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -60,20 +64,34 @@ class StoredTensors:
             return tensors.get_tensor(self._stored_names[name])
 
     def dtype(self) -> str:
-        """The dtype of the embedding, and with it of the model: one of `config.DTYPES`."""
-        if self._dtypes.get(EMBEDDING) not in _DTYPES:
-            raise UserError(f"the weights in {self.folder} have no {EMBEDDING} of dtype {', '.join(_DTYPES)}.")
-        return _DTYPES[self._dtypes[EMBEDDING]]
+        """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
+        quantized, that of the last norm.
+        """
+        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else _NORM
+        if self._dtypes.get(name) not in _DTYPES:
+            raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
+        return _DTYPES[self._dtypes[name]]
 
-    def check(self, config: GraniteMoeHybridConfig) -> None:
+    def check(self, config: GraniteMoeHybridConfig, layouts: Layouts | None = None) -> None:
         """Compare names and shapes with those of the whole model.
+
+        layouts: of weights that are stored quantized; they have the names of the weights with these endings.
 
         Raises:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
         expected = parameter_shapes(config)
-        may_be_there = {HEAD} if config.tie_word_embeddings else set()
-        strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
+        dtypes: dict[str, str] = {}
+        for name, layout in (layouts or {}).items():
+            expected.pop(name, None)
+            expected |= {f"{name}{ending}": tuple(shape) for ending, (shape, _) in layout.items()}
+            dtypes |= {f"{name}{ending}": str(dtype).removeprefix("torch.") for ending, (_, dtype) in layout.items()}
+        may_be_there = {HEAD} if config.tie_word_embeddings and not layouts else set()
+        strange = [
+            f"{name} is {dtype}"
+            for name, dtype in self._dtypes.items()
+            if not (_QUANTIZED_DTYPES.get(dtype) == dtypes[name] if name in dtypes else dtype in _DTYPES)
+        ]
         missing = sorted(expected.keys() - self._shapes.keys())
         surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
         wrong = [

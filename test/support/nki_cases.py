@@ -141,3 +141,60 @@ def experts_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch
             gate, up = (x[token].double() @ gate_up).chunk(2)
             y[slot % 2, token] += topk_weights[token, choice].double() * (F.silu(gate) * up @ down)
     return y[0], y[1]
+
+
+def mamba_decode_inputs(
+    batch=3,
+    tokens=4,
+    heads=4,
+    head_dim=64,
+    groups=1,
+    d_state=128,
+    d_conv=4,
+    dtype=torch.float32,
+    accepted=None,
+    max_A=16.0,
+):
+    g = torch.Generator().manual_seed(0)
+    channels = heads * head_dim + 2 * groups * d_state
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g)
+
+    return dict(
+        states=normal(batch, d_state, heads, head_dim),
+        conv_states=normal(batch, channels, d_conv - 1).to(dtype),
+        xBC=normal(batch, tokens, channels).to(dtype),
+        dt=torch.exp(torch.empty(batch, tokens, heads).uniform_(math.log(1e-3), math.log(0.5), generator=g)),
+        z=normal(batch, tokens, heads * head_dim).to(dtype),
+        taps=(normal(channels, d_conv + 1) / 2).to(dtype),
+        A_D=torch.stack([-torch.empty(heads).uniform_(1, max_A, generator=g), normal(heads)]),
+        accepted=torch.tensor(accepted or [tokens] * batch, dtype=torch.int32),
+    )
+
+
+def mamba_decode_oracle(case):
+    """In float64: the outputs of all tokens, the states and windows after the accepted ones."""
+    states, conv_states, xBC, dt, z, taps, A_D, accepted = case.values()
+    batch, d_state, heads, head_dim = states.shape
+    tokens, reach = xBC.shape[1], conv_states.shape[2]
+    groups = (xBC.shape[2] - heads * head_dim) // (2 * d_state)
+    outputs, new_states, windows = [], [], []
+    for b in range(batch):
+        history = torch.cat([conv_states[b].T, xBC[b]]).double()
+        y = oracles.causal_conv(history, taps[:, :-1], taps[:, -1])[reach:].double()
+        x, B, C = y.split([heads * head_dim, groups * d_state, groups * d_state], dim=-1)
+        x, B, C = x.unflatten(-1, (heads, head_dim)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
+        count = int(accepted[b])
+
+        def scan(n, x=x, B=B, C=C, b=b):
+            initial = states[b : b + 1].permute(0, 2, 3, 1)
+            return oracles.ssm_recurrence(
+                x[None, :n], dt[b : b + 1, :n], A_D[0], B[None, :n], C[None, :n], A_D[1], initial
+            )
+
+        outputs.append(scan(tokens)[0][0].flatten(1) * F.silu(z[b].double()))
+        state = scan(count)[1][0] if count else states[b].permute(1, 2, 0).double()
+        new_states.append(state.permute(2, 0, 1))
+        windows.append(history[count : count + reach].T)
+    return torch.stack(outputs), torch.stack(new_states), torch.stack(windows)

@@ -27,44 +27,44 @@ pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused k
 # Relative to the largest value: rounding of the result, and for inputs in a reduced dtype nothing else.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
-quantized_or_not = pytest.mark.parametrize("is_quantized", [False, True], ids=["", "int8"])
+every_format = pytest.mark.parametrize("format", [None, *ops.FORMATS.values()], ids=["", *ops.FORMATS])
 
 
-def weights(*shape, dtype, is_quantized):
-    """Random ones in dtype or in int8: (packed, what they are in float64)."""
+def weights(*shape, dtype, format):
+    """Random ones in dtype or quantized: (packed, what they are in float64)."""
     weight = (torch.randn(shape) / shape[-1] ** 0.5).to(dtype)
-    if is_quantized:
-        weight = INT8.quantize(weight)
+    if format is not None:
+        weight = format.quantize(weight)
     return cpu.pack(weight, dtype), ops.as_tensor(weight, torch.float64).double()
 
 
 class TestLinear:
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("rows", [*range(1, 14), 40])
     @pytest.mark.parametrize("columns", [1, 16, 96, 131])
-    def test_equals_the_definition(self, dtype, rows, columns, is_quantized):
+    def test_equals_the_definition(self, dtype, rows, columns, format):
         torch.manual_seed(rows)
         x, bias = torch.randn(rows, columns, dtype=dtype), torch.randn(70, dtype=dtype)
-        weight, exact_weight = weights(70, columns, dtype=dtype, is_quantized=is_quantized)
+        weight, exact_weight = weights(70, columns, dtype=dtype, format=format)
         for b in (None, bias):
             exact = x.double() @ exact_weight.T + (0 if b is None else b.double())
             y = cpu.linear(x, weight, b)
             assert y.dtype == dtype
             assert relative_error(y, exact) <= TOLERANCES[dtype]
 
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("rows", [3, 30])
-    def test_shapes_and_strides(self, rows, is_quantized):
+    def test_shapes_and_strides(self, rows, format):
         x = torch.randn(2, 1, rows, 40)[..., :32]
-        weight, exact = weights(5, 32, dtype=torch.float32, is_quantized=is_quantized)
+        weight, exact = weights(5, 32, dtype=torch.float32, format=format)
         assert torch.allclose(cpu.linear(x, weight), F.linear(x, exact.float()), atol=1e-5)
 
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("rows", [6, 12])
-    def test_a_poisoned_row_stays_alone(self, dtype, rows, is_quantized):
-        weight, _ = weights(9, 64, dtype=dtype, is_quantized=is_quantized)
+    def test_a_poisoned_row_stays_alone(self, dtype, rows, format):
+        weight, _ = weights(9, 64, dtype=dtype, format=format)
         x = torch.randn(rows, 64, dtype=dtype)
         x[2] = math.nan
         finite = torch.isfinite(cpu.linear(x, weight)).all(1)
@@ -109,11 +109,11 @@ class TestLinear:
 
 class TestPackedWeights:
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("shape", [(1, 1), (32, 8), (70, 131), (3, 33, 17)])
-    def test_hold_what_they_were_made_of(self, dtype, shape, is_quantized):
-        packed, exact = weights(*shape, dtype=dtype, is_quantized=is_quantized)
-        assert packed.shape == shape and packed.is_quantized == is_quantized
+    def test_hold_what_they_were_made_of(self, dtype, shape, format):
+        packed, exact = weights(*shape, dtype=dtype, format=format)
+        assert packed.shape == shape and packed.is_quantized == (format is not None)
         assert torch.equal(packed.dequantize(torch.float32), exact.float())
         rows = exact.flatten(0, -2).float()
         ids = torch.randint(len(rows), (2, 3))
@@ -151,12 +151,12 @@ class TestNorm:
 
 class TestMLP:
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("tokens", [1, 8, 9])
-    def test_equals_the_definition(self, dtype, tokens, is_quantized):
+    def test_equals_the_definition(self, dtype, tokens, format):
         x = torch.randn(tokens, 1, 48, dtype=dtype)
-        w1, exact1 = weights(2 * 50, 48, dtype=dtype, is_quantized=is_quantized)
-        w2, exact2 = weights(48, 50, dtype=dtype, is_quantized=is_quantized)
+        w1, exact1 = weights(2 * 50, 48, dtype=dtype, format=format)
+        w2, exact2 = weights(48, 50, dtype=dtype, format=format)
         gate, up = (x.double() @ exact1.T).chunk(2, -1)
         y = cpu.mlp(x, w1, w2)
         assert y.dtype == dtype and y.shape == x.shape
@@ -421,17 +421,17 @@ class TestMambaMixer:
 
 
 @every_dtype
-@quantized_or_not
+@every_format
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
+def test_mamba_block_is_its_parts(dtype, tokens, format):
     """Norm, projection, mixer, gated norm, projection and sum, each of which has its own test."""
     whole, parts = (Mamba(2, dtype=dtype) for _ in range(2))
     d_inner, rows, lengths = 32, 2, [tokens, tokens - 1]
     width = d_inner + whole.channels + whole.sizes[0]
     x = torch.randn(rows, tokens, 24)
     before, b_in, norm, b_out = (torch.randn(size).to(dtype) for size in (24, width, d_inner, 24))
-    w_in, _ = weights(width, 24, dtype=dtype, is_quantized=is_quantized)
-    w_out, _ = weights(24, d_inner, dtype=dtype, is_quantized=is_quantized)
+    w_in, _ = weights(width, 24, dtype=dtype, format=format)
+    w_out, _ = weights(24, d_inner, dtype=dtype, format=format)
     projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in)
     y = parts.run(projected[..., d_inner:], lengths, [0, 0])
     mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
@@ -455,15 +455,15 @@ def test_mamba_block_is_its_parts(dtype, tokens, is_quantized):
 
 
 @every_dtype
-@quantized_or_not
+@every_format
 @pytest.mark.parametrize("tokens", [1, 4, 30])
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, is_quantized):
+def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, format):
     torch.manual_seed(tokens)
     x = torch.randn(2, tokens, 48)
     norm, router = torch.randn(48).to(dtype), torch.randn(6, 48).to(dtype)
     mlp, experts = (
-        [weights(*shape, dtype=dtype, is_quantized=is_quantized)[0] for shape in shapes]
+        [weights(*shape, dtype=dtype, format=format)[0] for shape in shapes]
         for shapes in (((2 * 40, 48), (48, 40)), ((6, 2 * 24, 48), (6, 48, 24)))
     )
     normed = cpu.rms_norm(x, norm, 1e-5)
@@ -490,11 +490,11 @@ def test_experts_of_a_poisoned_token():
 
 class TestLogits:
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("rows", [1, 4, 13, 40])
-    def test_equals_the_definition(self, dtype, rows, is_quantized):
+    def test_equals_the_definition(self, dtype, rows, format):
         x = torch.randn(rows, 48).to(dtype)
-        weight, exact_weight = weights(70, 48, dtype=dtype, is_quantized=is_quantized)
+        weight, exact_weight = weights(70, 48, dtype=dtype, format=format)
         y = cpu.logits(x, weight, 3.0)
         assert y.dtype == torch.float32
         exact = x.double() @ exact_weight.T / 3
@@ -548,14 +548,14 @@ class TestAttention:
 
 class TestExperts:
     @every_dtype
-    @quantized_or_not
+    @every_format
     @pytest.mark.parametrize("tokens", [1, 2, 9, 40])
     @pytest.mark.parametrize("top_k", [1, 3, 5])
-    def test_equals_the_definition(self, dtype, tokens, top_k, is_quantized):
+    def test_equals_the_definition(self, dtype, tokens, top_k, format):
         torch.manual_seed(tokens)
         x, router = torch.randn(tokens, 48).to(dtype), torch.randn(5, 48).to(dtype)
-        w1, exact1 = weights(5, 80, 48, dtype=dtype, is_quantized=is_quantized)
-        w2, exact2 = weights(5, 48, 40, dtype=dtype, is_quantized=is_quantized)
+        w1, exact1 = weights(5, 80, 48, dtype=dtype, format=format)
+        w2, exact2 = weights(5, 48, 40, dtype=dtype, format=format)
         chosen = ops.topk_softmax(x.float() @ router.float().T, top_k)
         output = cpu.fused_experts(x, w1, w2, *chosen)
         assert output.dtype == dtype

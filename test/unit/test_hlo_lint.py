@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.hlo_lint import findings
+from granite4_neuron.hlo_lint import findings, instructions
 
 MODULE = """HloModule test, entry_computation_layout={{()->f32[]}}
 
@@ -85,3 +85,10 @@ def test_traced_programs(program, expected):
     output = program(placeholder((2, 8, 16), torch.float32), placeholder((2,), torch.int64))
     found = findings(hlo_text(hlo_proto([output])))
     assert any(expected in finding for finding in found)
+
+
+def test_operands_of_a_tuple():
+    """Their types have parentheses of their own."""
+    text = "  %x.3 = f32[2]{0} get-tuple-element((f32[2]{0}, s32[2]{0}) %call.2), index=0"
+    (found,) = instructions(text).values()
+    assert found.operands == ("call.2",) and found.attributes == ", index=0"

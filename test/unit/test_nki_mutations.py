@@ -11,6 +11,7 @@ from granite4_neuron.ops.nki import (
     conv1d_update,
     experts_decode,
     experts_prefill,
+    mamba_decode,
     selective_scan,
     ssd_chunk_scan,
     ssm_decode,
@@ -25,6 +26,8 @@ from test.support.nki_cases import (
     experts_arguments,
     experts_inputs,
     experts_oracle,
+    mamba_decode_inputs,
+    mamba_decode_oracle,
     scan_inputs,
     scan_oracle,
 )
@@ -212,6 +215,34 @@ EXPERTS_PREFILL = {
     "the first bank for all": ("moving=down_sb[:, block, bank]", "moving=down_sb[:, block, 0 : y_psum.shape[1]]"),
     "uninitialised tile": ("nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.engine.vector)", "pass"),
 }
+MAMBA_DECODE = {
+    "drafts not accepted decay the state": (
+        "total_sb = _exp_of_sums(everywhere, taken_log_decay_sb)",
+        "total_sb = _exp_of_sums(everywhere, times(dt_sb, for_each(A_sb, count)))",
+    ),
+    "drafts not accepted enter the state": (
+        "weights_sb = times(to_end_sb, taken_dt_sb)",
+        "weights_sb = times(to_end_sb, dt_sb)",
+    ),
+    "decay to the last draft and not to the last accepted token": (
+        "to_end_sb = _exp_of_sums(after, taken_log_decay_sb)",
+        "to_end_sb = _exp_of_sums(after, times(dt_sb, for_each(A_sb, count)))",
+    ),
+    "outputs see accepted tokens only": (
+        "_exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))",
+        "_exp_of_sums(up_to, taken_log_decay_sb)",
+    ),
+    "one token too many is accepted": ("data2=accepted_sb, op=nl.less", "data2=accepted_sb, op=nl.less_equal"),
+    "state read after it was advanced": ("C_columns[:, group, s, :],", "C_columns[:, 0, 0, :],"),
+    "B of the first sequence": ("B_sb[:, s, group, :]", "B_sb[:, 0, group, :]"),
+    "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)", "nisa.memset(gate_sb, 1.0)"),
+    "what tokens say to each other dropped": (
+        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add)",
+        "pass",
+    ),
+    "state not decayed": ("op=nl.multiply)\n    heads_per_bank", "op=nl.maximum)\n    heads_per_bank"),
+    "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
+}
 
 
 def mutations(of_kernel):
@@ -221,6 +252,7 @@ def mutations(of_kernel):
 # Two groups, two rows and two chunks, the last of them shorter: what a bug can hide behind is not there.
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 DECODE_INPUTS = decode_inputs(2, heads=4, head_dim=32, groups=2, d_state=64)
+MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
 # Fewer distinct experts than there is memory for, and a width of two blocks.
 EXPERTS_INPUTS = experts_inputs(4, width=192, top_k=2, idle=(1, 3))
@@ -241,6 +273,12 @@ def test_selective_scan(old, new):
 @mutations(DECODE)
 def test_ssm_decode(old, new):
     check_fails(mutated(ssm_decode, old, new), DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS))
+
+
+@mutations(MAMBA_DECODE)
+def test_mamba_decode(old, new):
+    kernel = mutated(mamba_decode, old, new)
+    check_fails(kernel, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS))
 
 
 @mutations(CONV)
@@ -291,6 +329,7 @@ def test_the_sources_as_they_are_pass():
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (selective_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (ssm_decode, DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS)),
+        (mamba_decode, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS)),
         (conv1d_prefill, CONV_INPUTS.values(), conv_oracle(CONV_INPUTS)),
         (experts_decode, experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS)),
     ):

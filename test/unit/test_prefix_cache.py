@@ -87,10 +87,14 @@ class TestSameNumbers:
         assert self.compare(runtime, TOKENS[:37], TOKENS[:60], hit=37, **named) == (True, 0.0)
         assert self.compare(runtime, TOKENS[:37] + OTHERS[:9], TOKENS[:39], hit=37, **named) == (True, 0.0)
 
-    @pytest.mark.parametrize("kernels", ["torch", "fused"])
-    def test_closely_at_the_end_of_a_prompt(self, model, kernels):
-        same, error = self.compare(ChunkRuntime(model, kernels), TOKENS[:21], TOKENS[:60], hit=21)
-        assert same and error <= 1e-5
+    @pytest.mark.parametrize(
+        ("dtype", "kernels"), [(torch.float32, "torch"), (torch.float32, "fused"), (torch.bfloat16, "fused")], ids=str
+    )
+    def test_at_the_end_of_a_prompt(self, dtype, kernels):
+        """Bit by bit with the fused kernels, closely with plain torch."""
+        runtime = ChunkRuntime(engine_model(dtype=dtype), kernels)
+        same, error = self.compare(runtime, TOKENS[:21], TOKENS[:60], hit=21)
+        assert same and error <= (0 if kernels == "fused" else 1e-5)
 
     def test_a_snapshot_of_another_length_would_be_seen(self, runtime, monkeypatch):
         take = ChunkRuntime.snapshot

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from granite4_neuron import ops
 from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.ops.int4 import GROUP, INT4
 from granite4_neuron.ops.int8 import _PART, INT8, quantize_per_channel
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
@@ -80,6 +81,47 @@ class TestQuantizePerChannel:
         weight = torch.randn(8, 6, 5).transpose(0, 2)
         values, scale = quantize_per_channel(weight)
         assert_round_trip(weight, values, scale)
+
+
+class TestInt4:
+    @given(
+        shape=st.sampled_from([(1, 1), (7, 33), (2, 3, 64), (5, 200)]),
+        exponent=st.integers(-60, 60),
+        seed=st.integers(0, 1000),
+    )
+    def test_each_group_is_closer_than_rounded_to_nearest(self, shape, exponent, seed):
+        """Groups of very different sizes; beside multiples of a sixteenth of each group's range."""
+        g = torch.Generator().manual_seed(seed)
+        sizes = 2.0 ** (exponent + torch.randint(-3, 3, shape, generator=g))
+        weight = torch.randn(shape, generator=g) * sizes
+        quantized = INT4.quantize(weight)
+        error = in_groups((quantized.dequantize(torch.float32) - weight).double())
+        groups = in_groups(weight.double())
+        step = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().double()
+        nearest = (groups / step).round().clamp(-8, 7).nan_to_num() * step - groups
+        assert (error.norm(dim=-1) <= nearest.norm(dim=-1) * (1 + 1e-5)).all()
+
+    def test_known_numbers(self):
+        """What four bits can say exactly, on either side of zero, with the even column in the lower half."""
+        weight = torch.arange(-8.0, 8.0).repeat(2, 2) * torch.tensor([[0.5], [-2.0]])
+        quantized = INT4.quantize(weight)
+        assert torch.equal(quantized.dequantize(torch.float32), weight)
+        assert quantized.scales.tolist() == [[0.5], [-2.0]]
+        assert quantized.values[0, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
+
+    def test_zeros_and_what_is_not_finite(self):
+        weight = torch.randn(3, 2 * GROUP)
+        weight[0], weight[1, 3] = 0, math.nan
+        whole = INT4.quantize(weight).dequantize(torch.float32)
+        assert whole[0].count_nonzero() == 0 and torch.isfinite(whole[2]).all()
+        assert not torch.isfinite(whole[1, :GROUP]).any() and torch.isfinite(whole[1, GROUP:]).all()
+
+    def test_size(self):
+        assert INT4.quantize(torch.randn(64, 256)).num_bytes * 8 == 4.5 * 64 * 256
+
+
+def in_groups(weight):
+    return F.pad(weight, (0, -weight.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

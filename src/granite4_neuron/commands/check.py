@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint_folder import CONFIG, find
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -18,6 +18,7 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.config import stored_quantization
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron import accuracy
 
     folder = find(model_or_bundled(options))
+    if (stored := stored_quantization(folder / CONFIG)) is not None:
+        raise UserError(
+            f"transformers does not read {folder}, whose weights are in {stored}; check the original with --quantize "
+            f"{stored}."
+        )
     runtime, tokenizer = load_runtime(options, folder)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):

@@ -1,4 +1,4 @@
-"""`granite4-neuron convert`: write a checkpoint in another dtype."""
+"""`granite4-neuron convert`: write a checkpoint in another dtype, or quantized."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_or_bundled
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
@@ -14,9 +15,16 @@ from granite4_neuron.output_folder import check_output, remove_leftovers
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    convert = commands.add_parser("convert", help="write a checkpoint in another dtype, in one format and naming")
+    convert = commands.add_parser(
+        "convert", help="write a checkpoint in another dtype or quantized, in one format and naming"
+    )
     add_model(convert)
     convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
+    convert.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="hold the large weights in it; for the cpu backend (default: in --dtype)",
+    )
     convert.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
     )
@@ -32,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = find(model_or_bundled(options))
     with ProgressBar("weights", "bytes") as progress:
-        model = checkpoint.load_model(folder, dtype_of(options.dtype), progress=progress)
+        model = checkpoint.load_model(folder, dtype_of(options.dtype), quantize=options.quantize, progress=progress)
     checkpoint.save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -38,6 +38,7 @@ examples:
   granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
   granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
   granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
+  granite4-neuron serve --model ./checkpoint --port 8000
   granite4-neuron info --model granite-4.0-h-small
   granite4-neuron check --model ./checkpoint --dtype bfloat16
   granite4-neuron evaluate report.txt --compare bfloat16 int8
@@ -194,7 +195,8 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="of the cpu backend: hold the large weights in int8 with a scale per output channel (default: in --dtype)",
+        help="of the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with one "
+        "per 32 columns of it (default: as stored)",
     )
     parser.add_argument(
         "--state-dtype",

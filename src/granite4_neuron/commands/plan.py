@@ -1,4 +1,4 @@
-"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core."""
+"""`granite4-neuron plan`: what fits into the memory of a Trainium2 core, and how long a step is predicted to take."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from granite4_neuron.choices import INSTANCES
-from granite4_neuron.commands.options import add_ranks_and_sequences, at_least, config_and_dtype, dtype_of
+from granite4_neuron.commands.options import add_ranks_and_sequences, at_least, config_and_dtype, dtype_of, number_in
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
@@ -20,9 +20,10 @@ EXIT_DOES_NOT_FIT = 1
 def add_parser(commands: argparse._SubParsersAction) -> None:
     planner = commands.add_parser(
         "plan",
-        help="what fits into the memory of a Trainium2 core",
+        help="what fits into the memory of a Trainium2 core, and how fast it would be",
         description="Add up what each core of an instance holds of a model: weights, state, cache, logits, and what a "
-        "step of prefill needs besides. Without --model: a line for each member of the family.",
+        "step of prefill needs besides. Without --model: a line for each member of the family. With --latency: how "
+        "long steps are predicted to take, which is no measurement.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
@@ -33,11 +34,82 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument(
         "--context", type=at_least(1), metavar="N", help="tokens of a sequence (default: the model's longest)"
     )
+    planner.add_argument("--latency", action="store_true", help="predict times instead; needs --model")
+    planner.add_argument(
+        "--prompt",
+        type=at_least(1),
+        default=128,
+        metavar="N",
+        help="--latency: tokens of a prompt (default: %(default)s)",
+    )
+    planner.add_argument(
+        "--drafted",
+        type=at_least(0),
+        default=3,
+        metavar="K",
+        help="--latency: tokens drafted ahead (default: %(default)s)",
+    )
+    planner.add_argument(
+        "--acceptance",
+        type=number_in(0),
+        default=0.7,
+        metavar="P",
+        help="--latency: how probable it is that a drafted token holds (default: %(default)s)",
+    )
     planner.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.latency:
+        return _plan_latency(options)
     return _plan_family(options) if options.model is None else _plan_model(options)
+
+
+def _plan_latency(options: argparse.Namespace) -> int:
+    """What steps of a model are predicted to take."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from granite4_neuron import latency, plan
+
+    if options.model is None:
+        raise UserError("--latency needs --model: say which model.")
+    config, stored_dtype = config_and_dtype(options.model)
+    dtype = dtype_of(options.dtype or stored_dtype)
+    plan.check_ranks(options.instance, options.tp_degree)
+    batch_sizes = sorted({1, 4, 8, options.batch_size})
+    context = plan.PREFILL_TOKENS if options.context is None else options.context
+    lines = latency.predictions(
+        config,
+        options.tp_degree,
+        dtype,
+        options.prompt,
+        context,
+        batch_sizes,
+        options.drafted,
+        options.acceptance,
+    )
+    table = Table("step", "batch", "bound, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it")
+    table.title = (
+        f"{escape(options.model)} on {options.tp_degree} cores of {options.instance}, {context:,} tokens of context"
+    )
+    for line in lines:
+        table.add_row(
+            line.step,
+            str(line.batch_size),
+            f"{line.latency.bound * 1e3:.2f}",
+            f"{line.latency.predicted * 1e3:.2f}",
+            f"{line.seconds_per_token * 1e3:.2f}",
+            f"{line.tokens_per_second:,.0f}",
+            line.latency.limit,
+        )
+    print_table(table)
+    write(
+        "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
+        f"prediction adds {latency.LAYER_SECONDS * 1e6:.0f} us for each layer, as a published figure of another model "
+        "implies."
+    )
+    return 0
 
 
 def _plan_model(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import GraniteMoeHybridConfig, stored_quantization
 from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
@@ -45,7 +45,7 @@ def load(
             Inference on a Neuron device.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
-        quantize: of the backend "cpu", "int8" for weights in int8; see `checkpoint.load_model`.
+        quantize: of the backend "cpu", "int8" or "int4", for what is stored; see `checkpoint.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
 
@@ -69,6 +69,7 @@ def load(
         raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
     if backend != "nxdi" and compiled is not None:
         raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
+    quantize = quantize or stored_quantization(folder / "config.json")
     if quantize is not None and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
     if state_dtype not in (None, torch.float32) and backend != "cpu":

@@ -44,10 +44,10 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         *args: object,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """Drafted tokens and the target's choices after the same tokens, both [batch, tokens]; all states, of which
-        recurrent ones are not yet those after the tokens that stand.
+        """Drafted tokens [batch, tokens - 1], and what the target chooses after the last certain one and each of them,
+        [batch, tokens]; all states, of which recurrent ones are not yet those after the tokens that stand.
 
-        The draft model takes in its last token, too: all drafts may stand.
+        The draft model takes in its last draft, too, and nobody asks what comes then: all drafts may stand.
         """
         tokens, states, of_draft = [input_ids], None, []
         positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
@@ -63,7 +63,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         candidates = torch.cat(tokens[:-1], dim=1)
         places = position_ids + torch.arange(candidates.shape[1], device=position_ids.device)
         chosen, *target_states = self.target_model(candidates, attention_mask, places, seq_ids, sampling_params)
-        return [torch.cat(tokens[1:], dim=1), chosen, *states, *target_states]
+        return [candidates[:, 1:], chosen, *states, *target_states]
 
     def _tkg_postprocessor(
         self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
@@ -75,11 +75,11 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         drafted, chosen = token_gen_outs[:2]
         stands = torch.ones_like(position_ids[:, 0], dtype=torch.bool)
         accepted = torch.ones_like(position_ids[:, 0])
-        for place in range(drafted.shape[1] - 1):
+        for place in range(drafted.shape[1]):
             stands = stands & (drafted[:, place] == chosen[:, place])
             accepted = accepted + stands.to(accepted.dtype)
 
-        places = torch.arange(drafted.shape[1], device=position_ids.device)
+        places = torch.arange(chosen.shape[1], device=position_ids.device)
         tokens = chosen.where(places < accepted[:, None], self.acceptance_padding_token).to(torch.int32)
         last = chosen.masked_fill(places != accepted[:, None] - 1, 0).sum(1, keepdim=True).to(torch.int32)
         next_position = (position_ids + accepted[:, None]).to(torch.int32)

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional as F
 
+from granite4_neuron.ops.int4 import INT4
 from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.weight import Format, Weight, as_tensor
 
 # By name; `choices.QUANTIZATIONS` has the same ones.
-FORMATS: Mapping[str, Format] = {format.name: format for format in (INT8,)}
+FORMATS: Mapping[str, Format] = {format.name: format for format in (INT8, INT4)}
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,5 +30,5 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 def embedding(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Rows of a table [rows, columns] that is a tensor: [...] ids to [..., columns] in float32."""
-    return F.embedding(ids, as_tensor(weight, torch.float32)).float()
+    """Rows of a table [rows, columns]: [...] ids to [..., columns] in float32."""
+    return F.embedding(ids, weight).float() if isinstance(weight, torch.Tensor) else weight.rows(ids)

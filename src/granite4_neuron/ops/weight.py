@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,7 +82,13 @@ class QuantizedWeight:
         return self.format.dequantize(self, dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.dequantize(torch.float32).flatten(0, -2)[ids]
+        number, ids_in_line = math.prod(self.shape[:-1]), ids.flatten()
+        values, scales = (
+            tensor.view(number, *tensor.shape[len(self.shape) - 1 :])[ids_in_line]
+            for tensor in (self.values, self.scales)
+        )
+        some = QuantizedWeight(self.format, values, scales, torch.Size([len(values), self.shape[-1]]))
+        return some.dequantize(torch.float32).view(*ids.shape, -1)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """As `Format.layout` has them."""

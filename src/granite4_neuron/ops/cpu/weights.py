@@ -50,7 +50,7 @@ class Pack:
         if isinstance(weight, PackedWeight):
             return weight
         is_plain = isinstance(weight, torch.Tensor)
-        values, scales = (weight.detach(), None) if is_plain else (weight.values, weight.scales)
+        values, scales = (weight.detach(), None) if is_plain else (weight.values, weight.scales.float())
         format = None if is_plain else weight.format
         if out is None:
             out = torch.empty(self.num_bytes(weight.shape, dtype, format), dtype=torch.uint8)

@@ -113,3 +113,10 @@ def along(tile: nl.ndarray, columns: int) -> nl.ndarray:
 def for_each(tile: nl.ndarray, copies: int) -> nl.ndarray:
     """[rows, n] read as [rows, copies, n], the whole row `copies` times."""
     return tile.expand_dim(1).broadcast(1, copies)
+
+
+def times(first_sb: nl.ndarray, second_sb: nl.ndarray) -> nl.ndarray:
+    """first * second, in float32."""
+    product_sb = nl.ndarray(first_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=product_sb, data1=first_sb, data2=second_sb, op=nl.multiply)
+    return product_sb

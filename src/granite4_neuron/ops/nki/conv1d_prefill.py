@@ -67,6 +67,7 @@ def conv1d_prefill(
 
     Notes:
         - channels must be a multiple of the number of programs; a multiple of 128 per program fills all lanes.
+        - Limits: `limits.check_convolution`.
         - Taps add up in float32.
         - Source: Dao and Gu 2024, section 8.
 

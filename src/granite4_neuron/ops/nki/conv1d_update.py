@@ -30,7 +30,7 @@ def conv1d_update(
     Dimensions:
         batch: sequences
         channels: on this logical core; each program (LNC) takes an equal share of them
-        d_conv: taps
+        d_conv: taps, 2 to 4
 
     Args:
         x (nl.ndarray): [batch, channels], float32 or bfloat16.
@@ -44,6 +44,7 @@ def conv1d_update(
 
     Notes:
         - channels must be a multiple of the number of programs; a multiple of 128 per program fills all lanes.
+        - Limits: `limits.check_convolution`.
         - Arithmetic is float32.
         - The caller may give new_states the memory of conv_states: all windows are read before one is written.
         - Source: state-spaces/mamba causal_conv1d_update.

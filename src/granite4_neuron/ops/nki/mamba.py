@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.ops.nki.conv1d_update import conv1d_update
 from granite4_neuron.ops.nki.launch import launch
+from granite4_neuron.ops.nki.limits import check_convolution, check_scan, check_ssm_decode
 from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from granite4_neuron.ops.nki.ssm_decode import ssm_decode
@@ -23,6 +25,7 @@ def convolve(
     lengths: torch.Tensor,
 ) -> Results:
     """`ops.causal_conv1d`; y is in x's dtype."""
+    check_convolution(*weight.shape, x.shape[0], LOGICAL_CORE_SIZE)
     bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
     return launch(conv1d_prefill, x, conv_state, weight, bias, lengths.to(torch.int32))
 
@@ -35,6 +38,7 @@ def convolve_single_token(
     lengths: torch.Tensor,
 ) -> Results:
     """`convolve` of one token."""
+    check_convolution(*weight.shape, x.shape[0], LOGICAL_CORE_SIZE)
     bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
     y, new_state = launch(conv1d_update, x[:, 0], conv_state, weight, bias)
     return y[:, None], new_state.where((lengths > 0)[:, None, None], conv_state)
@@ -51,12 +55,14 @@ def single_token_scan(
     chunk_size: int,
 ) -> Results:
     """`ops.mamba_kernels.single_token_scan`, of a state in the kernels' layout."""
+    check_ssm_decode(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
     y, ssm_state = launch(ssm_decode, ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D.float())
     return y[:, None], ssm_state
 
 
 def _scan(kernel: Any) -> MambaKernels:
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
+        check_scan(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
         return launch(kernel, x, dt, A, B, C, D.float(), ssm_state)
 
     return MambaKernels(scan, convolve, has_kernel_layout=True)

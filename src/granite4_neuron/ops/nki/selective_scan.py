@@ -79,7 +79,7 @@ def selective_scan(
         final_states (nl.ndarray): like initial_states.
 
     Notes:
-        - num_heads must be a multiple of the number of programs.
+        - num_heads must be a multiple of the number of programs. Limits: `limits.check_scan`.
         - Arithmetic is float32 for every dtype of x.
         - `ssd_chunk_scan` is faster at every length. This one rounds as decode does, and is the check on it.
         - The compiler unrolls every loop. The number of instructions grows with length * num_heads * head_dim: 2,000
@@ -146,17 +146,14 @@ def selective_scan(
                     y_psum = nl.ndarray((rows, count, part, parts), dtype=nl.float32, buffer=nl.psum)
                     for i in range(count):
                         h = bank_start + i
-                        decay_sb, first_decay_sb = _decays(
-                            log_decay_sb[:, h : h + 1], everywhere, diagonal, min(part, SCAN_CHANNELS)
-                        )
+                        decays = _decays(log_decay_sb[:, h : h + 1], everywhere, diagonal, min(part, SCAN_CHANNELS))
                         _scan_head(
                             y_psum[:, i, :, :],
                             state_sb[:, h, :],
                             dt_x_sb[:, h, :],
                             B_sb[:, group, :],
                             C_columns_sb,
-                            decay_sb,
-                            first_decay_sb,
+                            decays,
                             members,
                             diagonal,
                         )
@@ -237,8 +234,7 @@ def _scan_head(
     dt_x_sb: nl.ndarray,
     B_sb: nl.ndarray,
     C_columns_sb: nl.ndarray,
-    decay_sb: nl.ndarray,
-    first_decay_sb: nl.ndarray,
+    decays: tuple[nl.ndarray, nl.ndarray],
     members: nl.ndarray,
     diagonal: nl.ndarray,
 ) -> None:
@@ -250,10 +246,11 @@ def _scan_head(
         dt_x_sb: [rows, head_dim], float32.
         B_sb: [rows, d_state], float32.
         C_columns_sb: [128, rows], float32.
-        decay_sb, first_decay_sb: from `_decays`.
+        decays: from `_decays`.
         members: [128, parts], from `_members`.
         diagonal: [128, 128], the identity.
     """
+    decay_sb, first_decay_sb = decays
     rows = B_sb.shape[0]
     parts, part = members.shape[1], state_sb.shape[1]
     dt_x_parts = dt_x_sb.reshape_dim(1, (parts, part))

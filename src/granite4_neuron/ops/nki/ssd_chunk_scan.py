@@ -82,7 +82,7 @@ def ssd_chunk_scan(
         final_states (nl.ndarray): like initial_states.
 
     Notes:
-        - num_heads must be a multiple of the number of programs.
+        - num_heads must be a multiple of the number of programs. Limits: `limits.check_scan`.
         - Every decay is the exponential of a sum of its own terms, none of them positive: nothing overflows however
           fast A decays, and no digits cancel. Sums and decays are float32 for every dtype of x.
         - Source: Dao and Gu 2024, section 6.

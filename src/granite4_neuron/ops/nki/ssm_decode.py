@@ -76,7 +76,7 @@ def ssm_decode(
         new_states (nl.ndarray): like states.
 
     Notes:
-        - num_heads must be a multiple of the number of programs.
+        - num_heads must be a multiple of the number of programs. Limits: `limits.check_ssm_decode`.
         - Arithmetic is float32 for every dtype of x.
         - The caller may give new_states the memory of states (`input_output_aliases`): a sequence's state is written
           after it was read, and by the program that read it.
@@ -107,7 +107,8 @@ def ssm_decode(
 
     for start in range(0, batch, sequences):
         rows = nl.ds(start, min(sequences, batch - start))
-        # On partition 0, one sequence after the other: the operands of outer products.
+        # Step 1: what all sequences of the pass share. The operands of outer products are on
+        # partition 0, one sequence after the other.
         x_row = load(x.expand_dim(0)[0:1, rows, own_heads, 0:head_dim], nl.float32)
         B_row = load(B.expand_dim(0)[0:1, rows, 0:n_groups, 0:d_state], nl.float32)
         dt_row = load(dt.expand_dim(0)[0:1, rows, own_heads], nl.float32)
@@ -118,6 +119,7 @@ def ssm_decode(
         decay_sb = _on_partitions(decay_row, one_row[0:1, 0:d_state])
         C_columns = _transposed(load(C[rows, 0:n_groups, 0:d_state], nl.float32))
 
+        # Step 2: each state once: loaded, decayed, updated by an outer product, stored, and read by C on the way.
         columns = heads // heads_per_column
         width = heads_per_column * head_dim
         y_psum = nl.ndarray((width, columns, count), dtype=nl.float32, buffer=nl.psum)
@@ -148,6 +150,7 @@ def ssm_decode(
                     stationary=flat(state_sb[:, first : first + heads_per_column, :]),
                     moving=C_columns[:, group, s : s + 1],
                 )
+        # Step 3: the outputs of all sequences, back from channels on partitions to sequences there.
         _store_y(y[rows, own_heads, 0:head_dim], y_psum, x[rows, own_heads, 0:head_dim], D_sb)
     return y, new_states
 

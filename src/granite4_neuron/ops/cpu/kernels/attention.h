@@ -1,6 +1,7 @@
 // Attention over a cache that is kept per slot, and writing to that cache.
 #pragma once
 
+#include "buffers.h"
 #include "common.h"
 #include "gemm.h"
 #include "parallel.h"
@@ -132,7 +133,7 @@ inline at::Tensor cached_attention(
   int64_t batch = query.size(0), tokens = query.size(1), num_heads = query.size(2), head_dim = query.size(3);
   int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
   check_last_axis(positions, "positions");
-  at::Tensor output = at::zeros(query.sizes(), query.options());
+  at::Tensor output = empty(query.sizes(), query.options());
   const auto* length = lengths.const_data_ptr<int64_t>();
   const auto* slot = slots.const_data_ptr<int64_t>();
   const auto* position = positions.const_data_ptr<int64_t>();
@@ -150,9 +151,11 @@ inline at::Tensor cached_attention(
         int64_t row = task / (kv_heads * blocks), nth = task / kv_heads % blocks, head = task % kv_heads;
         // Late blocks see more keys than early ones: in turns from both ends, so that threads get equal shares.
         int64_t first = (nth % 2 == 0 ? nth / 2 : blocks - 1 - nth / 2) * Block::TOKENS;
-        int64_t count = std::min(Block::TOKENS, length[row] - first);
-        if (count <= 0) continue;
+        int64_t count = std::clamp<int64_t>(length[row] - first, 0, Block::TOKENS);
         int64_t from = (row * tokens + first) * stride + head * shared * head_dim;
+        for (int64_t t = first + count; t < std::min(first + Block::TOKENS, tokens); t++)
+          std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
+        if (count == 0) continue;
         int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
         block.run(
             q + from, keys + at, values + at, to + from, stride, count, position[row * position_stride] + first,

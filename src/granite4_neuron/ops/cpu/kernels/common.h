@@ -9,8 +9,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 #include <immintrin.h>
@@ -99,6 +97,16 @@ inline void to_float(const T* from, float* to, int64_t count) {
     second.store(to + i + LANES);
   }
   for (; i < count; i++) to[i] = static_cast<float>(from[i]);
+}
+
+// The same into the dtype that it has or into float32.
+template <typename T, typename To>
+inline void convert(const T* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<T, To>) {
+    std::memcpy(to, from, count * sizeof(T));
+  } else {
+    to_float(from, to, count);
+  }
 }
 
 // A tensor's memory; null for none.

@@ -59,29 +59,36 @@ template <typename Tiles, typename T>
 inline void multiply_groups(
     const std::vector<Group>& groups, const Weight& weight, const T* inputs, int64_t per_input, float* out) {
   using Arithmetic = typename Tiles::Arithmetic;
-  int64_t columns = weight.columns, rows = weight.rows, tiles = tiles_of(rows);
-  std::vector<std::vector<T>> gathered(groups.size());
-  std::vector<std::vector<typename Arithmetic::Input>> converted(groups.size());
-  std::vector<Vectors<typename Arithmetic::Input>> vectors(groups.size());
+  using Input = typename Arithmetic::Input;
+  using Blocks = Vectors<Arithmetic>;
+  int64_t columns = weight.columns, rows = weight.rows, tiles = tiles_of(rows), size = 0;
+  std::vector<int64_t> begins;
+  for (const auto& group : groups) {
+    begins.push_back(size);
+    size += Blocks::size(group.choices.size(), columns);
+  }
+  Scratch<Input> scratch(size);
+  std::vector<Blocks> vectors(groups.size());
   parallel_tasks(groups.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; g++) {
-      const auto& choices = groups[g].choices;
-      for (int64_t choice : choices) {
-        const T* x = inputs + choice / per_input * columns;
-        gathered[g].insert(gathered[g].end(), x, x + columns);
+      int64_t count = groups[g].choices.size(), share = Blocks::share_of(count);
+      Input* block = scratch.data() + begins[g];
+      vectors[g] = {block, count, share};
+      for (int64_t first = 0; first < count; first += share, block += Blocks::block_size(columns)) {
+        auto row = [&](int64_t v) { return inputs + groups[g].choices[first + v] / per_input * columns; };
+        fill_block<Arithmetic>(row, std::min(share, count - first), columns, block);
       }
-      vectors[g] = as_vectors<Arithmetic>(gathered[g].data(), choices.size(), columns, converted[g]);
     }
   });
   parallel_tasks(groups.size() * tiles, 1, [&](int64_t begin, int64_t end) {
-    std::vector<char> scratch;
+    std::vector<char> loaded;
     for (int64_t task = begin; task < end; task++) {
       const auto& [expert, choices] = groups[task / tiles];
       int64_t row = task % tiles * TILE, count = std::min(TILE, rows - row);
       auto store = [&](int64_t v, const auto& totals) {
         store_totals<T>(totals, 1.0f, nullptr, out + choices[v] * rows + row, count);
       };
-      multiply_tile<Tiles>(weight.tile(expert, task % tiles), vectors[task / tiles], columns, scratch, store);
+      multiply_tile<Tiles>(weight.tile(expert, task % tiles), vectors[task / tiles], columns, loaded, store);
     }
   });
 }
@@ -98,16 +105,16 @@ inline at::Tensor fused_experts(
   TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous());
   int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2->columns, top_k = topk_ids.size(1);
   int64_t choices = tokens * top_k;
-  at::Tensor output = at::empty(hidden_states.sizes(), hidden_states.options());
+  at::Tensor output = empty(hidden_states.sizes(), hidden_states.options());
   std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1->experts);
   GRANITE4_DISPATCH_WEIGHT(*w1, "fused_experts", [&] {
-    std::vector<float> gate_up(choices * 2 * width), y(choices * hidden);
-    std::vector<scalar_t> activated(choices * width);
+    Scratch<float> gate_up(choices * 2 * width), y(choices * hidden);
+    Scratch<scalar_t> activated(choices * width);
     multiply_groups<tiles_t>(groups, *w1, hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
     parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
       for (int64_t choice = begin; choice < end; choice++) {
-        const float* gate = &gate_up[choice * 2 * width];
-        silu_and_mul(gate, gate + width, &activated[choice * width], width);
+        const float* gate = gate_up.data() + choice * 2 * width;
+        silu_and_mul(gate, gate + width, activated.data() + choice * width, width);
       }
     });
     multiply_groups<tiles_t>(groups, *w2, activated.data(), 1, y.data());
@@ -118,7 +125,7 @@ inline at::Tensor fused_experts(
         for (int64_t i = 0; i < hidden; i++) {
           float total = 0.0f;
           for (int64_t choice = token * top_k; choice < (token + 1) * top_k; choice++)
-            total += weights[choice] * y[choice * hidden + i];
+            total += weights[choice] * y.data()[choice * hidden + i];
           out[token * hidden + i] = static_cast<scalar_t>(total);
         }
     });

@@ -1,6 +1,7 @@
 // The formats of packed weights by name and number, and the functions that ask which one a weight has.
 #pragma once
 
+#include "int4.h"
 #include "int8.h"
 #include "weight.h"
 
@@ -12,6 +13,9 @@ namespace granite4_neuron {
     if ((WEIGHT).format == Format::INT8) {           \
       using tiles_t = Int8Tiles<scalar_t>;           \
       __VA_ARGS__();                                 \
+    } else if ((WEIGHT).format == Format::INT4) {    \
+      using tiles_t = Int4Tiles<scalar_t>;           \
+      __VA_ARGS__();                                 \
     } else {                                         \
       using tiles_t = PlainTiles<scalar_t>;          \
       __VA_ARGS__();                                 \
@@ -20,8 +24,9 @@ namespace granite4_neuron {
 
 inline Format format_named(const std::string& name) {
   if (name == "plain") return Format::PLAIN;
-  TORCH_CHECK(name == "int8", "there is no format ", name);
-  return Format::INT8;
+  if (name == "int8") return Format::INT8;
+  TORCH_CHECK(name == "int4", "there is no format ", name);
+  return Format::INT4;
 }
 
 // A weight of this shape, [rows, columns] or [experts, rows, columns], without its bytes.
@@ -57,9 +62,8 @@ inline WeightPointer pack(
     using Value = typename tiles_t::Value;
     TORCH_CHECK(values.scalar_type() == c10::CppTypeToScalarType<Value>::value, "values are ", values.scalar_type());
     tiles_t::check(*weight, values, scales);
-    pack_tiles<tiles_t>(
-        values.const_data_ptr<Value>(), pointer<float>(scales), weight->experts, weight->rows, weight->columns,
-        static_cast<char*>(bytes.mutable_data_ptr()));
+    char* to = static_cast<char*>(bytes.mutable_data_ptr());
+    pack_tiles<tiles_t>(values.const_data_ptr<Value>(), pointer<float>(scales), *weight, to);
   });
   weight->bytes = bytes;
   return weight;

@@ -41,9 +41,11 @@ struct Int8Tiles {
 #endif
 
   static typename Arithmetic::Operand load(const char* step) {
-    if constexpr (Arithmetic::COLUMNS == 2) {
-      return load_pairs(step);
-    } else {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+    if constexpr (Arithmetic::COLUMNS == 2) return load_pairs(step);
+    else
+#endif
+    {
       typename Arithmetic::Operand weights;
 #pragma GCC unroll 4
       for (int v = 0; v < Arithmetic::VECTORS; v++)

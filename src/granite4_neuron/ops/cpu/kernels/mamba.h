@@ -1,6 +1,7 @@
 // The Mamba-2 mixer between its projections: convolution and recurrence; states are read and written in place.
 #pragma once
 
+#include "buffers.h"
 #include "conv.h"
 #include "scan.h"
 
@@ -53,13 +54,13 @@ inline at::Tensor mamba_mixer(
       check_all_rows(rows, tokens, state.ssm.size(0)), settings,
       as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
 
-  at::Tensor y = at::empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
+  at::Tensor y = empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
   for (int64_t row = 0; row < batch; row++) {
     float* of_row = y.mutable_data_ptr<float>() + row * y.stride(0);
     std::fill(of_row + m.rows.lengths[row] * y.stride(1), of_row + y.stride(0), 0.0f);
   }
-  at::Tensor xBC = at::empty({batch, tokens, channels}, y.options());
-  at::Tensor dt = at::empty({batch, tokens, heads}, y.options());
+  at::Tensor xBC = empty({batch, tokens, channels}, y.options());
+  at::Tensor dt = empty({batch, tokens, heads}, y.options());
   GRANITE4_DISPATCH(projected.scalar_type(), "mamba_mixer", [&] {
     ConvViews<scalar_t> views{
         projected.const_data_ptr<scalar_t>(),

@@ -1,6 +1,7 @@
 // Root mean square normalisation and the activation of the MLPs, each in one pass over its input.
 #pragma once
 
+#include "buffers.h"
 #include "common.h"
 #include "parallel.h"
 
@@ -55,7 +56,7 @@ inline at::Tensor rms_norm(
   std::optional<at::Tensor> z;
   if (any_z.has_value()) z = any_z->reshape({rows, channels});
   check_last_axis(x, "x");
-  at::Tensor y = at::empty(any_x.sizes(), weight.options());
+  at::Tensor y = empty(any_x.sizes(), weight.options());
   GRANITE4_DISPATCH(weight.scalar_type(), "rms_norm", [&] {
     auto normalise = [&](auto* input) {
       const auto* gate = z.has_value() ? z->const_data_ptr<scalar_t>() : nullptr;
@@ -100,7 +101,7 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
   int64_t width = x.size(-1) / 2, rows = x.numel() / x.size(-1);
   auto shape = x.sizes().vec();
   shape.back() = width;
-  at::Tensor y = at::empty(shape, x.options());
+  at::Tensor y = empty(shape, x.options());
   GRANITE4_DISPATCH(x.scalar_type(), "silu_and_mul", [&] {
     const auto* from = x.const_data_ptr<scalar_t>();
     auto* to = y.mutable_data_ptr<scalar_t>();
@@ -118,7 +119,7 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
 inline at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) {
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && x.scalar_type() == at::kFloat && x.sizes() == y.sizes());
   int64_t width = x.size(-1), rows = x.numel() / std::max<int64_t>(1, width);
-  at::Tensor sum = at::empty(x.sizes(), x.options());
+  at::Tensor sum = empty(x.sizes(), x.options());
   float factor = static_cast<float>(alpha);
   GRANITE4_DISPATCH(y.scalar_type(), "residual_add", [&] {
     parallel_tasks(rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {

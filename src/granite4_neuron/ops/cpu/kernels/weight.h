@@ -70,7 +70,7 @@ inline int64_t steps_of(int64_t columns) {
   return (columns + Arithmetic::COLUMNS - 1) / Arithmetic::COLUMNS;
 }
 
-enum class Format : int64_t { PLAIN, INT8 };
+enum class Format : int64_t { PLAIN, INT8, INT4 };
 
 // A matrix, or one of each expert, packed. Made once; products only read it.
 struct Weight : torch::CustomClassHolder {
@@ -129,11 +129,16 @@ struct PlainTiles {
   }
 };
 
+// Whether a format has a scale for each row and group of columns, and with it functions of its own; see `Int4Tiles`.
+template <typename Tiles>
+constexpr bool HAS_GROUPS = requires { Tiles::GROUP; };
+
 // Put the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
 template <typename Tiles>
-inline void pack_tiles(
-    const typename Tiles::Value* values, const float* scales, int64_t experts, int64_t rows, int64_t columns, char* to) {
+  requires(!HAS_GROUPS<Tiles>)
+inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
+  int64_t experts = weight.experts, rows = weight.rows, columns = weight.columns;
   int64_t tiles = tiles_of(rows), bytes = Tiles::tile_bytes(columns);
   parallel_tasks(experts * tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
@@ -150,8 +155,15 @@ inline void pack_tiles(
   });
 }
 
+template <typename Tiles>
+  requires HAS_GROUPS<Tiles>
+inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
+  Tiles::pack(values, scales, weight, to);
+}
+
 // One row of a tile in float32.
 template <typename Tiles>
+  requires(!HAS_GROUPS<Tiles>)
 inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
   for (int64_t column = 0; column < columns; column++) {
@@ -160,6 +172,12 @@ inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) 
         &value, tile + column / STEP * Tiles::STEP_BYTES + Tiles::offset(row, column % STEP), sizeof(value));
     to[column] = Tiles::value(tile, columns, row, value);
   }
+}
+
+template <typename Tiles>
+  requires HAS_GROUPS<Tiles>
+inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
+  Tiles::read_row(tile, row, columns, to);
 }
 
 }  // namespace granite4_neuron

@@ -1,0 +1,91 @@
+// Memory for results and scratch that is kept for the next call: fresh pages from the system cost as much as the
+// arithmetic of a short kernel.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <map>
+#include <mutex>
+#include <numeric>
+
+namespace granite4_neuron {
+
+// Blocks that nobody uses now. Never destroyed: tensors may give back theirs when the process ends.
+class Buffers {
+ public:
+  static Buffers& instance() {
+    static Buffers* buffers = new Buffers;
+    return *buffers;
+  }
+
+  struct Block {
+    char* data;
+    size_t size;
+  };
+
+  Block take(size_t bytes) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = free_.lower_bound(bytes);
+      if (found != free_.end() && found->first <= 2 * bytes) {
+        Block block{found->second, found->first};
+        free_.erase(found);
+        kept_ -= block.size;
+        return block;
+      }
+    }
+    return {static_cast<char*>(c10::alloc_cpu(bytes)), bytes};
+  }
+
+  void give_back(Block block) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (kept_ + block.size <= MOST_KEPT) {
+        kept_ += block.size;
+        free_.emplace(block.size, block.data);
+        return;
+      }
+    }
+    c10::free_cpu(block.data);
+  }
+
+ private:
+  static constexpr size_t MOST_KEPT = size_t{64} << 20;
+
+  std::mutex mutex_;
+  std::multimap<size_t, char*> free_;
+  size_t kept_ = 0;
+};
+
+// As at::empty, contiguous.
+inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr size_t LEAST = 64 * 1024;  // smaller ones the C library keeps itself
+  size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
+  if (bytes < LEAST) return at::empty(sizes, options);
+  auto block = Buffers::instance().take(bytes);
+  return at::from_blob(block.data, sizes, [block](void*) { Buffers::instance().give_back(block); }, options);
+}
+
+// Room for `count` values that are not set, for the time of a call.
+template <typename T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : block_(Buffers::instance().take(std::max<size_t>(1, count * sizeof(T)))) {}
+  ~Scratch() {
+    Buffers::instance().give_back(block_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  T* data() const {
+    return reinterpret_cast<T*>(block_.data);
+  }
+
+ private:
+  Buffers::Block block_;
+};
+
+}  // namespace granite4_neuron

@@ -1,0 +1,115 @@
+// Weights in four bits with a scale per row and group of 32 columns, as ops.int4 has them: multiplied as the whole
+// numbers that they are, group by group.
+#pragma once
+
+#include "weight.h"
+
+namespace granite4_neuron {
+
+// A tile is one group after another: the group's steps, and behind them its rows' scales in bfloat16. Of a step the
+// lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
+//
+// GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `add_group`, which adds a
+// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common ones.
+template <typename T>
+struct Int4Tiles {
+  using Value = uint8_t;  // two columns of a row
+  using Arithmetic = typename ArithmeticOf<T>::type;
+  static constexpr int64_t GROUP = 32, ZERO = 8, HALF = TILE / 2;
+  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS;
+  static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
+  static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
+  static constexpr bool LOADING_IS_WORK = false;
+
+  static typename Arithmetic::Operand load(const char* step) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+    if constexpr (Arithmetic::COLUMNS == 2) {
+      // Looked up by the lowest five bits, of which the fifth is not the number's.
+      const __m512i table = _mm512_loadu_si512(NUMBERS.data());
+      __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(step)));
+      return {(__m512bh)_mm512_permutexvar_epi16(bytes, table),
+              (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table)};
+    }
+#endif
+    if constexpr (Arithmetic::COLUMNS == 1) {
+      float values[TILE];
+      for (int64_t r = 0; r < HALF; r++) {
+        auto byte = static_cast<uint8_t>(step[r]);
+        values[r] = static_cast<float>((byte & 15) - ZERO);
+        values[r + HALF] = static_cast<float>((byte >> 4) - ZERO);
+      }
+      typename Arithmetic::Operand weights;
+      for (int v = 0; v < Arithmetic::VECTORS; v++) weights[v] = Vec::loadu(values + v * LANES);
+      return weights;
+    }
+  }
+
+  static int64_t groups_of(int64_t columns) {
+    return (columns + GROUP - 1) / GROUP;
+  }
+  static int64_t tile_bytes(int64_t columns) {
+    return groups_of(columns) * GROUP_BYTES;
+  }
+  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+
+  static void add_group(const char* group, const typename Arithmetic::Total& sums, typename Arithmetic::Total& totals) {
+    const auto* scales = reinterpret_cast<const at::BFloat16*>(group + SCALES);
+    for (int v = 0; v < Arithmetic::VECTORS; v += 2) {
+      auto [first, second] = load_pair(scales + v * LANES);
+      totals[v] = at::vec::fmadd(sums[v], first, totals[v]);
+      totals[v + 1] = at::vec::fmadd(sums[v + 1], second, totals[v + 1]);
+    }
+  }
+
+  // values: [rows, columns of whole groups / 2]; scales: [rows, groups]; both of all experts.
+  static void pack(const Value* values, const float* scales, const Weight& weight, char* to) {
+    int64_t tiles = tiles_of(weight.rows), groups = groups_of(weight.columns), width = groups * GROUP / 2;
+    parallel_tasks(weight.experts * tiles, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++) {
+        int64_t first = task % tiles * TILE, count = std::min(TILE, weight.rows - first);
+        int64_t row = task / tiles * weight.rows + first;
+        char* tile = to + task * weight.tile_bytes;
+        std::memset(tile, 0, weight.tile_bytes);
+        for (int64_t r = 0; r < count; r++) {
+          for (int64_t column = 0; column < groups * GROUP; column++) {
+            int number = values[(row + r) * width + column / 2] >> column % 2 * 4 & 15;
+            tile[offset(r, column)] |= static_cast<char>(r < HALF ? number : number << 4);
+          }
+          for (int64_t g = 0; g < groups; g++) {
+            auto* of_group = reinterpret_cast<at::BFloat16*>(tile + g * GROUP_BYTES + SCALES);
+            of_group[r] = static_cast<at::BFloat16>(scales[(row + r) * groups + g]);
+          }
+        }
+      }
+    });
+  }
+
+  static void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
+    for (int64_t column = 0; column < columns; column++) {
+      auto byte = static_cast<uint8_t>(tile[offset(row, column)]);
+      const auto* scales = reinterpret_cast<const at::BFloat16*>(tile + column / GROUP * GROUP_BYTES + SCALES);
+      to[column] = static_cast<float>((row < HALF ? byte & 15 : byte >> 4) - ZERO) * static_cast<float>(scales[row]);
+    }
+  }
+
+  static void check(const Weight& weight, const at::Tensor& values, const std::optional<at::Tensor>& scales) {
+    TORCH_CHECK(scales.has_value() && scales->is_contiguous() && scales->scalar_type() == at::kFloat);
+    int64_t groups = weight.experts * weight.rows * groups_of(weight.columns);
+    TORCH_CHECK(scales->numel() == groups && values.numel() == groups * GROUP / 2);
+  }
+
+ private:
+  static int64_t offset(int64_t row, int64_t column) {
+    constexpr int64_t STEP = Arithmetic::COLUMNS;
+    return column / GROUP * GROUP_BYTES + column % GROUP / STEP * STEP_BYTES + row % HALF * STEP + column % STEP;
+  }
+
+  // -8 to 7 in bfloat16, the upper half of float32, twice.
+  static constexpr std::array<uint16_t, 32> NUMBERS = [] {
+    std::array<uint16_t, 32> numbers{};
+    for (int i = 0; i < 32; i++) numbers[i] = std::bit_cast<uint32_t>(static_cast<float>(i % 16 - ZERO)) >> 16;
+    return numbers;
+  }();
+};
+
+}  // namespace granite4_neuron

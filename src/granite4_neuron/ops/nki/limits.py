@@ -1,0 +1,61 @@
+"""What the kernels of a Mamba layer take; they cannot check it themselves, for an assertion does not compile."""
+
+from __future__ import annotations
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
+from granite4_neuron.ops.nki.ssm_decode import MAX_ROW
+
+HEAD_DIMS = (32, 64, 128)
+SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
+
+
+def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
+    """See whether `ssd_chunk_scan` and `selective_scan` take these dimensions.
+
+    Raises:
+        UserError: they do not.
+    """
+    _check_heads(num_heads, head_dim, n_groups, programs)
+    most_heads = PSUM_BANK // SUMS_OF_A_CHUNK * programs
+    if d_state not in (64, 128) or num_heads > most_heads:
+        raise UserError(
+            f"The NKI kernels for prefill take d_state 64 or 128 and up to {most_heads} heads; here are d_state "
+            f"{d_state} and {num_heads} heads."
+        )
+
+
+def check_ssm_decode(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
+    """See whether `ssm_decode` takes these dimensions.
+
+    Raises:
+        UserError: it does not.
+    """
+    _check_heads(num_heads, head_dim, n_groups, programs)
+    most_channels = MAX_ROW * programs
+    if not (1 <= d_state <= MAX_PARTITIONS and n_groups <= MAX_PARTITIONS and num_heads * head_dim <= most_channels):
+        raise UserError(
+            f"The NKI kernel for decode takes d_state and groups up to {MAX_PARTITIONS}, and up to {most_channels} "
+            f"channels; here are d_state {d_state}, {n_groups} groups and {num_heads * head_dim} channels."
+        )
+
+
+def check_convolution(channels: int, d_conv: int, batch: int, programs: int) -> None:
+    """See whether `conv1d_prefill` and `conv1d_update` take these dimensions.
+
+    Raises:
+        UserError: they do not.
+    """
+    if channels % programs or not 2 <= d_conv <= 4 or batch > PSUM_BANK:
+        raise UserError(
+            f"The NKI kernels for the convolution take a multiple of {programs} channels, 2 to 4 taps and up to "
+            f"{PSUM_BANK} sequences; here are {channels} channels, {d_conv} taps and {batch} sequences."
+        )
+
+
+def _check_heads(num_heads: int, head_dim: int, n_groups: int, programs: int) -> None:
+    if num_heads % programs or num_heads % n_groups or head_dim not in HEAD_DIMS:
+        raise UserError(
+            f"The NKI kernels take a multiple of {programs} heads, in groups of one size, and head_dim 32, 64 or 128; "
+            f"here are {num_heads} heads in {n_groups} groups, and head_dim {head_dim}."
+        )

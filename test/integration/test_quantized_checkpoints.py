@@ -1,0 +1,102 @@
+"""Checkpoints that are written quantized, and what quantized weights do to the bundled model's predictions."""
+
+import json
+
+import pytest
+import torch
+
+from granite4_neuron import cli, load
+from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.perplexity import measure, one_window
+from granite4_neuron.stored_tensors import WEIGHTS
+from test.support.stepping import random_tokens, run_cuts
+
+HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not among what the model was trained on
+every_quantization = pytest.mark.parametrize("quantize", QUANTIZATIONS)
+
+
+@every_quantization
+def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels, quantize, tmp_path):
+    model = load_model(case_folder, quantize=quantize)
+    save_model(model, tmp_path / "quantized")
+    stored = load_model(tmp_path / "quantized")
+    assert stored.is_quantized and stored.dtype == model.dtype
+    tokens = random_tokens(model.config.vocab_size, 2, 30)
+    expected = run_cuts(model.bind(kernels), tokens, [30])
+    assert torch.equal(run_cuts(stored.bind(kernels), tokens, [30]), expected)
+    packed = load_model(tmp_path / "quantized", pack=kernels.pack)
+    assert torch.equal(run_cuts(packed.bind(kernels), tokens, [30]), expected)
+
+
+def test_head_and_embedding_of_int4_are_one_in_int8(case_folder):
+    model = load_model(case_folder, quantize="int4")
+    quantized = {name: weight for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}
+    formats = {name: weight.format.name for name, weight in quantized.items()}
+    if model.config.tie_word_embeddings:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert formats.pop("model.embed_tokens.weight") == "int8"
+    else:
+        assert formats.pop("lm_head.weight") == "int8"
+    assert set(formats.values()) == {"int4"}
+
+
+@every_quantization
+def test_convert(capsys, quantize, tmp_path):
+    """Smaller than the original, complete without it, and the same as --quantize."""
+    folder = tmp_path / "quantized"
+    assert cli.main(["convert", "--quantize", quantize, "--output", str(folder)]) == 0
+    size, original = ((each / WEIGHTS).stat().st_size for each in (folder, bundled_checkpoint()))
+    assert size <= {"int8": 0.6, "int4": 0.33}[quantize] * original
+    texts = []
+    for options in (["--model", str(folder)], ["--quantize", quantize]):
+        assert cli.main(["generate", *options, "--max-tokens", "8", "An assignment"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+    assert cli.main(["check", "--model", str(folder)]) != 0
+    assert "check the original with --quantize" in capsys.readouterr().err
+
+
+class TestRefusals:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        original = bundled_checkpoint()
+        save_model(load_model(original, quantize="int4"), tmp_path / "int4", files_from=original)
+        return tmp_path / "int4"
+
+    def test_another_quantization(self, folder):
+        with pytest.raises(UserError, match="are in int4; int8 is made from the original"):
+            load_model(folder, quantize="int8")
+
+    def test_another_backend(self, folder):
+        with pytest.raises(UserError, match="int4 weights are for the backend cpu"):
+            load(folder, backend="xla")
+
+    def test_a_format_that_nobody_knows(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["format"] = "int3"
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="quantized as 'int3', and must be as one of int8, int4"):
+            load_model(folder)
+
+    def test_weights_of_another_format(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["format"] = "int8"
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match="do not fit its config"):
+            load_model(folder)
+
+
+def test_predictions_of_a_text_that_the_model_has_never_seen(capsys):
+    """Perplexity beside bfloat16's, and the mean divergence of the next token's distribution from it."""
+    runtimes = [load(dtype=torch.bfloat16, quantize=quantize)[0] for quantize in (None, *QUANTIZATIONS)]
+    tokens = load()[1].encode(HELD_OUT.read_text(encoding="utf-8"))[:3000]
+    original, *scores = measure(runtimes, tokens, one_window(len(tokens)))
+    for quantize, score, perplexity, divergence in zip(QUANTIZATIONS, scores, (1.01, 1.08), (0.03, 0.4), strict=True):
+        ratio = score.perplexity / original.perplexity
+        with capsys.disabled():
+            print(f"\n{quantize}: perplexity times {ratio:.4f}, divergence {score.mean_divergence:.4f} nats")
+        assert ratio <= perplexity and score.mean_divergence <= divergence

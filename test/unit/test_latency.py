@@ -1,0 +1,120 @@
+"""Predicted times: the roofline by hand, what speculation gives, and other models' published figures."""
+
+import pytest
+import torch
+
+from benchmarks import predicted_latency as published
+from granite4_neuron import UserError, latency
+from granite4_neuron.cli import main
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.minimum import minimum
+
+CONFIG = GraniteMoeHybridConfig.from_family("h-small")
+
+
+def work(**changes):
+    values = dict(flops=0.0, bytes_accessed=0.0, vector_elements=0.0, link_bytes=0.0, layers=0)
+    return latency.Work(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unit"),
+    [
+        (dict(bytes_accessed=725e9), "HBM"),
+        (dict(flops=166.75e12), "TensorE"),
+        (dict(vector_elements=2 * 128 * 0.96e9), "VectorE"),
+        (dict(link_bytes=320e9), "links"),
+    ],
+)
+def test_rates(changes, unit):
+    """A second's work of each unit of a logical core takes a second, and the busiest decides."""
+    step = latency.latency(work(**changes))
+    assert step.bound == step.predicted == pytest.approx(1.0) and step.limit == unit
+    half = {name: value / 2 for name, value in changes.items()}
+    other = "flops" if unit == "HBM" else "bytes_accessed"
+    step = latency.latency(work(**half, **{other: 725e9 if other == "bytes_accessed" else 166.75e12}))
+    assert step.bound == pytest.approx(1.0) and step.limit != unit
+
+
+def test_layers_add_to_the_bound():
+    step = latency.latency(work(bytes_accessed=725e6, layers=40))
+    assert step.predicted == pytest.approx(1e-3 + 40 * latency.LAYER_SECONDS)
+    assert step.limit == "layers" and step.bound == pytest.approx(1e-3)
+
+
+def test_a_token_of_h_small():
+    """One rank of four: its weights, states, keys and values once; two passes over the state on VectorE."""
+    step = latency.step_work(CONFIG, 4, torch.bfloat16, batch_size=2, tokens=1, context=100)
+    least = minimum(CONFIG, 4, torch.bfloat16, 2, 1, 100)
+    assert (step.flops, step.bytes_accessed, step.layers) == (least.flops, least.bytes_accessed, 40)
+    assert step.vector_elements == 36 * 2 * 2 * 32 * 64 * 128
+    assert step.link_bytes == 2 * 40 * 2 * 4096 * 2 * 1.5
+    alone = latency.step_work(CONFIG, 1, torch.bfloat16, 1, 1, 0)
+    assert alone.link_bytes == 0
+
+
+def test_prefill_grows_by_chunks_on_the_vector_engine():
+    one, two = (latency.step_work(CONFIG, 4, torch.bfloat16, 1, tokens, 0) for tokens in (128, 129))
+    assert two.vector_elements == 2 * one.vector_elements == 2 * 36 * 32 * 128 * (128 + 3 * 64)
+
+
+def test_what_speculation_gives():
+    assert latency.tokens_per_verification(3, 0.0) == 1
+    assert latency.tokens_per_verification(3, 1.0) == 4
+    assert latency.tokens_per_verification(2, 0.5) == 1.75
+    first, *tokens = latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1, 4], drafted=3, acceptance=0.8)
+    assert first.step == "first token, prompt of 128" and [line.batch_size for line in tokens] == [1, 4, 1, 4]
+    plain, verified = tokens[0], tokens[2]
+    assert verified.latency.predicted > plain.latency.predicted
+    assert verified.seconds_per_token == verified.latency.predicted / latency.tokens_per_verification(3, 0.8)
+    assert verified.tokens_per_second == 1 / verified.seconds_per_token
+    assert len(latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1])) == 2
+    with pytest.raises(UserError, match="from 0 to 1"):
+        latency.predictions(CONFIG, 4, torch.bfloat16, 128, 1000, [1], 3, 1.5)
+
+
+def test_the_loss_of_a_layer_is_that_of_the_first_figure():
+    assert published.layer_seconds() == pytest.approx(latency.LAYER_SECONDS, abs=1e-6)
+
+
+@pytest.mark.parametrize("figure", published.FIGURES, ids=lambda f: f"{f.name}, {f.tokens}")
+def test_no_published_figure_is_below_the_bound(figure):
+    step = figure.model.step(figure.tp_degree, figure.tokens, 0)
+    assert step.bound * 1000 < figure.milliseconds
+
+
+DECODE = [figure for figure in published.FIGURES if figure.tokens == 1 and "h-small" not in figure.name]
+
+
+@pytest.mark.parametrize("figure", DECODE, ids=lambda f: f.name)
+def test_published_tokens_are_near_the_prediction(figure):
+    """Within a factor of two, without a number of their own."""
+    predicted = figure.model.step(figure.tp_degree, 1, 0).predicted * 1000
+    assert 0.5 < predicted / figure.milliseconds < 1.1
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [(published.QWEN35_27B, 27), (published.QWEN35_35B, 35), (published.CODER_NEXT, 80), (published.H_SMALL, 32)],
+)
+def test_models_have_the_parameters_of_their_names(model, billions):
+    """All experts read, as a long prompt does, and embedding and head."""
+    _, read = model.weights(10**6)
+    assert (read + 2 * model.hidden * model.vocabulary) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_command(capsys):
+    assert main(["plan", "--latency", "--model", "h-small", "--batch-size", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "Predicted, not measured" in output and "drafted" in output
+    assert main(["plan", "--latency"]) == 2
+    assert "--latency needs --model" in capsys.readouterr().err
+    assert main(["plan", "--latency", "--model", "h-small", "--tp-degree", "8"]) == 2
+    assert "has 4 logical cores" in capsys.readouterr().err
+    assert main(["plan", "--latency", "--model", "h-small", "--acceptance", "2"]) == 2
+    assert "from 0 to 1" in capsys.readouterr().err
+
+
+def test_report(capsys):
+    assert published.main() == 0
+    assert "predicted / published" in capsys.readouterr().out

@@ -1,0 +1,180 @@
+"""The NKI kernel of a Mamba layer's decode and verification, against the recurrence in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from granite4_neuron import UserError
+from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.ops.nki.launch import launch
+from granite4_neuron.ops.nki.mamba_decode import check_mamba_decode, mamba_decode, mamba_decode_torch
+from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
+
+HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
+H_SMALL = dict(heads=32, head_dim=64, d_state=128)
+
+
+def last_launch():
+    emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
+    return emulation.last_launch()
+
+
+def check(outputs, exact, tolerance=1e-5):
+    for output, expected in zip(outputs, exact, strict=True):
+        assert output.shape == expected.shape
+        assert error(output, expected) <= tolerance
+
+
+def run(case, programs=1):
+    return launch(mamba_decode, *case.values(), programs=programs)
+
+
+def test_definition():
+    case = mamba_decode_inputs(tokens=5, groups=2, accepted=[0, 3, 5])
+    check(mamba_decode_torch(**case), mamba_decode_oracle(case))
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 9])
+@pytest.mark.parametrize(
+    "dimensions",
+    [
+        dict(heads=16, head_dim=64, d_state=128),
+        dict(heads=6, head_dim=32, d_state=64, d_conv=3),
+        dict(heads=8, head_dim=128, d_state=128, d_conv=2),
+        dict(heads=8, head_dim=64, d_state=64, groups=2),
+        dict(heads=12, head_dim=32, d_state=32, groups=6),
+    ],
+    ids=lambda d: "-".join(map(str, d.values())),
+)
+def test_equals_the_recurrence(programs, tokens, dimensions):
+    case = mamba_decode_inputs(3, tokens, accepted=[tokens, 0, tokens // 2], **dimensions)
+    check(run(case, programs), mamba_decode_oracle(case))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
+def test_state_after_the_accepted_tokens(accepted):
+    case = mamba_decode_inputs(2, 4, accepted=[accepted, 4 - accepted])
+    y, states, windows = run(case)
+    check((y, states, windows), mamba_decode_oracle(case))
+    if accepted == 0:
+        assert torch.equal(states[0], case["states"][0]) and torch.equal(windows[0], case["conv_states"][0])
+
+
+def test_bfloat16():
+    case = mamba_decode_inputs(3, 4, dtype=torch.bfloat16, accepted=[4, 1, 0])
+    y, states, windows = run(case)
+    exact = mamba_decode_oracle(case)
+    assert y.dtype == windows.dtype == torch.bfloat16 and torch.equal(windows.double(), exact[2])
+    assert error(y, exact[0]) <= 1e-2 and error(states, exact[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 17, 70])
+def test_batch(batch):
+    case = mamba_decode_inputs(batch, 2, heads=4, head_dim=32, accepted=[i % 3 for i in range(batch)])
+    check(run(case), mamba_decode_oracle(case))
+
+
+def test_tokens_one_by_one_are_tokens_together():
+    case = mamba_decode_inputs(2, 3)
+    together = run(case)
+    states, windows, outputs = case["states"], case["conv_states"], []
+    for t in range(3):
+        one = case | {name: case[name][:, t : t + 1] for name in ("xBC", "dt", "z")}
+        one |= dict(states=states, conv_states=windows, accepted=torch.ones(2, dtype=torch.int32))
+        y, states, windows = run(one)
+        outputs.append(y)
+    check((torch.cat(outputs, 1), states, windows), together)
+
+
+def test_large_decay():
+    case = mamba_decode_inputs(2, 4, max_A=128.0)
+    case["dt"][:, 1] = 20.0
+    check(run(case), mamba_decode_oracle(case))
+
+
+@pytest.mark.parametrize("name", ["states", "conv_states", "xBC", "dt", "z"])
+def test_nan_stays_in_its_sequence(name):
+    case = mamba_decode_inputs(3, 2, accepted=[2, 1, 2])
+    clean = run(case)
+    poisoned = case | {name: case[name].clone()}
+    poisoned[name][1] = math.nan
+    for value, expected in zip(run(poisoned), clean, strict=True):
+        assert torch.equal(value[0], expected[0]) and torch.equal(value[2], expected[2])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_family(name):
+    config = GraniteMoeHybridConfig.from_family(name)
+    rank = config.rank_dimensions(4)
+    check_mamba_decode(4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state, 2)
+    case = mamba_decode_inputs(2, 4, rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state)
+    check(run(case, 2), mamba_decode_oracle(case))
+
+
+def test_dimensions_that_it_does_not_take():
+    for changes in (dict(tokens=17), dict(num_heads=7), dict(head_dim=48), dict(d_state=256), dict(num_heads=512)):
+        dimensions = dict(tokens=4, num_heads=8, head_dim=64, n_groups=1, d_state=128, programs=2)
+        with pytest.raises(UserError, match="takes 1 to 16 tokens"):
+            check_mamba_decode(**dimensions | changes)
+    with pytest.raises(UserError, match="Here are 4 tokens, 12 heads in 3 groups"):
+        check_mamba_decode(4, 12, 64, 3, 128, 2)
+
+
+class TestBudgets:
+    def test_four_tokens_cost_little_more_than_one(self):
+        """At most 1.6 times the instructions beyond loading and storing states; the state's bytes are the same."""
+        for batch in (1, 8):
+            counts, written = [], []
+            for tokens in (1, 4):
+                run(mamba_decode_inputs(batch, tokens, **H_SMALL), 2)
+                counts.append(last_launch().count() - 2 * batch)
+                state = batch * 128 * 16 * 64 * 4
+                written.append(
+                    sum(i.hbm_written >= state / batch for i in last_launch().instructions if i.program == 0)
+                )
+            assert counts[1] <= 1.6 * counts[0]
+            assert written == [batch, batch]
+
+    def test_traffic(self):
+        case = mamba_decode_inputs(8, 4, dtype=torch.bfloat16, **H_SMALL)
+        outputs = run(case, 2)
+        assert last_launch().hbm_bytes <= 1.2 * nbytes(*case.values(), *outputs)
+        assert last_launch().peak_sbuf_bytes < 207 * 1024
+
+
+class TestStatesOf16Bits:
+    def test_one_rounding(self):
+        case = mamba_decode_inputs(2, 2)
+        case["states"] = case["states"].to(torch.bfloat16)
+        y, states, _ = run(case)
+        exact = mamba_decode_oracle(case)
+        assert states.dtype == torch.bfloat16
+        assert error(y, exact[0]) <= 1e-5  # read from what is stored, without another rounding
+        assert torch.equal(states, exact[1].to(torch.bfloat16)) or error(states, exact[1]) <= 2**-8
+
+    def test_stochastic_rounding_is_to_neighbours_and_unbiased(self, monkeypatch):
+        pytest.importorskip("nki.emulation", reason="a device rounds as its runtime says")
+        monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+        case = mamba_decode_inputs(4, 2, heads=8)
+        case["states"] = case["states"].to(torch.bfloat16)
+        states, exact = run(case)[1].double(), mamba_decode_oracle(case)[1]
+        step = 2.0 ** (exact.abs().log2().floor() - 7)  # from a bfloat16 to the next
+        errors = ((states - exact) / step)[exact.abs() > 0.01]  # float32 is far finer than the step there
+        assert errors.abs().max() < 1 + 1e-3 and (errors.abs() > 0.5).any()
+        assert abs(errors.mean()) < 5 * errors.std() / errors.numel() ** 0.5
+
+    def test_drift_over_20000_steps(self):
+        """A state that decays by a ten thousandth a step, as slow heads have it: plain rounding never moves it."""
+        values = pytest.importorskip("nki.values", reason="only the emulator rounds here")
+        steps, decay = 20_000, np.float32(1 - 1e-4)
+        exact = float(decay) ** steps
+        drifts = []
+        for random in (None, np.random.default_rng(0)):
+            state = np.ones(512, np.float32)
+            for _ in range(steps):
+                state = values.cast(state * decay, "bfloat16", random).astype(np.float32)
+            drifts.append(abs(state.mean() - exact))
+        assert drifts[0] >= 5 * drifts[1]
