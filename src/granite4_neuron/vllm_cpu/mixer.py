@@ -74,21 +74,30 @@ class Granite4MambaMixer2(MambaMixer2):
             parts.append(torch.zeros(len(xBC_dt) - real, self.tped_intermediate_size))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def decode_rows(self, tokens: int) -> tuple[Pages, DecodeRows] | None:
+        """States and rows of a step whose tokens are all decoded ones, a few of each sequence; None of other steps."""
+        metadata = self._metadata()
+        if metadata is None or metadata.num_decode_tokens != tokens:
+            return None
+        return self._pages(), self._rows(metadata)
+
     def _metadata(self) -> Mamba2AttentionMetadata | None:
         of_layers = get_forward_context().attn_metadata
         return None if of_layers is None else of_layers.get(self.prefix)
 
     def _decode(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.mixer_weights, xBC_dt, self._pages(), self._rows(metadata))
+
+    def _rows(self, metadata: Mamba2AttentionMetadata) -> DecodeRows:
         pages = metadata.state_indices_tensor_d
         starts = metadata.query_start_loc_d
         if starts is None:
             starts = _one_token_each(len(pages))
-        rows = DecodeRows(starts, pages, metadata.num_accepted_tokens)
-        return self.decode(self._mixer_weights, xBC_dt, self._pages(), rows)
+        return DecodeRows(starts, pages, metadata.num_accepted_tokens)
 
     def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
         """One sequence after another, each up to the place whose state the prefix cache keeps and from there on."""
-        weights, pages = self._mixer_weights, self._pages()
+        weights, pages = self.mixer_weights, self._pages()
         starts = metadata.query_start_loc_p.tolist()
         own_pages = metadata.state_indices_tensor_p.tolist()
         checkpoint = metadata.checkpoint_meta if metadata.checkpoint_chunk_idx is not None else None
@@ -119,10 +128,10 @@ class Granite4MambaMixer2(MambaMixer2):
 
     def forget_weights(self) -> None:
         """They have been loaded, perhaps anew."""
-        self.__dict__.pop("_mixer_weights", None)
+        self.__dict__.pop("mixer_weights", None)
 
     @cached_property
-    def _mixer_weights(self) -> MixerWeights:
+    def mixer_weights(self) -> MixerWeights:
         return MixerWeights(
             self.conv_weights,
             self.conv1d.bias,

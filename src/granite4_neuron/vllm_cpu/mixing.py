@@ -69,12 +69,20 @@ Decode = Callable[[MixerWeights, torch.Tensor, Pages, DecodeRows], torch.Tensor]
 Prefill = Callable[[MixerWeights, torch.Tensor, Pages, int | None, int], torch.Tensor]
 
 
+def kernel_rows(rows: DecodeRows) -> list[torch.Tensor]:
+    """As the kernels over pages take them."""
+    return [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
+
+
+def kernel_sizes(weights: MixerWeights) -> tuple[int, int, int]:
+    """As the mixer's kernels take them."""
+    return weights.n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
+
+
 def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
     """`Decode` as one call of a kernel."""
-    tensors = [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
-    return cpu.paged_mamba_mixer(
-        xBC_dt, weights.of_kernels, pages.conv, pages.ssm, tensors, _sizes(weights), weights.time_step_limit
-    )
+    sizes, limits = kernel_sizes(weights), weights.time_step_limit
+    return cpu.paged_mamba_mixer(xBC_dt, weights.of_kernels, pages.conv, pages.ssm, kernel_rows(rows), sizes, limits)
 
 
 def fused_prefill(
@@ -84,7 +92,9 @@ def fused_prefill(
     conv, ssm = _dense(weights, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
     rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)
-    y = cpu.mamba_mixer(xBC_dt[None], weights.of_kernels, conv, ssm, rows, _sizes(weights), weights.time_step_limit)
+    y = cpu.mamba_mixer(
+        xBC_dt[None], weights.of_kernels, conv, ssm, rows, kernel_sizes(weights), weights.time_step_limit
+    )
     _store(pages, write, conv, ssm)
     return y[0]
 
@@ -124,10 +134,6 @@ def torch_prefill(
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
-
-
-def _sizes(weights: MixerWeights) -> tuple[int, int, int]:
-    return weights.n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
 
 
 def _dense(weights: MixerWeights, pages: Pages, read: int | None) -> tuple[torch.Tensor, torch.Tensor]:

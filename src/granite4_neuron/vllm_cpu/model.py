@@ -23,6 +23,7 @@ from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import FeedForwardWeights
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
+from granite4_neuron.vllm_cpu.mixing import kernel_rows, kernel_sizes
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
@@ -118,16 +119,32 @@ class FusedLayer:
             linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj
         self._in_proj, self._out_proj = (_pack(linear, packed) for linear in linears)
         self._in_bias, self._out_bias = (linear.bias for linear in linears)
+        self._decode_block = None if self._mixer is None else self._make_decode_block()
         self._feed_forward = _feed_forward_block(layer, config, packed)
 
     def __call__(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] in float32 to the same."""
+        decoding = None if self._mixer is None else self._mixer.decode_rows(len(hidden_states))
+        if decoding is None:
+            hidden_states = self._in_parts(hidden_states, positions)
+        else:
+            pages, rows = decoding
+            hidden_states = self._decode_block(hidden_states, pages.conv, pages.ssm, kernel_rows(rows))
+        return self._feed_forward(hidden_states[None])[0]
+
+    def _in_parts(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = cpu.rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
         projected = cpu.linear(x, self._in_proj, self._in_bias)
         mixed = self._mix(projected) if self._attention is None else self._attend(projected, positions)
         output = cpu.linear(mixed, self._out_proj, self._out_bias)
-        hidden_states = cpu.residual_add(hidden_states, output, self._residual_multiplier)
-        return self._feed_forward(hidden_states[None])[0]
+        return cpu.residual_add(hidden_states, output, self._residual_multiplier)
+
+    def _make_decode_block(self) -> cpu.PagedMambaBlock:
+        mixer, norm = self._mixer, self._norm
+        of_mixer = mixer.mixer_weights
+        weights = [norm.weight, self._in_bias, *of_mixer.of_kernels, mixer.norm.weight, self._out_bias]
+        constants = (*of_mixer.time_step_limit, norm.variance_epsilon, self._residual_multiplier)
+        return cpu.PagedMambaBlock((self._in_proj, self._out_proj), weights, kernel_sizes(of_mixer), constants)
 
     def _mix(self, projected: torch.Tensor) -> torch.Tensor:
         mixer, inner = self._mixer, self._mixer.tped_intermediate_size

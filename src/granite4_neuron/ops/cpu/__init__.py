@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock
+from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock, PagedMambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
     cached_attention,
@@ -31,6 +31,7 @@ __all__ = [
     "FeedForwardBlock",
     "MambaBlock",
     "PackedWeight",
+    "PagedMambaBlock",
     "cached_attention",
     "embedding",
     "fused_experts",

@@ -11,6 +11,7 @@ import torch
 
 from granite4_neuron.ops.cpu.build import kernel
 from granite4_neuron.ops.cpu.functions import mamba_mixer
+from granite4_neuron.ops.cpu.weights import PackedWeight
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
 from granite4_neuron.ops.stochastic_rounding import Rounding
@@ -76,6 +77,34 @@ class MambaBlock:
 
     def _sizes(self, launch_parameters: LaunchParameters) -> tuple[int, int, int]:
         return self._n_groups, launch_parameters.chunk_size, launch_parameters.heads_per_task
+
+
+class PagedMambaBlock:
+    """`MambaBlock` over states in pages: `paged_mamba_mixer` is the mixer. Arguments are those of `MambaBlock`; weights
+    are the matrices and, in their order, the other tensors of `MambaWeights.now`.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[PackedWeight],
+        weights: Sequence[torch.Tensor | None],
+        sizes: tuple[int, int, int],
+        constants: tuple[float, float, float, float],
+    ):
+        self._matrices, self._weights = [matrix.handle for matrix in matrices], list(weights)
+        self._sizes, self._constants = sizes, constants
+        self._run = kernel("paged_mamba_block")
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        rows: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """As hidden_states, [tokens, hidden_size] in float32. States and rows are those of `paged_mamba_mixer`."""
+        states = [conv_state, ssm_state]
+        return self._run(hidden_states, self._matrices, self._weights, states, rows, self._sizes, self._constants)
 
 
 class FeedForwardBlock:

@@ -61,20 +61,34 @@ at::Tensor paged_mamba_mixer_operator(
 }
 
 // matrices: in_proj, out_proj.
-std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
-    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
-    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
-    at::IntArrayRef rounding) {
-  TORCH_CHECK(matrices.size() == 2 && states.size() == 2 && constants.size() == 4);
+MambaBlockWeights mamba_block_weights(const MatrixList& matrices, const WeightList::List& list) {
+  TORCH_CHECK(matrices.size() == 2);
   WeightList of(list);
   at::Tensor norm = of.next();
   Linear in_proj{matrices.get(0), of.next_if_any()};
   MixerWeights mixer = of.mixer();
   at::Tensor gated_norm = of.next();
-  MambaBlockWeights weights{norm, in_proj, mixer, gated_norm, {matrices.get(1), of.next_if_any()}};
+  return {norm, in_proj, mixer, gated_norm, {matrices.get(1), of.next_if_any()}};
+}
+
+std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
+    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
+    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
+    at::IntArrayRef rounding) {
+  TORCH_CHECK(states.size() == 2 && constants.size() == 4);
   return mamba_block(
-      hidden_states, weights, {states[0], states[1]}, rows, settings(sizes, constants.slice(0, 2), rounding),
-      {constants[2], constants[3]});
+      mamba_mixer, hidden_states, mamba_block_weights(matrices, list), {states[0], states[1]}, rows,
+      settings(sizes, constants.slice(0, 2), rounding), {constants[2], constants[3]});
+}
+
+at::Tensor paged_mamba_block_operator(
+    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
+    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
+  TORCH_CHECK(states.size() == 2 && constants.size() == 4);
+  auto [result, inputs] = mamba_block(
+      paged_mamba_mixer, hidden_states, mamba_block_weights(matrices, list), {states[0], states[1]}, rows,
+      settings(sizes, constants.slice(0, 2), {0, 0, 0}), {constants[2], constants[3]});
+  return result;
 }
 
 // matrices: input and output of the MLP; with experts router, input and output of these.
@@ -118,6 +132,9 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
       "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
   library.def(
+      "paged_mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
+      "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
+  library.def(
       "feed_forward_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor norm, int top_k, float eps, "
       "float residual_multiplier) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
@@ -144,6 +161,7 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
   library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
   library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
+  library.impl("paged_mamba_block", &granite4_neuron::paged_mamba_block_operator);
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("cached_attention", &granite4_neuron::cached_attention);

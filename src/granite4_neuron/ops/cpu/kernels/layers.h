@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "mamba.h"
 #include "norm.h"
+#include "paged.h"
 
 namespace granite4_neuron {
 
@@ -33,17 +34,18 @@ struct BlockConstants {
   double eps, residual_multiplier;
 };
 
-// As ops.cpu.blocks.MambaBlock. hidden_states: [batch, tokens, hidden_size], float32; rows as `mamba_mixer` has them.
-// Returns what becomes of hidden_states, and the inputs of `mamba_mixer`.
+// As ops.cpu.blocks.MambaBlock. hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or `paged_mamba_mixer`,
+// which say what leading dimensions and rows there are. Returns what becomes of hidden_states, and the mixer's inputs.
+template <typename MixerFunction>
 inline std::tuple<at::Tensor, at::Tensor> mamba_block(
-    const at::Tensor& hidden_states, const MambaBlockWeights& weights, const MixerState& state, at::TensorList rows,
-    const MixerSettings& settings, const BlockConstants& constants) {
+    const MixerFunction& mixer, const at::Tensor& hidden_states, const MambaBlockWeights& weights,
+    const MixerState& state, at::TensorList rows, const MixerSettings& settings, const BlockConstants& constants) {
   auto [eps, residual_multiplier] = constants;
   at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
   at::Tensor projected = linear(x, weights.in_proj);
   int64_t inner = weights.gated_norm.size(0);
   at::Tensor z = projected.narrow(-1, 0, inner), xBC_dt = projected.narrow(-1, inner, projected.size(-1) - inner);
-  at::Tensor y = mamba_mixer(xBC_dt, weights.mixer, state, rows, settings);
+  at::Tensor y = mixer(xBC_dt, weights.mixer, state, rows, settings);
   at::Tensor gated = rms_norm(y, z, weights.gated_norm, eps, settings.groups);
   return {residual_add(hidden_states, linear(gated, weights.out_proj), residual_multiplier), xBC_dt};
 }

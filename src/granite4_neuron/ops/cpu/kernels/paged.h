@@ -157,8 +157,9 @@ inline at::Tensor paged_mamba_mixer(
   // One row of the mixer's own kind, whose tokens are those of all sequences.
   Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr}, settings,
           as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
-  at::Tensor y = at::zeros({tokens, m.inner()}, projected.options().dtype(at::kFloat));
-  at::Tensor xBC = at::empty({tokens, channels}, y.options()), dt = at::empty({tokens, heads}, y.options());
+  at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
+  std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
+  at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
   GRANITE4_DISPATCH(projected.scalar_type(), "paged_mamba_mixer", [&] {
     ConvViews<scalar_t> views{
         projected.const_data_ptr<scalar_t>(),
