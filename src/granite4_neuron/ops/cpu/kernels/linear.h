@@ -68,12 +68,15 @@ inline void multiply_steps(
 // The same of weights that have a scale for each row and group of columns: one group's sums after another's.
 template <typename Tiles, int COUNT>
 inline void multiply_scaled_groups(
-    const char* group, const typename Tiles::Arithmetic::Input* x, int64_t stride, int64_t columns,
+    const char* group, const typename Tiles::Arithmetic::Input* x, int64_t columns,
     typename Tiles::Arithmetic::Total* totals) {
+  using Arithmetic = typename Tiles::Arithmetic;
+  constexpr int64_t STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
   for (int v = 0; v < COUNT; v++) totals[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
     typename Tiles::Arithmetic::Total sums[COUNT];
-    multiply_steps<Tiles, COUNT>(group, x + first, stride, std::min(Tiles::GROUP, columns - first), sums);
+    multiply_steps<Tiles, COUNT>(
+        group, x + first / Arithmetic::COLUMNS * STEP, std::min(Tiles::GROUP, columns - first), sums);
     for (int v = 0; v < COUNT; v++) Tiles::add_group(group, sums[v], totals[v]);
   }
 }

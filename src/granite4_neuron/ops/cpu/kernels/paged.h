@@ -2,6 +2,8 @@
 // and the verify steps of speculation, which leave a state behind each token.
 #pragma once
 
+#include <ATen/ops/zeros.h>
+
 #include "mamba.h"
 
 namespace granite4_neuron {
