@@ -84,13 +84,16 @@ def load_model(
     quantize = quantize or stored_format
     if quantize is not None and parallel.degree > 1:
         raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+    if stored_format is None:
+        stored.check(config)
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
     plan = _Plan(model, dtype, quantize, pack)
-    stored.check(config, plan.stored_layouts() if stored_format is not None else {})
+    if stored_format is not None:
+        stored.check(config, plan.stored_layouts())
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0

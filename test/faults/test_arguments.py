@@ -49,7 +49,7 @@ LOADS = {
     "decode_kernel": ("fast", None),
     "cpu_kernels": ("fast", None),
     "backend": ("gpu", None),
-    "quantize": ("int4", 8),
+    "quantize": ("int3", 8),
     "compiled": ("folder",),
     "tuned_configs": (3, "no-such-folder"),
 }

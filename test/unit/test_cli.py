@@ -184,7 +184,7 @@ class TestBadInput:
             ("--seed", "-1", "-1 is not a whole number of at least 0"),
             ("--stop", "", "a stop string is empty"),
             ("--dtype", "int3", "invalid choice"),
-            ("--quantize", "int4", "invalid choice"),
+            ("--quantize", "int3", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),
             ("--cpu-kernels", "fast", "invalid choice"),
             ("--system", "be brief", "give --chat too"),
@@ -199,7 +199,6 @@ class TestBadInput:
     def test_quantize_belongs_to_the_cpu(self, run, texting_folder, backend):
         options = ("--quantize", "int8", "--backend", *backend)
         self.refused(run("generate", "--model", texting_folder, "x", *options), "are for the backend cpu")
-        self.refused(run("convert", "--quantize", "int8", "--output", "new"), "unrecognized arguments")
 
     def test_prompt_twice(self, run, folder):
         self.refused(run("generate", "--model", folder, "x", "--file", folder / "config.json"), "not both")
