@@ -47,7 +47,7 @@ FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
 # vLLM's attention wants heads of 32 or wider. A head of its own keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
 FAMILY = (
-    "moe", "dense", "two_groups", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
+    "moe", "dense", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
     "attention_only_nope", "time_step_limit", "one_expert_per_token",
 )  # fmt: skip
 
