@@ -130,7 +130,7 @@ class TestResult:
     def test_the_bound(self, texting_folder):
         """The weights' arithmetic at the machine's FLOP/s, weights and state at its bytes per second."""
         config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
-        options = argparse.Namespace(dtype=None, quantize=None)
+        options = argparse.Namespace(dtype=None, quantize=None, state_dtype=None)
         rates = Rates(flops=2e9, bytes=3e9)
         prefill, decode = least_seconds(texting_folder, self.POINT, options, rates)
         assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)

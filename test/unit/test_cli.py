@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
+from granite4_neuron.ops.int8 import Int8
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
 from granite4_neuron.stored_tensors import WEIGHTS
 
@@ -338,8 +339,8 @@ class TestCheck:
         status, output, _ = run(*command)
         assert status == 0 and "quantized weights" in output
         assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
-        original = checkpoint.quantize_per_channel
-        monkeypatch.setattr(checkpoint, "quantize_per_channel", lambda weight: original(weight.flip(-1)))
+        original = Int8.quantize
+        monkeypatch.setattr(Int8, "quantize", lambda self, weight: original(self, weight.flip(-1)))
         status, output, _ = run(*command)
         assert status == 1 and "FAILED" in output
 
