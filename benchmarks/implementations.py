@@ -21,6 +21,7 @@ from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.generation.loading import load_compiled
+from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 
 MACHINE = "machine"
@@ -78,7 +79,8 @@ class Transformers:
 
 def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """This package's, of the checkpoint in a folder."""
-    model = checkpoint.load_model(folder, weights_dtype(folder, options), quantize=options.quantize)
+    pack = cpu.operators(options.cpu_kernels).pack
+    model = checkpoint.load_model(folder, weights_dtype(folder, options), quantize=options.quantize, pack=pack)
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)

@@ -8,6 +8,7 @@ import torch
 
 from granite4_neuron.ops.cpu.build import kernel
 from granite4_neuron.ops.weight import Format, Weight
+from granite4_neuron.weight_memory import WeightMemory
 
 _PLAIN = "plain"
 
@@ -53,7 +54,8 @@ class Pack:
         values, scales = (weight.detach(), None) if is_plain else (weight.values, weight.scales.float())
         format = None if is_plain else weight.format
         if out is None:
-            out = torch.empty(self.num_bytes(weight.shape, dtype, format), dtype=torch.uint8)
+            about = torch.Size([self.num_bytes(weight.shape, dtype, format)]), torch.uint8
+            out = WeightMemory([about]).empty(*about)
         handle = kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
         return PackedWeight(weight.shape, format, handle, out)
 
