@@ -181,7 +181,7 @@ def additions(
         check_sampling({"logit_bias": bias})
     processors: list[LogitsProcessor] = []
     if logit_bias:
-        processors.append(SequenceBiasLogitsProcessor([[[id], float(bias)] for id, bias in logit_bias.items()]))
+        processors.append(SequenceBiasLogitsProcessor({(id,): float(bias) for id, bias in logit_bias.items()}))
     if frequency_penalty or presence_penalty:
         processors.append(OccurrencePenaltyLogitsProcessor(frequency_penalty, presence_penalty, prompt_length))
     return processors
