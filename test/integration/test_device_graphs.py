@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_sampling_on_the_device(do_sample, expected, tmp_path):
 
 def test_kernels_of_this_package(tmp_path):
     kernels = dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki")
-    app = application(one_layer_of_each_kind("h-small", tmp_path), batch_size=4, config_options=kernels)
+    folder = one_layer_of_each_kind("h-small", tmp_path)
+    app = application(folder, batch_size=4, config_options=kernels, speculation_length=4)
     for kind, bucket, expected in (
         ("context_encoding_model", 128, ["conv1d_prefill", "experts_decode", "experts_decode", "ssd_chunk_scan"]),
         (
@@ -228,13 +230,32 @@ def test_kernels_of_this_package(tmp_path):
             512,
             [FLASH_ATTENTION, "conv1d_prefill", *["experts_prefill"] * 2, "ssd_chunk_scan"],
         ),
-        ("token_generation_model", 1024, ["conv1d_update", "experts_decode", "experts_decode", "ssm_decode"]),
+        ("token_generation_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
+        ("verification_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
+        ("commit_model", 2048, ["mamba_decode"]),
     ):
         traced = trace(app, kind, bucket)
-        check_state(traced)
+        check_state(traced, expected_to_pass=2 if kind == "verification_model" else 0)
         text = hlo_text(traced)
         assert findings(text) == []
         assert closed_operators(text) == expected
+
+
+def test_a_verification_and_its_commit_move_states_as_often_as_they_must():
+    """A decode and a commit read and write them, a verification reads them: with the kernel that moves each once."""
+    from granite4_neuron.nxdi.graphs import report
+
+    config = GraniteMoeHybridConfig.from_family("h-1b")
+    config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
+    kernels = dict(prefill_scan="ssd", decode_kernel="nki")
+    graphs = report(config, torch.bfloat16, 4, 8, [128], 256, kernels, verified_tokens=4)
+    of = {graph.graph.split()[0].rstrip(","): graph for graph in graphs}
+    states = of["decode"].state_bytes
+    for name, times in (("decode", 2), ("commit", 2), ("verify", 1)):
+        weights = 0 if name == "commit" else of[name].weight_bytes
+        rest = of[name].cost.bytes_accessed - weights - times * states
+        assert 0 < rest < 0.8 * states
+    assert of["verify"].cost.bytes_accessed < of["decode"].cost.bytes_accessed
 
 
 EXPERT_KERNELS = {

@@ -228,9 +228,9 @@ MAMBA_DECODE = {
         "to_end_sb = _exp_of_sums(after, taken_log_decay_sb)",
         "to_end_sb = _exp_of_sums(after, times(dt_sb, for_each(A_sb, count)))",
     ),
-    "outputs see accepted tokens only": (
-        "_exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))",
-        "_exp_of_sums(up_to, taken_log_decay_sb)",
+    "outputs see the state decay by later tokens": (
+        "from_start_sb = _exp_of_sums(up_to,",
+        "from_start_sb = _exp_of_sums(after,",
     ),
     "one token too many is accepted": ("data2=accepted_sb, op=nl.less", "data2=accepted_sb, op=nl.less_equal"),
     "state read after it was advanced": ("C_columns[:, group, s, :],", "C_columns[:, 0, 0, :],"),

@@ -64,6 +64,7 @@ class XLARuntime:
     # A prefill graph takes one sequence: a second one would double the graphs for little.
     rows_per_step = 1
     tokens_per_verification = VERIFY_BUCKETS[-1]
+    own_slots = 0
     state_dtype = torch.float32
     cannot: Mapping[Ability, str] = {}
 
@@ -89,6 +90,10 @@ class XLARuntime:
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_position_embeddings
 
     @property
     def dtype(self) -> torch.dtype:
