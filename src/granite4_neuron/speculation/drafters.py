@@ -95,7 +95,7 @@ class DraftModel:
                 f"{vocab_size:,}; they must have the same."
             )
         self._runtime = runtime
-        self._max_length = min(max_length, runtime.config.max_position_embeddings)
+        self._max_length = min(max_length, runtime.max_length)
         self._state = runtime.allocate(num_sequences, self._max_length)
         self._free = list(range(num_sequences, 0, -1))
         self._followed: dict[int, _Followed] = {}
