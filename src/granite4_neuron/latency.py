@@ -38,6 +38,7 @@ COLLECTIVE_SECONDS = 4 * 2e-6
 LAUNCH_SECONDS = 157e-6
 
 ALL_REDUCES_PER_LAYER = 2
+PARTITIONS = 128
 CHUNK = 128  # tokens that the prefill kernel takes at a time
 
 
@@ -121,8 +122,9 @@ def step_work(
     """The work of a step, from `minimum` and the NKI kernels.
 
     VectorE's share is what the kernels of this package have it do: in decode the decay and the update of every entry of
-    the state; in a verification, for each head and pair of tokens, two passes over the head; in prefill, for each head
-    and 128 tokens, the weights of 128 pairs, and three passes over the head.
+    the state, and a pass over what is read of it, which fills few of the partitions; in a verification that pass, and
+    two for each pair of tokens; in prefill, for each head and 128 tokens, the weights of 128 pairs, and three passes
+    over the head.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -131,9 +133,9 @@ def step_work(
     rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
     inner = batch_size * rank.mamba_heads * config.mamba_d_head
     if verifies:
-        per_layer = 2 * inner * tokens**2
+        per_layer = inner * (PARTITIONS + 2 * tokens**2)
     elif tokens == 1:
-        per_layer = 2 * inner * config.mamba_d_state
+        per_layer = inner * (PARTITIONS + 2 * config.mamba_d_state)
     else:
         chunks = batch_size * -(-tokens // CHUNK)
         per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)

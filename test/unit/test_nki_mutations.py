@@ -237,7 +237,7 @@ MAMBA_DECODE = {
     "B of the first sequence": ("B_sb[:, s, group, :]", "B_sb[:, 0, group, :]"),
     "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)", "nisa.memset(gate_sb, 1.0)"),
     "what tokens say to each other dropped": (
-        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add)",
+        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)",
         "pass",
     ),
     "state not decayed": ("op=nl.multiply)\n    heads_per_bank", "op=nl.maximum)\n    heads_per_bank"),

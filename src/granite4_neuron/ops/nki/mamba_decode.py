@@ -238,7 +238,7 @@ def mamba_decode(
             own_z = z.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
             gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
             nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
-            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add)
+            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)
             gated_sb = nl.ndarray(y_sb.shape, dtype=xBC.dtype, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
             own_y = y.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
