@@ -113,7 +113,7 @@ def test_a_draft_model(generate, graphs, draft_folder, device):
     assert re.search(r"speculation: \d+% of \d+ drafts accepted", report)
     assert [len(model.config.granite.layer_types) for model in device] == [3, 2]
     status, text, report = generate(PROMPT, *with_draft, "--speculate", "ngram:3")
-    assert (status, text) == (0, expected) and "drafts accepted" in report
+    assert (status, text) == (0, expected), report
 
 
 def test_a_draft_of_itself_is_always_right(generate, graphs, folder):
@@ -144,11 +144,11 @@ def test_a_bug_of_slots_is_seen(generate, graphs, monkeypatch):
 
 def test_states_of_16_bits(generate, graphs, device, monkeypatch):
     """They are the compiled graphs' matter; the text of a few tokens is the same."""
-    expected = generate(PROMPT)[1]
+    expected = generate(PROMPT, "--max-tokens", 4)[1]
     compiled = graphs("--state-dtype", "bfloat16", "--prefill-scan", "ssd", "--decode-kernel", "nki")
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
     status, text, report = generate(PROMPT, *compiled, "--max-tokens", 4)
-    assert status == 0 and text.startswith(expected[:4].rstrip()), report
+    assert (status, text) == (0, expected), report
     states = device[0].models[0].model.kv_mgr.past_key_values
     assert [states[place].dtype for place in (0, 1, 4, 5)] == [torch.float32, torch.bfloat16] * 2
 
