@@ -1,4 +1,4 @@
-"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Attention, cache and loading are vLLM's.
+"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Cache and loading are vLLM's.
 
 Matrices are kept once, packed in tiles. The residual stream is float32.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -111,6 +112,7 @@ class FusedLayer:
         self._norm = layer.input_layernorm
         self._residual_multiplier = config.residual_multiplier
         self._mixer = self._attention = None
+        self._cache: torch.Tensor | None = None
         if isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer):
             self._mixer = layer.mamba
             linears = layer.mamba.in_proj, layer.mamba.out_proj
@@ -157,7 +159,22 @@ class FusedLayer:
         query, key, value = projected.split([width, kv_width, kv_width], dim=-1)
         if attention.rotary_emb is not None:
             query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
-        return attention.attn(query, key, value)
+        of_layers = get_forward_context().attn_metadata
+        if of_layers is None:  # vLLM measures how much memory a step takes
+            return torch.zeros_like(query)
+        metadata = of_layers[attention.attn.layer_name]
+        rows = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table]
+        return cpu.paged_attention(query, key, value, *self._pages(), rows, attention.attn.impl.scale)
+
+    def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the cache that vLLM has bound last, [pages, kv_heads, page_size, 2 * head_dim]: keys, and behind them
+        values, each [pages, kv_heads, page_size, head_dim].
+        """
+        cache = self._attention.attn.kv_cache
+        if cache is not self._cache:
+            head_dim = self._attention.head_dim
+            self._cache, self._views = cache, cache.view(*cache.shape[:2], -1, head_dim).chunk(2, dim=2)
+        return self._views
 
 
 def why_not_fused(vllm_config: VllmConfig) -> str | None:
@@ -170,6 +187,8 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
         return "with tensor parallelism only the mixer is this package's."
     if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
         return "with quantization or LoRA only the mixer is this package's."
+    if vllm_config.cache_config.cache_dtype != "auto" or vllm_config.kv_transfer_config is not None:
+        return "with a cache of another dtype than the model's, or that is sent elsewhere, only the mixer is this package's."
     if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         return "with data parallelism, over which vLLM spreads experts, only the mixer is this package's."
     if getattr(vllm_config.model_config.hf_text_config, "shared_intermediate_size", 0) == 0:
