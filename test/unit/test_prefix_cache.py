@@ -31,16 +31,6 @@ TOKENS = random_tokens(VOCAB, 150).tolist()
 OTHERS = random_tokens(VOCAB, 150, seed=1).tolist()
 
 
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
-
-
 @pytest.fixture
 def cache(runtime):
     return PoisonedPrefixCache(runtime, None, CHUNK)

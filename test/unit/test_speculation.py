@@ -49,18 +49,8 @@ def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture(scope="module")
 def other_model():
     return engine_model(seed=1, layer_types=("attention", "mamba", "mamba"))
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 @pytest.fixture(scope="module")
