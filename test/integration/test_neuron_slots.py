@@ -23,6 +23,9 @@ from test.support.engines import run
 from test.support.verification import Round, streams, verified_error
 
 SLOTS, TOKENS = 3, 4
+KERNELS = Case(
+    "kernels", dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
+)  # that the NKI kernels take
 OPTIONS = dict(batch_size=SLOTS, ctx_batch_size=1, is_continuous_batching=True, speculation_length=TOKENS)
 
 pytestmark = pytest.mark.usefixtures("cpu_mode")
@@ -74,8 +77,7 @@ def poison(runtime, lengths=None):
 @pytest.fixture(scope="class")
 def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
     """A runtime with the NKI kernels, which run in the emulator, and logits of whole sequences."""
-    sizes = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
-    folder = random_checkpoints(Case("kernels", sizes))
+    folder = random_checkpoints(KERNELS)
     return runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki")), tokens_and_logits(folder)[1]
 
 
@@ -152,6 +154,17 @@ class TestVerification:
         forms = {(has_outputs, counts) for name, has_outputs, counts in launches if name == "mamba_decode"}
         assert forms == {(True, True), (True, False), (False, True)}
         assert runtime.refusals == ()
+
+    def test_states_of_16_bits(self, random_checkpoints, with_kernels, monkeypatch):
+        """Rounded as the hardware does, by chance, at each step and commit: near the exact logits, and not at them."""
+        pytest.importorskip("nki.emulation", reason="a simulator may round as it likes")
+        monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+        folder = random_checkpoints(KERNELS)
+        runtime = runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki", state_dtype="bfloat16"))
+        assert runtime.state_dtype == torch.bfloat16
+        assert runtime.model.models[0].model.kv_mgr.past_key_values[1].dtype == torch.bfloat16
+        error = verification_error(runtime, with_kernels[1], PREFIXES[0], RAGGED[0])
+        assert TOLERANCE < error <= 5e-2
 
     def test_at_the_end_of_the_cache(self, runtime, sequences, folder):
         """Tokens up to the last place; those that only fill the graph have none."""

@@ -136,7 +136,7 @@ def test_dimensions_that_it_does_not_take():
         dimensions = dict(tokens=4, num_heads=8, head_dim=64, n_groups=1, d_state=128, programs=2)
         with pytest.raises(UserError, match="takes 1 to 16 tokens"):
             check_mamba_decode(**dimensions | changes)
-    with pytest.raises(UserError, match="Here are 4 tokens, 12 heads in 3 groups"):
+    with pytest.raises(UserError, match="Here are 12 heads in 3 groups, head_dim 64, d_state 128, and steps of 4"):
         check_mamba_decode(4, 12, 64, 3, 128, 2)
 
 

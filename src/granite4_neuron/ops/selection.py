@@ -62,7 +62,7 @@ def _with_mamba_kernels(
     nki: dict[str, MambaKernels] = {}
     refusals = base.refusals
     if uses_nki(prefill_scan, decode_kernel):
-        _check_dimensions(config, tp_degree)
+        _check_dimensions(config, tp_degree, prefill_scan)
         nki, reasons = _nki_kernels(config, tp_degree)
         refusals += reasons if decode_kernel == "nki" else ()
     prefill = {"chunked": base.mamba_prefill, "quadratic": base.mamba_quadratic, **nki}[prefill_scan]
@@ -109,13 +109,13 @@ def _rounding_in_hardware() -> Operator:
     return round_in_hardware
 
 
-def _check_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> None:
+def _check_dimensions(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str) -> None:
     if MAMBA not in config.layer_types:
         return
     num_heads, head_dim = config.rank_dimensions(tp_degree).mamba_heads, config.mamba_d_head
-    d_state = config.mamba_d_state
-    if num_heads % LOGICAL_CORE_SIZE or head_dim not in (32, 64, 128) or d_state not in (64, 128):
+    d_state, d_states = config.mamba_d_state, (64, 128) if prefill_scan in NKI_PREFILL_SCANS else (32, 64, 128)
+    if num_heads % LOGICAL_CORE_SIZE or head_dim not in (32, 64, 128) or d_state not in d_states:
         raise UserError(
-            f"the NKI kernels take a multiple of {LOGICAL_CORE_SIZE} heads a rank, head_dim 32, 64 or 128 and "
-            f"d_state 64 or 128; here are {num_heads} heads, head_dim {head_dim} and d_state {d_state}."
+            f"the NKI kernels take a multiple of {LOGICAL_CORE_SIZE} heads a rank, head_dim 32, 64 or 128 and d_state "
+            f"64 or 128, or 32 for decode; here are {num_heads} heads, head_dim {head_dim} and d_state {d_state}."
         )

@@ -56,8 +56,8 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
         raise UserError(
             f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
             f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW_OF_TOKENS} channels, "
-            f"and {PSUM_BANK} for heads times tokens; and head_dim and d_state of 32, 64 or 128. Here are {tokens} "
-            f"tokens, {num_heads} heads in {n_groups} groups, head_dim {head_dim} and d_state {d_state}."
+            f"and {PSUM_BANK} for heads times tokens; and head_dim and d_state of 32, 64 or 128. Here are {num_heads} "
+            f"heads in {n_groups} groups, head_dim {head_dim}, d_state {d_state}, and steps of {tokens}."
         )
 
 
