@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +36,8 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.random_weights import random_model
 
 
-def main() -> int:
-    options = parser(__doc__).parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser(__doc__).parse_args(arguments)
     try:
         check(options)
         with _checkpoint(options) as folder:
