@@ -32,7 +32,7 @@ class Snapshot:
     tensors: of one slot, by layer and field of `state.HybridState`: "layers.0.ssm_state".
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
-    tokens: the sequence's, all `length` of them; empty where nobody said.
+    tokens: the sequence's, all `length` of them; empty if unknown.
     note: what the caller wants to find in the file again.
     """
 
@@ -150,7 +150,7 @@ def cut_keys_and_values(tensors: Mapping[str, torch.Tensor], start: int, length:
 
 
 def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> dict[str, torch.Tensor]:
-    """The last snapshot's tensors with the keys and values of all, [kv_heads, max_length, head_dim], zeros behind."""
+    """The last snapshot's tensors with the keys and values of all, [kv_heads, max_length, head_dim], zero-padded."""
     tensors = dict(snapshots[-1].tensors)
     for name in filter(_has_positions, tensors):
         kv_heads, _, head_dim = tensors[name].shape
@@ -176,7 +176,7 @@ def _has_positions(name: str) -> bool:
 
 
 class Weights(Protocol):
-    """What `fingerprint` looks at: a tensor, or a matrix that is kept otherwise."""
+    """What `fingerprint` reads: a tensor, or a matrix that is kept otherwise."""
 
     shape: torch.Size
 
