@@ -27,6 +27,7 @@ def pytest_configure(config):
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(variable, "1")
+        cpu.has_fused_kernels()  # They are compiled once, before there are workers that would do so side by side.
 
 
 def pytest_terminal_summary(terminalreporter):
