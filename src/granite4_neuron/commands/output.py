@@ -19,7 +19,7 @@ def write(text: str, end: str = "\n") -> None:
     """Print on standard output, at once.
 
     Raises:
-        BrokenPipeError: nobody reads any more.
+        BrokenPipeError: the reader has closed the pipe.
         OutputError: it is closed, or cannot be written.
     """
     if sys.stdout is None:
