@@ -226,7 +226,8 @@ class TestEnds:
                         layer.ssm_state[engine._running[ids[1]].slot] = math.nan
         *before, last = outputs[ids[1]]
         assert tokens_of(before) == alone(1, 12, False)[:4]
-        assert last.finish_reason == "error" and last.token is None and "not finite" in last.error
+        assert last.finish_reason == "error" and last.token is None and not last.is_requests_fault
+        assert last.error == "no token can be chosen: the model's logits are not finite."
         for number in (0, 2):
             assert tokens_of(outputs[ids[number]]) == alone(number, 12, False)
         again = engine.add(request_of(1, max_tokens=12))
