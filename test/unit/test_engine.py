@@ -14,21 +14,11 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, with_overrides
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state import MambaState
-from test.support.engines import CHUNK, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
+from test.support.engines import CHUNK, ChunkRuntime, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
 SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 def request_of(number, max_tokens=8, sampled=False):
