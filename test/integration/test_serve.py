@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 
@@ -322,12 +323,40 @@ class TestLoad:
         assert metric(server, "num_requests_running") == metric(server, "num_requests_waiting") == 0
         assert metric(server, "prefix_cache_hit_tokens_total") > 0
 
-    def test_a_text_without_a_token_is_that_requests_matter(self, client, post):
-        answer = post("completions", {"prompt": PROMPT, "temperature": 1e-42})
-        assert answer.status_code == 500 and "no token can be chosen" in answer.json()["error"]["message"]
-        streamed = post("completions", {"prompt": PROMPT, "temperature": 1e-42, "stream": True})
-        assert "no token can be chosen" in streamed.text
-        assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].text
+    @pytest.mark.parametrize("option", [dict(temperature=1e-42), dict(repetition_penalty=1e-300)], ids=str)
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    def test_options_that_leave_no_token_are_that_requests_matter(self, client, post, tiny, option, stream):
+        texts = []
+        others = threading.Thread(
+            target=lambda: texts.append(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60))
+        )
+        others.start()
+        answer = post("completions", {"prompt": PROMPT, **option, "stream": stream, "n": 2})
+        assert answer.status_code == 400 and "under the request's sampling options" in answer.json()["error"]["message"]
+        others.join()
+        assert texts[0].choices[0].text == generate(*tiny, PROMPT, max_tokens=60)
+
+    def test_options_that_leave_no_token_later_end_the_stream_with_an_error(self, post, tiny):
+        """The first token has been sent by then; the second is the first one that a penalty is for."""
+        first = tiny[1].encode(generate(*tiny, PROMPT, max_tokens=1))[-1]
+        options = {"repetition_penalty": 1e-300, "logit_bias": {str(first): 100, "5": -100}, "temperature": 0}
+        answer = post("completions", {"prompt": [5], "stream": True, "max_tokens": 5, **options})
+        *_, token, error = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert answer.status_code == 200 and json.loads(token)["choices"][0]["finish_reason"] is None
+        assert json.loads(error)["error"]["type"] == "invalid_request_error"
+        assert "under the request's sampling options" in json.loads(error)["error"]["message"]
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    def test_logits_that_are_not_finite_are_the_servers_matter(self, tiny, stream):
+        class Broken(Engine):
+            def _choose(self, sequence, logits, drafts=()):
+                return super()._choose(sequence, [of_token * math.nan for of_token in logits], drafts)
+
+        with serving(*tiny, engine_class=Broken) as server:
+            body = {"prompt": PROMPT, "stream": stream}
+            answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 500 and "model's logits are not finite" in answer.json()["error"]["message"]
+            assert httpx.get(f"{server.address}/health").status_code == 200
 
     def test_an_engine_that_fails_ends_the_server(self, tiny, monkeypatch):
         class Failing(Engine):

@@ -56,13 +56,17 @@ def test_a_second_interrupt_does_not_wait():
     with serve_process() as (process, address), httpx.Client(timeout=60) as client:
         body = {**LONG, "max_tokens": 8000}
         with client.stream("POST", f"{address}/v1/completions", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             process.send_signal(signal.SIGINT)
             with pytest.raises(httpx.ConnectError):
                 while True:
                     httpx.get(f"{address}/health")
             process.send_signal(signal.SIGINT)
+            *_, last = (line for line in lines if line)
+            assert "the server's engine has stopped" in last
             assert process.wait(200) == 130
+            assert "Traceback" not in process.stderr.read()
 
 
 class TestRefusals:

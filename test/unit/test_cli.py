@@ -244,10 +244,11 @@ class TestBadInput:
         checkpoint.save_model(model, folder.parent / "nan", files_from=folder)
         for options in ([], ["--temperature", "1"]):
             result = run("generate", "--model", folder.parent / "nan", "x", *options)
-            self.refused(result, "logits, under the sampling options, are not finite")
+            self.refused(result, "the model's logits are not finite")
 
     def test_options_that_leave_no_token(self, run, texting_folder):
-        self.refused(run("generate", "--model", texting_folder, "x", "--temperature", "1e-42"), "are not finite")
+        result = run("generate", "--model", texting_folder, "x", "--temperature", "1e-42")
+        self.refused(result, "sampling options the logits are not finite")
 
     @pytest.mark.parametrize("field, value", [("temperature", "hot"), ("eos_token_id", [[1]]), ("do_sample", 1)])
     def test_a_generation_config_of_wrong_types(self, run, folder, field, value):
@@ -416,7 +417,7 @@ NEED_NO_TORCH = [
 
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
 def test_what_needs_no_torch_imports_none(arguments):
-    """The modules are looked at, not the time: it is they that take it."""
+    """By the modules that are imported, which take the time."""
     program = """
 import sys
 from granite4_neuron.cli import main, parser

@@ -14,21 +14,11 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, with_overrides
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state import MambaState
-from test.support.engines import CHUNK, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
+from test.support.engines import CHUNK, ChunkRuntime, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
 SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 def request_of(number, max_tokens=8, sampled=False):
@@ -236,7 +226,8 @@ class TestEnds:
                         layer.ssm_state[engine._running[ids[1]].slot] = math.nan
         *before, last = outputs[ids[1]]
         assert tokens_of(before) == alone(1, 12, False)[:4]
-        assert last.finish_reason == "error" and last.token is None and "not finite" in last.error
+        assert last.finish_reason == "error" and last.token is None and not last.is_requests_fault
+        assert last.error == "no token can be chosen: the model's logits are not finite."
         for number in (0, 2):
             assert tokens_of(outputs[ids[number]]) == alone(number, 12, False)
         again = engine.add(request_of(1, max_tokens=12))

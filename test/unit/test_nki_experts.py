@@ -8,7 +8,7 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.hlo_lint import findings, instructions
-from granite4_neuron.ops.expert_slots import expected_distinct, expert_slots, experts_hbm_bytes, num_slots
+from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes, num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import error, experts_arguments, experts_inputs, experts_oracle
@@ -63,11 +63,6 @@ class TestSlots:
         text = torch_xla._XLAC._get_xla_tensors_hlo(list(outputs))
         opcodes = {instruction.opcode for instruction in instructions(text).values()}
         assert not findings(text) and not opcodes & {"sort", "reduce-window", "gather", "scatter", "dot", "custom-call"}
-
-    def test_expected_number(self):
-        assert expected_distinct(1, 10, 72) == pytest.approx(10)
-        counts = [torch.rand(4, 72).topk(10).indices.unique().numel() for _ in range(200)]
-        assert expected_distinct(4, 10, 72) == pytest.approx(sum(counts) / len(counts), rel=0.05)
 
 
 class TestExperts:

@@ -1,4 +1,4 @@
-"""Sequences that go on from what earlier ones left behind: what they find, what it costs, and that nobody can tell."""
+"""Sequences that go on from what earlier ones left: what they find, what it costs, and that texts stay the same."""
 
 import itertools
 import re
@@ -29,16 +29,6 @@ from test.support.stepping import random_tokens
 
 TOKENS = random_tokens(VOCAB, 150).tolist()
 OTHERS = random_tokens(VOCAB, 150, seed=1).tolist()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 @pytest.fixture

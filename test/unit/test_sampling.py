@@ -12,21 +12,11 @@ from granite4_neuron.engine.logprobs import token_logprobs
 from granite4_neuron.engine.sampling import additions
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.speculation import NgramDrafter
-from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run
+from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
 from test.support.stepping import random_tokens
 
 PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
 GREEDY = GenerationConfig(top_k=None)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 def logits_by_hand(runtime, tokens):

@@ -6,21 +6,11 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, SlotPrefixCache
 from granite4_neuron.state import HybridState
-from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
+from test.support.engines import VOCAB, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
 TOKENS = random_tokens(VOCAB, 150).tolist()
 OTHERS = random_tokens(VOCAB, 150, seed=1).tolist()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine_model()
-
-
-@pytest.fixture
-def runtime(model):
-    return ChunkRuntime(model)
 
 
 def engine_of(runtime, slots=(3, 4, 5), num_sequences=2, **options):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence
+from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
@@ -306,7 +307,9 @@ class Engine:
             try:
                 token = sequence.sampler(of_token, sequence.tokens)
             except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
-                return [*outputs, Output(sequence.id, None, sequence.text.finish(), "error", str(error))]
+                is_requests_fault = isinstance(error, NoTokenLeft)
+                text = sequence.text.finish()
+                return [*outputs, Output(sequence.id, None, text, "error", str(error), is_requests_fault)]
             self.stats.generated_tokens += 1
             outputs.append(sequence.append(token, of_token))
             if token != draft or outputs[-1].finish_reason is not None:

@@ -97,6 +97,7 @@ class Output:
     text: what can be added to the sequence's text now; may be empty while a character or a stop string is incomplete.
     finish_reason: None, or with the sequence's last output "stop" (stop token or stop string), "length" or "error".
     error: what went wrong, in one sentence.
+    is_requests_fault: whether the request's options are why, and not the model.
     logprob: how likely the token was, where the request asks for it.
     prompt: with the sequence's first token.
     """
@@ -106,6 +107,7 @@ class Output:
     text: str
     finish_reason: str | None = None
     error: str | None = None
+    is_requests_fault: bool = False
     logprob: TokenLogprob | None = None
     prompt: PromptReport | None = None
 

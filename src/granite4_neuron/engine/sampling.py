@@ -26,7 +26,10 @@ from granite4_neuron.errors import UserError
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number of any library's, and not a boolean."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond those of double precision
+        return False
 
 
 def is_whole(value: object) -> bool:
@@ -90,6 +93,10 @@ def with_overrides(
     return config
 
 
+class NoTokenLeft(UserError):
+    """A sequence's own options leave no token to choose, whatever the model says."""
+
+
 class Sampler:
     """Picks one sequence's next token, greedily or by chance, after transformers' logits processors.
 
@@ -121,13 +128,18 @@ class Sampler:
             tokens: the sequence so far, prompt included.
 
         Raises:
-            UserError: the logits, under the options, are not finite.
+            NoTokenLeft: the logits are finite, and under the options they are not.
+            UserError: the logits are not finite.
         """
         scores = self._scores(logits, tokens)
-        # By numpy, in one thread: a call of torch's would wake its threads, to spin beside those of the next step.
-        likeliest = int(scores.numpy().argmax())
+        likeliest = _likeliest(scores)
         if not math.isfinite(scores[likeliest]):
-            raise UserError("no token can be chosen: the model's logits, under the sampling options, are not finite.")
+            if not math.isfinite(logits[_likeliest(logits)]):
+                raise UserError("no token can be chosen: the model's logits are not finite.")
+            raise NoTokenLeft(
+                "no token can be chosen: under the request's sampling options the logits are not finite; a temperature "
+                "or repetition_penalty further from 0 would keep them so."
+            )
         if not self._do_sample:
             return likeliest
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
@@ -185,6 +197,14 @@ def additions(
     if frequency_penalty or presence_penalty:
         processors.append(OccurrencePenaltyLogitsProcessor(frequency_penalty, presence_penalty, prompt_length))
     return processors
+
+
+def _likeliest(logits: torch.Tensor) -> int:
+    """The token of the highest logit, or one whose logit is NaN.
+
+    By numpy, in one thread: a call of torch's would wake its threads, to spin beside those of the next step.
+    """
+    return int(logits.numpy().argmax())
 
 
 def _processors(config: GenerationConfig) -> LogitsProcessorList:

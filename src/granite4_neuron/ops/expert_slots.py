@@ -41,16 +41,6 @@ def expert_slots(
     return expert_ids, topk_weights[..., None].where(is_choice, 0.0).sum(1)
 
 
-def expected_distinct(tokens: int, top_k: int, num_experts: int) -> float:
-    """The mean number of distinct experts if every token's choice is as likely as any other."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
-
-
-def experts_flops(tokens: int, slots: float, hidden_size: int, width: int) -> float:
-    """Multiplications and additions of `slots` experts over all tokens, whether they chose them or not."""
-    return 6 * tokens * slots * hidden_size * width
-
-
 def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
     """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
 

@@ -20,6 +20,7 @@ from granite4_neuron.ops.launch_parameters import (
     find_launch_table,
     tuned_config_folder,
 )
+from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
     Ability,
@@ -34,7 +35,7 @@ from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.state import HybridState
 
 
-class CPURuntime:
+class CPURuntime(BoundModel):
     """The `Runtime` of this machine's processor: plain torch, or fused kernels.
 
     Args:
@@ -79,18 +80,6 @@ class CPURuntime:
         self._launch_table = _launch_table(self.config, self.state_dtype, tuned_config_folder(tuned_configs))
 
     @property
-    def config(self) -> GraniteMoeHybridConfig:
-        return self.model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.model.is_quantized
-
-    @property
     def weight_bytes(self) -> int:
         """Of all weights, as they are held in memory."""
         weights = {id(weight): weight for _, weight in self.model.named_weights()}.values()  # a tied one is there once
@@ -99,11 +88,6 @@ class CPURuntime:
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)
-
-    @property
-    def refusals(self) -> tuple[str, ...]:
-        """A sentence for each faster way of computing that this runtime does not take."""
-        return self.model.operators.refusals
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """As `Runtime.allocate`; the cache takes memory only as it is written."""

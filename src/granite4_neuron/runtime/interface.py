@@ -81,7 +81,7 @@ class Runtime(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the large weights are int8."""
+        """Whether the large weights are int8 or int4."""
 
     @property
     def refusals(self) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
+from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
@@ -47,7 +47,7 @@ VERIFY_BUCKETS = (4, 8, 16)
 SHORTEST_CACHE = 1024
 
 
-class XLARuntime:
+class XLARuntime(BoundModel):
     """The `Runtime` of an XLA device.
 
     Args:
@@ -85,23 +85,6 @@ class XLARuntime:
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
         torch_xla.sync()
-
-    @property
-    def config(self) -> GraniteMoeHybridConfig:
-        return self.model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.model.is_quantized
-
-    @property
-    def refusals(self) -> tuple[str, ...]:
-        """As `CPURuntime.refusals`."""
-        return self.model.operators.refusals
 
     @property
     def tokens_per_step(self) -> int:

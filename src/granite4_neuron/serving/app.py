@@ -134,6 +134,7 @@ class _Routes:
                 return await _unless_gone(http.receive, self._whole(generation, answer))
             batches = aiter(generation)
             first = await _unless_gone(http.receive, anext(batches))
+            _raise_errors(first)
             is_handed_on = True
             events = _events(first, batches, answer, body.wants_usage)
             return _EventStream(events, on_end=lambda: self._service.engine.end(generation))
@@ -172,7 +173,7 @@ async def _chained(first: Batch, batches: AsyncIterator[Batch]) -> AsyncIterator
 def _raise_errors(batch: Batch) -> None:
     for _, output in batch:
         if output.error is not None:
-            raise RequestError(500, output.error)
+            raise RequestError(400 if output.is_requests_fault else 500, output.error)
 
 
 class _EventStream(Response):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -18,6 +21,8 @@ from granite4_neuron.serving.app import Service, make_app
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
+
+LAST_WORDS_SECONDS = 1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -73,28 +78,50 @@ class Server(uvicorn.Server):
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
         self._on_start = on_start
-        self._has_failed = False
+        self._has_failed = self._is_interrupted = False
         quiet = dict(log_level="warning", access_log=False, server_header=False)
         super().__init__(uvicorn.Config(make_app(self.service), lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:
-        """Serve until the end; false if that is the engine's failure, and nobody asked for it."""
-        # uvicorn raises the signal again once it has answered it, which would end the process with that signal.
-        before = signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            self.run([listener])
-        finally:
-            signal.signal(signal.SIGTERM, before)
-            self.service.engine.close()  # where a second Ctrl-C did not wait for the rest
+        """Serve until the end; false if that is the engine's failure, and nobody asked for it.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C asked for it.
+        """
+        self.run([listener])
+        if self._is_interrupted:
+            raise KeyboardInterrupt
         return not self._has_failed
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises them again in the midst of the event loop once it has answered them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave what still runs to the end of the event loop, which complains
+            self.service.engine.close()  # each request is told
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+            await self.lifespan.shutdown()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.is_ending = True
+        self._is_interrupted |= sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
     def _engine_ended(self) -> None:

@@ -1,0 +1,33 @@
+"""What runtimes say of the model that they hold."""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+
+class BoundModel:
+    """The part of `Runtime` that a model bound to its operators answers."""
+
+    model: GraniteMoeHybridForCausalLM
+
+    @property
+    def config(self) -> GraniteMoeHybridConfig:
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and of the cache."""
+        return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the large weights are int8 or int4."""
+        return self.model.is_quantized
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A sentence for each faster way of computing that this runtime does not take."""
+        return self.model.operators.refusals
