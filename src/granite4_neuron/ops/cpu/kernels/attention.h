@@ -5,6 +5,7 @@
 #include "common.h"
 #include "gemm.h"
 #include "parallel.h"
+#include "views.h"
 
 namespace granite4_neuron {
 
@@ -54,22 +55,23 @@ struct BlockAttention {
         query(tokens * heads * head_dim), rows_of_keys(KEYS * columns), keys(columns * KEYS), values(KEYS * columns),
         scores(tokens * heads * KEYS), out(tokens * heads * columns), top(tokens * heads), total(tokens * heads) {}
 
-  // q, to: the first token's first head; tokens are `stride` apart, heads head_dim.
-  // key, value: [.., head_dim], of which token t sees first_position + t + 1.
+  // q, to: rows are tokens, whose heads lie one behind another, from the first that is meant.
+  // key(position), value(position): [head_dim]. Positions grow; token t sees those up to first_position + t.
+  template <typename KeyAt, typename ValueAt>
   void run(
-      const T* q, const T* key, const T* value, T* to, int64_t stride, int64_t tokens, int64_t first_position,
+      MatrixView<const T> q, KeyAt key, ValueAt value, MatrixView<T> to, int64_t tokens, int64_t first_position,
       float scale) {
     int64_t rows = tokens * heads;
     for (int64_t row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_dim; d++)
-        query[row * head_dim + d] = scale * static_cast<float>(q[row / heads * stride + row % heads * head_dim + d]);
+        query[row * head_dim + d] = scale * static_cast<float>(q.row(row / heads)[row % heads * head_dim + d]);
     std::fill(out.begin(), out.end(), 0.0f);
     std::fill(total.begin(), total.end(), 0.0f);
     std::fill(top.begin(), top.end(), -INFINITY);
     int64_t seen = first_position + tokens;
     for (int64_t start = 0; start < seen; start += KEYS) {
       int64_t count = std::min(KEYS, seen - start);
-      load(key + start * head_dim, value + start * head_dim, count);
+      load(key, value, start, count);
       gemm({rows, KEYS, head_dim}, {query.data(), head_dim}, {keys.data(), KEYS}, {scores.data(), KEYS}, false);
       for (int64_t row = 0; row < rows; row++)
         soften(row, std::min(count, std::max<int64_t>(0, first_position + row / heads + 1 - start)));
@@ -77,17 +79,18 @@ struct BlockAttention {
     }
     for (int64_t row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_dim; d++)
-        to[row / heads * stride + row % heads * head_dim + d] = static_cast<T>(out[row * columns + d] / total[row]);
+        to.row(row / heads)[row % heads * head_dim + d] = static_cast<T>(out[row * columns + d] / total[row]);
   }
 
  private:
-  // What lies behind the first `count` keys takes no part.
-  void load(const T* key, const T* value, int64_t count) {
+  // What lies behind the `count` keys takes no part.
+  template <typename KeyAt, typename ValueAt>
+  void load(KeyAt& key, ValueAt& value, int64_t start, int64_t count) {
     for (int64_t s = 0; s < KEYS; s++) {
       float* of_key = &rows_of_keys[s * columns];
       if (s < count) {
-        to_float(key + s * head_dim, of_key, head_dim);
-        to_float(value + s * head_dim, &values[s * columns], head_dim);
+        to_float(key(start + s), of_key, head_dim);
+        to_float(value(start + s), &values[s * columns], head_dim);
       } else {
         std::fill(of_key, of_key + head_dim, 0.0f);
       }
@@ -157,9 +160,11 @@ inline at::Tensor cached_attention(
           std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
         if (count == 0) continue;
         int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
+        MatrixView<const scalar_t> of_keys{keys + at, head_dim}, of_values{values + at, head_dim};
         block.run(
-            q + from, keys + at, values + at, to + from, stride, count, position[row * position_stride] + first,
-            static_cast<float>(scale));
+            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return of_keys.row(n); },
+            [=](int64_t n) { return of_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
+            position[row * position_stride] + first, static_cast<float>(scale));
       }
     });
   });
