@@ -21,11 +21,12 @@ from benchmarks.round_trip import load_round_trip
 from benchmarks.states import compare_in_states
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.sizes import parameter_shapes
 from granite4_neuron.state import HybridState
 from granite4_neuron.stored_tensors import EMBEDDING, StoredTensors
-from test.support.checkpoints import small_config
+from test.support.checkpoints import CASES, small_config
 
 SCRIPT = Path(__file__).parents[2] / "benchmark_latency.py"
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
@@ -237,12 +238,15 @@ class TestStates:
         assert not compare_in_states(self.result((1, 1, (None, None))), self.result((1, 1, (None, None))))
 
 
+@pytest.mark.parametrize(
+    "case_folder", [case for case in CASES if case.name in ("moe", "two_groups", "untied_head")], indirect=True
+)
 def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     """Every weight is there once, by llama.cpp's names and as it computes with it."""
     gguf = pytest.importorskip("gguf")
-    write_gguf(case_folder, tmp_path / "model.gguf")
     stored = StoredTensors(case_folder)
     config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
+    write_gguf(case_folder, tmp_path / "model.gguf")
     tensors = {
         tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
     }
@@ -256,6 +260,13 @@ def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     ending = "_shexp" if config.num_local_experts else ""
     assert torch.equal(tensors[f"blk.0.ffn_gate{ending}.weight"], gate)
     assert torch.equal(tensors[f"blk.0.ffn_up{ending}.weight"], up)
+
+
+def test_gguf_files_have_no_rotary_embeddings(tmp_path, random_checkpoints):
+    pytest.importorskip("gguf")
+    (case,) = (case for case in CASES if case.name == "rope")
+    with pytest.raises(UserError, match="has rotary embeddings"):
+        write_gguf(random_checkpoints(case), tmp_path / "model.gguf")
 
 
 def test_a_round_trip():
