@@ -1,4 +1,4 @@
-"""Sequences that go on from what earlier ones left behind: what they find, what it costs, and that nobody can tell."""
+"""Sequences that go on from what earlier ones left: what they find, what it costs, and that texts stay the same."""
 
 import itertools
 import re

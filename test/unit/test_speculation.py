@@ -320,7 +320,7 @@ cases = Counter()
 def test_every_text_is_that_of_the_sequence_alone(
     model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval
 ):
-    """Whoever comes and goes, with everything poisoned that nobody should read."""
+    """Sequences that come and go, with NaN in everything that must not be read."""
     runtime = ChunkRuntime(model)
     cache = PoisonedPrefixCache(runtime, budget, interval)
     drafter = kind and drafter_of(kind, model, other_model, alone, num_sequences)

@@ -75,8 +75,8 @@ class DraftModel:
     is accepted about as often as the distributions overlap, while the text stays what the target alone would say
     (Daliri et al., https://arxiv.org/abs/2408.07978).
 
-    Its state has only seen tokens that are certain: drafts are looked at by `Runtime.verify` and never committed, and
-    there is nothing to roll back when the target wants others.
+    Its state has only seen tokens that are certain: drafts are run by `Runtime.verify` and never committed, and there
+    is nothing to roll back when the target rejects them.
 
     Args:
         runtime: of the small model; any that can verify.

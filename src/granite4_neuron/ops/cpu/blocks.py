@@ -42,7 +42,7 @@ class MambaBlock:
         rounding: Rounding,
     ):
         self._weights = weights
-        self._matrices = [weights.in_proj.handle, weights.out_proj.handle]
+        self._matrices = [weights.in_proj.packed, weights.out_proj.packed]
         self._n_groups = n_groups
         self._constants = (*time_step_limit, eps, residual_multiplier)
         self._rounding = rounding
@@ -91,7 +91,7 @@ class PagedMambaBlock:
         sizes: tuple[int, int, int],
         constants: tuple[float, float, float, float],
     ):
-        self._matrices, self._weights = [matrix.handle for matrix in matrices], list(weights)
+        self._matrices, self._weights = [matrix.packed for matrix in matrices], list(weights)
         self._sizes, self._constants = sizes, constants
         self._run = kernel("paged_mamba_block")
 
@@ -119,7 +119,7 @@ class FeedForwardBlock:
 
     def __init__(self, weights: FeedForwardWeights, top_k: int, eps: float, residual_multiplier: float):
         self._norm = weights.norm
-        self._matrices = [weight.handle for weight in weights.matrices]
+        self._matrices = [weight.packed for weight in weights.matrices]
         self._settings = (top_k, eps, residual_multiplier)
         self._run = kernel("feed_forward_block")
 

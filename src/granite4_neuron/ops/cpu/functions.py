@@ -1,4 +1,5 @@
-"""The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says$
+"""The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says
+otherwise.
 
 Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. What a row of a batch gives is the
 same bit by bit whatever other rows there are.
@@ -18,7 +19,7 @@ from granite4_neuron.ops.stochastic_rounding import Rounding
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`ops.linear`; a quantized weight is never rounded again."""
-    return kernel("linear")(x, weight.handle, bias)
+    return kernel("linear")(x, weight.packed, bias)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
@@ -48,12 +49,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 def mlp(x: torch.Tensor, input_weight: PackedWeight, output_weight: PackedWeight) -> torch.Tensor:
     """`ops.mlp`, of `linear` and `silu_and_mul`."""
-    return kernel("mlp")(x, input_weight.handle, output_weight.handle)
+    return kernel("mlp")(x, input_weight.packed, output_weight.packed)
 
 
 def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """`ops.router_logits`, of products in x's dtype that are added in float32."""
-    return kernel("logits")(x, weight.handle, 1.0)
+    return kernel("logits")(x, weight.packed, 1.0)
 
 
 def fused_experts(
@@ -64,7 +65,7 @@ def fused_experts(
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
     """`ops.fused_experts`; each chosen expert's weights are read, and nobody else's."""
-    return kernel("fused_experts")(hidden_states, w1.handle, w2.handle, topk_weights, topk_ids)
+    return kernel("fused_experts")(hidden_states, w1.packed, w2.packed, topk_weights, topk_ids)
 
 
 def write_cache(
@@ -92,7 +93,7 @@ def cached_attention(
 
 def logits(x: torch.Tensor, weight: PackedWeight, scaling: float) -> torch.Tensor:
     """`ops.logits`, never rounded to the weights' dtype."""
-    return kernel("logits")(x, weight.handle, scaling)
+    return kernel("logits")(x, weight.packed, scaling)
 
 
 def mamba_mixer(

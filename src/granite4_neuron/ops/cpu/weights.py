@@ -16,12 +16,12 @@ _PLAIN = "plain"
 class PackedWeight:
     """A matrix, or one of each expert, in tiles; see ops/cpu/kernels/weight.h.
 
-    handle: what kernels take.
+    packed: what kernels take, bytes.
     """
 
-    def __init__(self, shape: torch.Size, format: Format | None, handle: torch.ScriptObject, memory: torch.Tensor):
-        self.shape, self.handle = shape, handle
-        self._format, self._memory = format, memory
+    def __init__(self, shape: torch.Size, format: Format | None, packed: torch.Tensor):
+        self.shape, self.packed = shape, packed
+        self._format = format
 
     @property
     def is_quantized(self) -> bool:
@@ -29,7 +29,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.nbytes
+        return self.packed.nbytes
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(torch.arange(math.prod(self.shape[:-1]))).view(self.shape).to(dtype)
@@ -41,7 +41,7 @@ class PackedWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows, those of all experts counted through: [...] ids to [..., columns] in float32."""
-        return kernel("weight_rows")(self.handle, ids)
+        return kernel("weight_rows")(self.packed, ids)
 
 
 class Pack:
@@ -56,8 +56,8 @@ class Pack:
         if out is None:
             about = torch.Size([self.num_bytes(weight.shape, dtype, format)]), torch.uint8
             out = WeightMemory([about]).empty(*about)
-        handle = kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
-        return PackedWeight(weight.shape, format, handle, out)
+        kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
+        return PackedWeight(weight.shape, format, out)
 
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
         return kernel("packed_bytes")(shape, _name(format), dtype)

@@ -96,28 +96,28 @@ inline void multiply_groups(
 // As ops.fused_experts. hidden_states: [tokens, hidden]; w1: [experts, 2 * width, hidden];
 // w2: [experts, hidden, width]; topk_weights, topk_ids: [tokens, top_k].
 inline at::Tensor fused_experts(
-    const at::Tensor& hidden_states, const WeightPointer& w1, const WeightPointer& w2, const at::Tensor& topk_weights,
+    const at::Tensor& hidden_states, const Weight& w1, const Weight& w2, const at::Tensor& topk_weights,
     const at::Tensor& topk_ids) {
-  check_product(hidden_states, *w1);
-  TORCH_CHECK(w2->dtype == w1->dtype && w2->format == w1->format && w2->experts == w1->experts);
-  TORCH_CHECK(w1->rows == 2 * w2->columns && w2->rows == w1->columns);
+  check_product(hidden_states, w1);
+  TORCH_CHECK(w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts);
+  TORCH_CHECK(w1.rows == 2 * w2.columns && w2.rows == w1.columns);
   TORCH_CHECK(hidden_states.is_contiguous() && topk_weights.scalar_type() == at::kFloat);
   TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous());
-  int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2->columns, top_k = topk_ids.size(1);
+  int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2.columns, top_k = topk_ids.size(1);
   int64_t choices = tokens * top_k;
   at::Tensor output = empty(hidden_states.sizes(), hidden_states.options());
-  std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1->experts);
-  GRANITE4_DISPATCH_WEIGHT(*w1, "fused_experts", [&] {
+  std::vector<Group> groups = group_by_expert(topk_ids.const_data_ptr<int64_t>(), choices, w1.experts);
+  GRANITE4_DISPATCH_WEIGHT(w1, "fused_experts", [&] {
     Scratch<float> gate_up(choices * 2 * width), y(choices * hidden);
     Scratch<scalar_t> activated(choices * width);
-    multiply_groups<tiles_t>(groups, *w1, hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
+    multiply_groups<tiles_t>(groups, w1, hidden_states.const_data_ptr<scalar_t>(), top_k, gate_up.data());
     parallel_tasks(choices, 8, [&](int64_t begin, int64_t end) {
       for (int64_t choice = begin; choice < end; choice++) {
         const float* gate = gate_up.data() + choice * 2 * width;
         silu_and_mul(gate, gate + width, activated.data() + choice * width, width);
       }
     });
-    multiply_groups<tiles_t>(groups, *w2, activated.data(), 1, y.data());
+    multiply_groups<tiles_t>(groups, w2, activated.data(), 1, y.data());
     const float* weights = topk_weights.const_data_ptr<float>();
     auto* out = output.mutable_data_ptr<scalar_t>();
     parallel_tasks(tokens, 8, [&](int64_t begin, int64_t end) {

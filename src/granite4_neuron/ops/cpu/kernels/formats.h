@@ -29,61 +29,60 @@ inline Format format_named(const std::string& name) {
   return Format::INT4;
 }
 
-// A weight of this shape, [rows, columns] or [experts, rows, columns], without its bytes.
-inline WeightPointer weight_of(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
+// A weight of this shape, [rows, columns] or [experts, rows, columns], without its tiles.
+inline Weight weight_of(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
   TORCH_CHECK(shape.size() == 2 || shape.size() == 3);
-  auto weight = c10::make_intrusive<Weight>();
-  weight->dtype = dtype;
-  weight->format = format_named(format);
-  weight->experts = shape.size() == 3 ? shape[0] : 1;
-  weight->rows = shape[shape.size() - 2];
-  weight->columns = shape[shape.size() - 1];
-  GRANITE4_DISPATCH_WEIGHT(*weight, "weight_of", [&] { weight->tile_bytes = tiles_t::tile_bytes(weight->columns); });
+  Weight weight;
+  weight.dtype = dtype;
+  weight.format = format_named(format);
+  weight.experts = shape.size() == 3 ? shape[0] : 1;
+  weight.rows = shape[shape.size() - 2];
+  weight.columns = shape[shape.size() - 1];
+  GRANITE4_DISPATCH_WEIGHT(weight, "weight_of", [&] { weight.tile_bytes = tiles_t::tile_bytes(weight.columns); });
   return weight;
 }
 
 inline int64_t packed_bytes(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
-  auto weight = weight_of(shape, format, dtype);
-  return weight->experts * tiles_of(weight->rows) * weight->tile_bytes;
+  return weight_of(shape, format, dtype).num_bytes();
 }
 
 // Pack a matrix, or one of each expert, into `bytes`, which has room for `packed_bytes`.
 //
 // shape: of the matrix, [..., rows, columns]. values: of dtype and this shape, or as the format has them; scales: as the
 // format has them, or none.
-inline WeightPointer pack(
+inline void pack(
     const at::Tensor& any_values, const std::optional<at::Tensor>& scales, const std::string& format,
     at::ScalarType dtype, at::IntArrayRef shape, at::Tensor bytes) {
   at::Tensor values = any_values.contiguous();
-  auto weight = weight_of(shape, format, dtype);
-  TORCH_CHECK(bytes.is_contiguous() && bytes.scalar_type() == at::kByte);
-  TORCH_CHECK(bytes.numel() == packed_bytes(shape, format, dtype));
-  GRANITE4_DISPATCH_WEIGHT(*weight, "pack", [&] {
+  Weight weight = weight_of(shape, format, dtype);
+  TORCH_CHECK(bytes.is_contiguous() && bytes.scalar_type() == at::kByte && bytes.numel() == weight.num_bytes());
+  char* to = static_cast<char*>(bytes.mutable_data_ptr());
+  GRANITE4_DISPATCH_WEIGHT(weight, "pack", [&] {
     using Value = typename tiles_t::Value;
     TORCH_CHECK(values.scalar_type() == c10::CppTypeToScalarType<Value>::value, "values are ", values.scalar_type());
-    tiles_t::check(*weight, values, scales);
-    char* to = static_cast<char*>(bytes.mutable_data_ptr());
-    pack_tiles<tiles_t>(values.const_data_ptr<Value>(), pointer<float>(scales), *weight, to);
+    tiles_t::check(weight, values, scales);
+    pack_tiles<tiles_t>(
+        values.const_data_ptr<Value>(), pointer<float>(scales), weight, to + Weight::HEADER_BYTES);
   });
-  weight->bytes = bytes;
-  return weight;
+  std::memset(to, 0, Weight::HEADER_BYTES);
+  std::memcpy(to, static_cast<const WeightHeader*>(&weight), sizeof(WeightHeader));
 }
 
 // Rows `ids` of a weight, those of all experts counted through, in float32: [..., columns].
-inline at::Tensor weight_rows(const WeightPointer& weight, const at::Tensor& any_ids) {
+inline at::Tensor weight_rows(const Weight& weight, const at::Tensor& any_ids) {
   at::Tensor ids = any_ids.contiguous();
   auto shape = ids.sizes().vec();
-  shape.push_back(weight->columns);
+  shape.push_back(weight.columns);
   at::Tensor y = at::empty(shape, ids.options().dtype(at::kFloat));
   const auto* id = ids.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < ids.numel(); i++)
-    TORCH_CHECK(0 <= id[i] && id[i] < weight->experts * weight->rows, "there is no row ", id[i]);
-  GRANITE4_DISPATCH_WEIGHT(*weight, "weight_rows", [&] {
+    TORCH_CHECK(0 <= id[i] && id[i] < weight.experts * weight.rows, "there is no row ", id[i]);
+  GRANITE4_DISPATCH_WEIGHT(weight, "weight_rows", [&] {
     auto* to = y.mutable_data_ptr<float>();
     parallel_tasks(ids.numel(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++) {
-        int64_t expert = id[i] / weight->rows, row = id[i] % weight->rows;
-        read_row<tiles_t>(weight->tile(expert, row / TILE), row % TILE, weight->columns, to + i * weight->columns);
+        int64_t expert = id[i] / weight.rows, row = id[i] % weight.rows;
+        read_row<tiles_t>(weight.tile(expert, row / TILE), row % TILE, weight.columns, to + i * weight.columns);
       }
     });
   });

@@ -37,8 +37,6 @@ class WeightList {
   size_t next_ = 0;
 };
 
-using MatrixList = c10::List<WeightPointer>;
-
 // sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
 inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
   TORCH_CHECK(sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3);
@@ -62,18 +60,18 @@ at::Tensor paged_mamba_mixer_operator(
 }
 
 // matrices: in_proj, out_proj.
-MambaBlockWeights mamba_block_weights(const MatrixList& matrices, const WeightList::List& list) {
+MambaBlockWeights mamba_block_weights(at::TensorList matrices, const WeightList::List& list) {
   TORCH_CHECK(matrices.size() == 2);
   WeightList of(list);
   at::Tensor norm = of.next();
-  Linear in_proj{matrices.get(0), of.next_if_any()};
+  Linear in_proj{weight_in(matrices[0]), of.next_if_any()};
   MixerWeights mixer = of.mixer();
   at::Tensor gated_norm = of.next();
-  return {norm, in_proj, mixer, gated_norm, {matrices.get(1), of.next_if_any()}};
+  return {norm, in_proj, mixer, gated_norm, {weight_in(matrices[1]), of.next_if_any()}};
 }
 
 std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
-    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
+    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
     at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
     at::IntArrayRef rounding) {
   TORCH_CHECK(states.size() == 2 && constants.size() == 4);
@@ -83,7 +81,7 @@ std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
 }
 
 at::Tensor paged_mamba_block_operator(
-    const at::Tensor& hidden_states, const MatrixList& matrices, const WeightList::List& list,
+    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
     at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
   TORCH_CHECK(states.size() == 2 && constants.size() == 4);
   auto [result, inputs] = mamba_block(
@@ -94,31 +92,30 @@ at::Tensor paged_mamba_block_operator(
 
 // matrices: input and output of the MLP; with experts router, input and output of these.
 at::Tensor feed_forward_block_operator(
-    const at::Tensor& hidden_states, const MatrixList& matrices, const at::Tensor& norm, int64_t top_k, double eps,
+    const at::Tensor& hidden_states, at::TensorList matrices, const at::Tensor& norm, int64_t top_k, double eps,
     double residual_multiplier) {
   TORCH_CHECK(matrices.size() == 2 || matrices.size() == 5);
-  FeedForwardWeights weights{norm, matrices.get(0), matrices.get(1), std::nullopt};
-  if (matrices.size() == 5) weights.experts = {matrices.get(2), matrices.get(3), matrices.get(4)};
+  FeedForwardWeights weights{norm, weight_in(matrices[0]), weight_in(matrices[1]), std::nullopt};
+  if (matrices.size() == 5)
+    weights.experts = {weight_in(matrices[2]), weight_in(matrices[3]), weight_in(matrices[4])};
   return feed_forward_block(hidden_states, weights, top_k, {eps, residual_multiplier});
 }
 
 }  // namespace granite4_neuron
 
 // Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of mamba_block, besides its matrices: norm, bias of
-// in_proj, mixer, gated_norm, bias of out_proj. Weight stands for __torch__.torch.classes.granite4_neuron.Weight.
-#define WEIGHT "__torch__.torch.classes.granite4_neuron.Weight"
-
+// in_proj, mixer, gated_norm, bias of out_proj. Matrices are tensors of bytes, see `weight_in`.
 TORCH_LIBRARY(granite4_neuron, library) {
-  library.class_<granite4_neuron::Weight>("Weight");
-  library.def("pack(Tensor values, Tensor? scales, str format, ScalarType dtype, int[] shape, Tensor bytes) -> " WEIGHT);
+  library.def(
+      "pack(Tensor values, Tensor? scales, str format, ScalarType dtype, int[] shape, Tensor(a!) bytes) -> ()");
   library.def("packed_bytes(int[] shape, str format, ScalarType dtype) -> int", &granite4_neuron::packed_bytes);
-  library.def("weight_rows(" WEIGHT " weight, Tensor ids) -> Tensor");
-  library.def("linear(Tensor x, " WEIGHT " weight, Tensor? bias) -> Tensor");
+  library.def("weight_rows(Tensor weight, Tensor ids) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor? z, Tensor weight, float eps, int n_groups) -> Tensor");
   library.def("silu_and_mul(Tensor x) -> Tensor");
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
-  library.def("mlp(Tensor x, " WEIGHT " input_weight, " WEIGHT " output_weight) -> Tensor");
-  library.def("logits(Tensor x, " WEIGHT " weight, float scaling) -> Tensor");
+  library.def("mlp(Tensor x, Tensor input_weight, Tensor output_weight) -> Tensor");
+  library.def("logits(Tensor x, Tensor weight, float scaling) -> Tensor");
   // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
   // rounding: seed, stream, rounds.
   library.def(
@@ -130,13 +127,13 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
   // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
-      "mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
+      "mamba_block(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
       "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
   library.def(
-      "paged_mamba_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
+      "paged_mamba_block(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
       "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
   library.def(
-      "feed_forward_block(Tensor hidden_states, " WEIGHT "[] matrices, Tensor norm, int top_k, float eps, "
+      "feed_forward_block(Tensor hidden_states, Tensor[] matrices, Tensor norm, int top_k, float eps, "
       "float residual_multiplier) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
@@ -147,22 +144,29 @@ TORCH_LIBRARY(granite4_neuron, library) {
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, "
       "Tensor[] rows, float scale) -> Tensor");
   library.def(
-      "fused_experts(Tensor hidden_states, " WEIGHT " w1, " WEIGHT " w2, Tensor topk_weights, Tensor topk_ids) "
+      "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids) "
       "-> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   using at::Tensor;
-  using granite4_neuron::WeightPointer;
-  using Linear = Tensor (*)(const Tensor&, const WeightPointer&, const std::optional<Tensor>&);
+  using granite4_neuron::weight_in;
   library.impl("pack", &granite4_neuron::pack);
-  library.impl("weight_rows", &granite4_neuron::weight_rows);
-  library.impl("linear", static_cast<Linear>(&granite4_neuron::linear));
+  library.impl("weight_rows", [](const Tensor& weight, const Tensor& ids) {
+    return granite4_neuron::weight_rows(weight_in(weight), ids);
+  });
+  library.impl("linear", [](const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    return granite4_neuron::linear(x, weight_in(weight), bias);
+  });
   library.impl("rms_norm", &granite4_neuron::rms_norm);
   library.impl("silu_and_mul", static_cast<Tensor (*)(const Tensor&)>(&granite4_neuron::silu_and_mul));
   library.impl("residual_add", &granite4_neuron::residual_add);
-  library.impl("mlp", &granite4_neuron::mlp);
-  library.impl("logits", &granite4_neuron::logits);
+  library.impl("mlp", [](const Tensor& x, const Tensor& input_weight, const Tensor& output_weight) {
+    return granite4_neuron::mlp(x, weight_in(input_weight), weight_in(output_weight));
+  });
+  library.impl("logits", [](const Tensor& x, const Tensor& weight, double scaling) {
+    return granite4_neuron::logits(x, weight_in(weight), scaling);
+  });
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
   library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
   library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
@@ -171,5 +175,10 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("cached_attention", &granite4_neuron::cached_attention);
   library.impl("paged_attention", &granite4_neuron::paged_attention);
-  library.impl("fused_experts", &granite4_neuron::fused_experts);
+  library.impl(
+      "fused_experts",
+      [](const Tensor& hidden_states, const Tensor& w1, const Tensor& w2, const Tensor& topk_weights,
+         const Tensor& topk_ids) {
+        return granite4_neuron::fused_experts(hidden_states, weight_in(w1), weight_in(w2), topk_weights, topk_ids);
+      });
 }

@@ -13,7 +13,7 @@ namespace granite4_neuron {
 
 // A projection.
 struct Linear {
-  WeightPointer weight;
+  Weight weight;
   std::optional<at::Tensor> bias;  // [rows]
 };
 
@@ -51,17 +51,17 @@ inline std::tuple<at::Tensor, at::Tensor> mamba_block(
 }
 
 // As ops.mlp.
-inline at::Tensor mlp(const at::Tensor& x, const WeightPointer& input, const WeightPointer& output) {
+inline at::Tensor mlp(const at::Tensor& x, const Weight& input, const Weight& output) {
   return linear(silu_and_mul(linear(x, input, std::nullopt)), output, std::nullopt);
 }
 
 struct ExpertWeights {
-  WeightPointer router, input, output;
+  Weight router, input, output;
 };
 
 struct FeedForwardWeights {
   at::Tensor norm;  // [hidden_size]
-  WeightPointer input, output;
+  Weight input, output;
   std::optional<ExpertWeights> experts;
 };
 

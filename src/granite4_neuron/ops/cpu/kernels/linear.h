@@ -247,24 +247,24 @@ inline void check_product(const at::Tensor& x, const Weight& weight) {
 }
 
 // As ops.linear. x: [..., columns]; bias: [rows].
-inline at::Tensor linear(const at::Tensor& any_x, const WeightPointer& weight, const std::optional<at::Tensor>& bias) {
-  check_product(any_x, *weight);
-  at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight->rows), x.options());
-  GRANITE4_DISPATCH_WEIGHT(*weight, "linear", [&] {
+inline at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const std::optional<at::Tensor>& bias) {
+  check_product(any_x, weight);
+  at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options());
+  GRANITE4_DISPATCH_WEIGHT(weight, "linear", [&] {
     multiply_all<tiles_t>(
-        *weight, x.const_data_ptr<scalar_t>(), rows_of(x), pointer<scalar_t>(bias), 1.0f,
+        weight, x.const_data_ptr<scalar_t>(), rows_of(x), pointer<scalar_t>(bias), 1.0f,
         y.mutable_data_ptr<scalar_t>());
   });
   return y;
 }
 
 // As ops.logits; products are never rounded to the weights' dtype.
-inline at::Tensor logits(const at::Tensor& any_x, const WeightPointer& weight, double scaling) {
-  check_product(any_x, *weight);
-  at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight->rows), x.options().dtype(at::kFloat));
-  GRANITE4_DISPATCH_WEIGHT(*weight, "logits", [&] {
+inline at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling) {
+  check_product(any_x, weight);
+  at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options().dtype(at::kFloat));
+  GRANITE4_DISPATCH_WEIGHT(weight, "logits", [&] {
     multiply_all<tiles_t, scalar_t>(
-        *weight, x.const_data_ptr<scalar_t>(), rows_of(x), nullptr, static_cast<float>(1.0 / scaling),
+        weight, x.const_data_ptr<scalar_t>(), rows_of(x), nullptr, static_cast<float>(1.0 / scaling),
         y.mutable_data_ptr<float>());
   });
   return y;
