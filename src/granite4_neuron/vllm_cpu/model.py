@@ -52,7 +52,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
             )
         if self.refusal is not None and get_pp_group().world_size > 1:
             raise ValueError(
-                f"vLLM's own Granite 4 layers do not run in a pipeline, and this package's are not used: {self.refusal}; "
+                f"vLLM's own Granite 4 layers do not run in a pipeline, and ours are not used ({self.refusal}); "
                 "leave out --pipeline-parallel-size."
             )
         if self.refusal is not None and unknown is None:
