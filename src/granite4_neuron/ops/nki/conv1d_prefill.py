@@ -107,13 +107,16 @@ def conv1d_prefill(
             tokens = nl.ds(start, min(TOKENS, length - start))
             x_sb = load(x[b, tokens, own_channels], x.dtype)
             rows = x_sb.shape[0]
+            # Step 1: channels on partitions, behind the last inputs of the block before.
             inputs_sb = _channels_on_partitions(x_sb, previous_sb, width)
             previous_sb = inputs_sb[:, :, rows : rows + reach]
 
+            # Step 2: the taps as products with diagonal matrices, which put tokens back on partitions.
             y_sb = nl.ndarray((rows, own), dtype=x.dtype, buffer=nl.sbuf)
             _convolve(y_sb, inputs_sb, diagonals_sb, bias_sb, one_row)
             nisa.dma_copy(dst=y[b, tokens, own_channels], src=y_sb)
 
+            # Step 3: the window behind the last real token, picked by a product wherever that token is.
             is_slot_sb = nl.ndarray((rows, reach), dtype=x.dtype, buffer=nl.sbuf)
             nisa.tensor_scalar(
                 dst=is_slot_sb,

@@ -66,12 +66,14 @@ def conv1d_update(
     y = nl.ndarray((batch, channels), dtype=x.dtype, buffer=nl.shared_hbm)
     new_states = nl.ndarray((batch, channels, reach), dtype=conv_states.dtype, buffer=nl.shared_hbm)
 
+    # Step 1: windows with x behind them, and all but their oldest inputs back.
     window_sb = nl.ndarray((lanes, batch, per_lane, d_conv), dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=window_sb[:, :, :, 0:reach], src=_by_lane(conv_states, own_lanes, per_lane))
     x_columns = x.reshape((batch, channels, 1))
     nisa.dma_copy(dst=window_sb[:, :, :, reach:d_conv], src=_by_lane(x_columns, own_lanes, per_lane))
     nisa.dma_copy(dst=_by_lane(new_states, own_lanes, per_lane), src=window_sb[:, :, :, 1:d_conv])
 
+    # Step 2: the taps' sum, bias and SiLU.
     weight_sb = load(_by_lane(weight.reshape((1, channels, d_conv)), own_lanes, per_lane), nl.float32)
     bias_sb = load(_by_lane(bias.reshape((1, channels, 1)), own_lanes, per_lane), nl.float32)
     products_sb = nl.ndarray((lanes, batch, per_lane, d_conv), dtype=nl.float32, buffer=nl.sbuf)

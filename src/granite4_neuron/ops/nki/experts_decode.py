@@ -83,7 +83,7 @@ def experts_decode(
         y_odd (nl.ndarray): the sum over the other slots. The result is y_even + y_odd.
 
     Notes:
-        - Up to three experts are on chip at a time, as many as there is room for; `check_experts_decode`.
+        - Limits: `check_experts_decode`. Up to three experts are on chip at a time, as many as there is room for.
         - Products are of the weights' dtype and add up in float32. silu and the weighting are in float32.
         - Tokens share instructions but no arithmetic: a NaN in one does not reach another.
         - A slot without an expert computes with whatever expert was in its memory before, or with zeros, and weighs
@@ -121,12 +121,14 @@ def experts_decode(
 
     first_part, parts = program_share(PARTS)
     for part in range(first_part, first_part + parts):
+        # Step 1: gate and up of each expert, by DMA at its number, and what they make of the tokens.
         activated_sbs = []
         for slot in range(part, slots, PARTS):
             gate_up_sb = gate_up_sbs[slot // PARTS % buffers]
             load_expert(gate_up_sb, gate_up_proj, ids_sb[:, slot : slot + 1], columns, 1)
             activated_sbs.append(activated_columns(x_sb, gate_up_sb, combine_sb[:, slot : slot + 1], rows))
 
+        # Step 2: down of each expert; the sum over experts stays in PSUM.
         y_psums = []
         for start in range(0, hidden, PSUM_BANK):
             size = min(PSUM_BANK, hidden - start)

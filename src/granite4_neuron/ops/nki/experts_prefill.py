@@ -85,6 +85,7 @@ def experts_prefill(
         y (nl.ndarray): [rows * blocks, hidden], dtype of x. What no row is written to is undefined.
 
     Notes:
+        - Limits: `check_experts_prefill`.
         - Products are of the weights' dtype and add up in float32; silu is in float32.
         - Rows share instructions but no arithmetic, so that a row without a token, which has whatever was in memory,
           reaches no other; nor does a block without rows, which computes all the same.
@@ -118,6 +119,7 @@ def experts_prefill(
     down_sb = nl.ndarray((rows, width // rows, hidden), dtype=dtype, buffer=nl.sbuf)
 
     for block in range(own_blocks):
+        # A block's expert is fetched if it is not the one before; its tokens are gathered, and their results scattered.
         load_id = loads_sb[:, block : block + 1]
         load_expert(gate_up_sb, gate_up_proj, load_id, columns, 1)
         x_sb = _gathered(x, tokens_sb[:, block : block + 1], dtype)

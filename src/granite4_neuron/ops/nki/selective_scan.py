@@ -131,12 +131,14 @@ def selective_scan(
             B_sb = load(B[b, tokens, 0:n_groups, 0:d_state], nl.float32)
             C_sb = load(C[b, tokens, 0:n_groups, 0:d_state], nl.float32)
             rows = x_sb.shape[0]
+            # Step 1: decays and inputs of all heads, with tokens on partitions.
             log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, :], op=nl.multiply)
             dt_x_sb = nl.ndarray((rows, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=dt_x_sb, data1=x_sb, data2=along(dt_sb, head_dim), op=nl.multiply)
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
 
+            # Step 2: a head at a time, with the state on partitions: the scan over tokens, and its product with C.
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
                 C_columns_sb = _columns(C_sb[:, group, :], parts)

@@ -125,6 +125,7 @@ def ssd_chunk_scan(
             C_sb = load(C[b, tokens, 0:n_groups, 0:d_state], x.dtype)
             rows = x_sb.shape[0]
 
+            # Step 1: what is left at each token of what came before, and at the chunk's end.
             log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, 0:heads], op=nl.multiply)
             decays_sb = _boundary_decays(log_decay_sb, up_to, after, everywhere)
@@ -132,6 +133,7 @@ def ssd_chunk_scan(
             to_end_sb = decays_sb[0:rows, 1, 0:heads]
             total_sb = decays_sb[0:d_state, 2, 0:heads]
 
+            # Step 2: the operands of the products, for all heads at once.
             dt_x_sb = _times_per_head(x_sb, dt_sb, x.dtype, nisa.engine.gpsimd)
             D_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads], nl.float32, nisa.engine.gpsimd)
             remaining_sb = _times_per_head(dt_x_sb, to_end_sb, x.dtype, nisa.engine.vector)
@@ -140,6 +142,7 @@ def ssd_chunk_scan(
                 state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
                 nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.engine.scalar)
 
+            # Step 3: a PSUM bank of heads at a time: what its tokens say to each other, and what the state says.
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
