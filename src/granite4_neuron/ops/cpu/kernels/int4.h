@@ -16,7 +16,7 @@ struct Int4Tiles {
   using Value = uint8_t;  // two columns of a row
   using Arithmetic = typename ArithmeticOf<T>::type;
   static constexpr int64_t GROUP = 32, ZERO = 8, HALF = TILE / 2;
-  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS;
+  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
   static constexpr bool LOADING_IS_WORK = false;

@@ -8,8 +8,27 @@ namespace granite4_neuron {
 
 // Vectors that a tile is multiplied by at a time: their sums, and a step of weights, fit the registers.
 constexpr int64_t AT_ONCE = LANES == 16 ? 12 : 3;
-// Bytes that weights are fetched ahead of their use.
+// Bytes that weights are fetched ahead of their use where they are used once.
 constexpr int64_t AHEAD = 4096;
+
+// Weights that are fetched into the cache while others are multiplied: each step of these fetches `stride` bytes.
+struct Fetch {
+  const char* next;
+  int64_t stride;
+
+  // In pass number `pass` of `passes` over a tile. With one pass memory is read as fast as it goes. With several it is
+  // read evenly: in each of them a part of the next tile.
+  template <typename Tiles>
+  static Fetch in_pass(const char* tile, int64_t tile_bytes, int64_t pass, int64_t passes) {
+    if (passes == 1) return {tile + AHEAD, Tiles::STEP_BYTES};
+    return {tile + tile_bytes + pass * tile_bytes / passes, (Tiles::STEP_BYTES + passes - 1) / passes};
+  }
+  template <int64_t MOST>
+  void step() {
+    for (int64_t byte = 0; byte < MOST; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    next += stride;
+  }
+};
 
 // Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
 // room for LANES of them; a block of one is that vector. Behind the last column there are zeros up to a whole step.
@@ -40,17 +59,18 @@ struct Vectors {
 template <typename Steps, int COUNT>
 inline void multiply_steps(
     const char* step, const typename Steps::Arithmetic::Input* x, int64_t columns,
-    typename Steps::Arithmetic::Total* totals) {
+    typename Steps::Arithmetic::Total* totals, Fetch& fetch) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int VECTORS = Arithmetic::VECTORS;
+  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
   Vec sums[COUNT][VECTORS];
 #pragma GCC unroll 12
   for (int v = 0; v < COUNT; v++)
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
   int64_t steps = steps_of<Arithmetic>(columns);
-  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES) {
-    for (int64_t byte = 0; byte < Steps::STEP_BYTES; byte += 64) __builtin_prefetch(step + AHEAD + byte);
+  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += X_STEP) {
+    fetch.template step<Steps::FETCH_BYTES>();
     auto weights = Steps::load(step);
 #pragma GCC unroll 12
     for (int v = 0; v < COUNT; v++) {
@@ -69,14 +89,14 @@ inline void multiply_steps(
 template <typename Tiles, int COUNT>
 inline void multiply_scaled_groups(
     const char* group, const typename Tiles::Arithmetic::Input* x, int64_t columns,
-    typename Tiles::Arithmetic::Total* totals) {
+    typename Tiles::Arithmetic::Total* totals, Fetch& fetch) {
   using Arithmetic = typename Tiles::Arithmetic;
   constexpr int64_t STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
   for (int v = 0; v < COUNT; v++) totals[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
     typename Arithmetic::Total sums[COUNT];
     const auto* of_group = x + first / Arithmetic::COLUMNS * STEP;
-    multiply_steps<Tiles, COUNT>(group, of_group, std::min(Tiles::GROUP, columns - first), sums);
+    multiply_steps<Tiles, COUNT>(group, of_group, std::min(Tiles::GROUP, columns - first), sums, fetch);
     for (int v = 0; v < COUNT; v++) Tiles::add_group(group, sums[v], totals[v]);
   }
 }
@@ -92,7 +112,7 @@ constexpr auto multiply_function() {
 
 template <typename Steps>
 using MultiplySteps = void (*)(
-    const char*, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*);
+    const char*, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch&);
 
 template <typename Steps, size_t... NUMBERS>
 constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
@@ -104,7 +124,7 @@ template <typename Tiles>
 struct LoadedSteps {
   using Arithmetic = typename Tiles::Arithmetic;
   using Operand = typename Arithmetic::Operand;
-  static constexpr int64_t STEP_BYTES = sizeof(Operand);
+  static constexpr int64_t STEP_BYTES = sizeof(Operand), FETCH_BYTES = Tiles::STEP_BYTES;
 
   static Operand load(const char* step) {
     Operand weights;
@@ -121,16 +141,20 @@ struct LoadedSteps {
   }
 };
 
-// finish(v, totals) for all vectors, with totals[v] as in `multiply_steps`.
-template <typename Steps, typename Finish>
+// finish(v, totals) for all vectors, with totals[v] as in `multiply_steps`. steps: those of `tile`, or what has been made
+// of them.
+template <typename Tiles, typename Steps, typename Finish>
 inline void multiply_vectors(
-    const char* step, Vectors<typename Steps::Arithmetic> x, int64_t columns, const Finish& finish) {
+    const char* tile, const char* steps, Vectors<typename Steps::Arithmetic> x, int64_t columns,
+    const Finish& finish) {
   static constexpr auto table = multiply_steps_table<Steps>(std::make_index_sequence<AT_ONCE>());
   typename Steps::Arithmetic::Total totals[AT_ONCE];
   const auto* block = x.data;
-  for (int64_t first = 0; first < x.count; first += x.share, block += x.block_size(columns)) {
-    int64_t count = std::min(x.share, x.count - first);
-    table[count - 1](step, block, columns, totals);
+  int64_t passes = (x.count + x.share - 1) / x.share, bytes = Tiles::tile_bytes(columns);
+  for (int64_t pass = 0; pass < passes; pass++, block += x.block_size(columns)) {
+    int64_t first = pass * x.share, count = std::min(x.share, x.count - first);
+    Fetch fetch = Fetch::in_pass<Tiles>(tile, bytes, pass, passes);
+    table[count - 1](steps, block, columns, totals, fetch);
     for (int64_t v = 0; v < count; v++) finish(first + v, totals[v]);
   }
 }
@@ -147,10 +171,10 @@ inline void multiply_tile(
   if constexpr (Tiles::LOADING_IS_WORK) {
     if (x.count > AT_ONCE) {
       LoadedSteps<Tiles>::fill(loaded, tile, columns);
-      return multiply_vectors<LoadedSteps<Tiles>>(loaded.data(), x, columns, finish);
+      return multiply_vectors<Tiles, LoadedSteps<Tiles>>(tile, loaded.data(), x, columns, finish);
     }
   }
-  multiply_vectors<Tiles>(tile, x, columns, finish);
+  multiply_vectors<Tiles, Tiles>(tile, tile, x, columns, finish);
 }
 
 // One block of `Vectors` at `to`, of `width` vectors: row(v) is the v-th, of T.
@@ -213,12 +237,29 @@ inline void store_totals(const std::array<Vec, TILE / LANES>& totals, float fact
   }
 }
 
+// Have the weights fetched, as soon as threads are idle, that followed these the last time: likely they will again. Where
+// many are in use some are forgotten.
+inline void fetch_follower(const Weight& weight) {
+  struct Follower {
+    const char* tiles;
+    int64_t bytes;
+  };
+  constexpr int BITS = 10;
+  thread_local std::array<Follower, 1 << BITS> followers{};
+  thread_local Follower* of_last = followers.data();
+  auto hash = reinterpret_cast<uintptr_t>(weight.tiles) / 64 * uint64_t{0x9E3779B97F4A7C15};
+  *of_last = {weight.tiles, weight.num_bytes()};
+  of_last = &followers[hash >> (64 - BITS)];
+  ThreadPool::instance().fetch_when_idle(of_last->tiles, of_last->bytes);
+}
+
 // y = factor * (weight . x) + bias. x: [vectors, columns]; bias: [rows], or null; y: [vectors, rows].
 template <typename Tiles, typename T, typename Out>
 inline void multiply_all(const Weight& weight, const T* x, int64_t vectors, const T* bias, float factor, Out* y) {
   using Arithmetic = typename Tiles::Arithmetic;
   Scratch<typename Arithmetic::Input> scratch(Vectors<Arithmetic>::size(vectors, weight.columns));
   auto inputs = as_vectors<Arithmetic>(x, vectors, weight.columns, scratch.data());
+  fetch_follower(weight);
   parallel_tasks(tiles_of(weight.rows), 1, [&](int64_t begin, int64_t end) {
     std::vector<char> loaded;
     for (int64_t number = begin; number < end; number++) {

@@ -111,7 +111,7 @@ inline Weight weight_in(const at::Tensor& bytes) {
 
 // Weights in the dtype T of the vectors.
 //
-// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES; LOADING_IS_WORK,
+// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES, and FETCH_BYTES, what a step is of weights in memory; LOADING_IS_WORK,
 // whether many vectors are better off with steps that are loaded once; `load`, a step as the arithmetic's operand;
 // `offset`, where a step has a value, in bytes; `tile_bytes`, of a whole tile; `finish`, what becomes of sums when all
 // columns are added up; `value`, one of them as a number; `add_scales`, which puts those of a tile's rows
@@ -120,7 +120,7 @@ template <typename T>
 struct PlainTiles {
   using Value = T;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T);
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), FETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = false;
 
   static typename Arithmetic::Operand load(const char* step) {
