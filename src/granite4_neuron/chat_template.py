@@ -1,7 +1,7 @@
 """Runs a checkpoint's chat template in a process of its own, with bounds on its time and memory.
 
 A template is a program that came with a download. jinja2's sandbox keeps it from the rest of the process; it does not
-keep it from running for ever, or from building a text as large as the memory.
+keep it from running forever, or from building a text as large as the memory.
 
 This module imports nothing of the package, nor torch: its process is there in a tenth of a second.
 """
@@ -100,7 +100,7 @@ def main() -> None:
 def _answer(question: dict[str, Any]) -> dict[str, str]:
     try:
         text = _rendered(question["template"], question["variables"])
-    except Exception as error:  # the template is somebody's program: it may raise anything
+    except Exception as error:  # the template is an arbitrary program: it may raise anything
         return {"error": str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}
     if len(text) > _MOST_CHARACTERS:
         return {"error": f"it makes a text of {len(text):,} characters"}

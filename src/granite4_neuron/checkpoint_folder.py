@@ -102,7 +102,7 @@ def _from_hub(name: str) -> Path:
         raise UserError(
             f"{name} is not a folder, and cannot be had from Hugging Face: {why}, and there is no copy of it in the "
             "cache. On a machine without a network copy the checkpoint's folder there; with HF_HUB_OFFLINE=1 only the "
-            "cache is looked at."
+            "cache is searched."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

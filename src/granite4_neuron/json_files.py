@@ -22,7 +22,7 @@ def read_object(path: Path) -> dict[str, Any]:
             JSON object.
     """
     try:
-        # Opening a named pipe that nobody writes to would wait for ever.
+        # Opening a named pipe that nobody writes to would wait forever.
         about = os.stat(path)
         if not stat.S_ISREG(about.st_mode):
             raise UserError(f"{path} is not a regular file.")

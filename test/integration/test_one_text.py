@@ -30,7 +30,7 @@ PROMPT, STEPS = 150, 8
 
 
 def h_350m() -> GraniteMoeHybridConfig:
-    """Its layers, of which three, and a small vocabulary."""
+    """Three of its layers, and a small vocabulary."""
     config = GraniteMoeHybridConfig.from_family("h-350m")
     return replace(config, num_hidden_layers=3, layer_types=("mamba", "attention", "mamba"), vocab_size=1000)
 

@@ -85,7 +85,7 @@ def poison_engine(engine: Engine) -> None:
 
 
 class PoisonedPrefixCache(PrefixCache):
-    """What makes room is NaN before it goes, in case somebody still reads it."""
+    """An entry that is evicted is filled with NaN first: a later read of it would show."""
 
     def _evict(self, node):
         with torch.inference_mode():

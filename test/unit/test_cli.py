@@ -417,7 +417,7 @@ NEED_NO_TORCH = [
 
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
 def test_what_needs_no_torch_imports_none(arguments):
-    """The modules are looked at, not the time: it is they that take it."""
+    """By the modules that are imported, which take the time."""
     program = """
 import sys
 from granite4_neuron.cli import main, parser

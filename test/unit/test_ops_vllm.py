@@ -1,7 +1,7 @@
 """The operators with vLLM's signatures: against their definitions in float64, and against their known mistakes.
 
-Whatever an operator must not read holds NaN: slots of padding and of nobody, the last slot (where an index of -1 would
-lead), tokens of padding, windows and states of sequences that begin.
+Whatever an operator must not read holds NaN: slots of padding, unused slots, the last slot (which an index of -1 would
+reach), tokens of padding, windows and states of sequences that begin.
 """
 
 import ast
@@ -42,7 +42,7 @@ def offsets_of(lengths):
 
 
 def slots_of(kinds, blocks=1):
-    """[rows, blocks], slots in disorder: 0 is the null block, the last one is nobody's. And their number."""
+    """[rows, blocks], slots in disorder: 0 is the null block, the last one is unused. And their number."""
     num_slots = len(kinds) * blocks + 3
     table = (torch.randperm(num_slots - 2)[: len(kinds) * blocks] + 1).int().view(len(kinds), blocks)
     for row, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""Sequences that go on from what earlier ones left behind: what they find, what it costs, and that nobody can tell."""
+"""Sequences that go on from what earlier ones left: what they find, what it costs, and that texts stay the same."""
 
 import itertools
 import re
@@ -85,6 +85,17 @@ class TestSameNumbers:
         runtime = ChunkRuntime(engine_model(dtype=dtype), kernels)
         same, error = self.compare(runtime, TOKENS[:21], TOKENS[:60], hit=21)
         assert same and error <= (0 if kernels == "fused" else 1e-5)
+
+    def test_after_others_have_parted_from_the_prefix(self, runtime):
+        """Their entries cut the keys and values between two snapshots of the first prompt into pieces."""
+        plain, expected = self.logits(runtime, None, TOKENS[:60])
+        cache = PoisonedPrefixCache(runtime, None, CHUNK)
+        new_tokens(runtime, cache, TOKENS[:45])
+        for shared in (40, 42, 35):
+            new_tokens(runtime, cache, TOKENS[:shared] + OTHERS[:9])
+        tokens, logits = self.logits(runtime, cache, TOKENS[:60])
+        assert min(logits) > 45 and tokens == plain
+        assert max(float((logits[length] - expected[length]).abs().max()) for length in logits) <= 1e-5
 
     def test_a_snapshot_of_another_length_would_be_seen(self, runtime, monkeypatch):
         take = ChunkRuntime.snapshot

@@ -1,4 +1,4 @@
-"""Which sequence a text continues, where nobody says so."""
+"""Which sequence a text continues, where the caller does not say."""
 
 import numpy as np
 

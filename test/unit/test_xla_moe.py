@@ -78,7 +78,7 @@ def test_there_are_as_many_blocks_as_the_worst_routing_needs(top_k, capacity):
     path = with_capacity(ids.numel(), capacity)
     exact = definition(x, w1, w2, weights, ids)
     assert relative_error(moe.fused_experts(x, w1, w2, weights, ids, path=path), exact) <= 1e-5
-    needed = top_k * (tokens // capacity - 1) + 1  # a row of the first expert is nobody's
+    needed = top_k * (tokens // capacity - 1) + 1  # one row of the first expert is unused
     assert needed <= path.num_blocks < needed + top_k
     fewer = ExpertPath(BLOCKS, capacity, needed - 1)
     with pytest.raises((IndexError, AssertionError)):
@@ -139,7 +139,7 @@ class TestPath:
         assert str(expert_path(1, 10, 72)) == "chosen experts"
 
     def test_it_is_the_one_that_is_taken(self):
-        """Experts that nobody chose are not read by `chosen`, and of the others they are."""
+        """Experts that no token chose are not read by `chosen`, and are by the other paths."""
         w1, w2 = weights_of_experts()
         w1[3:], w2[3:] = math.nan, math.nan
         x, weights, ids = torch.randn(1, HIDDEN), torch.ones(1, 1), torch.tensor([[2]])

@@ -20,6 +20,7 @@ def crowded(blocks, **options):
 
 
 OPTIONS = {
+    "alone": dict(max_num_seqs=1),
     "plain": {},
     "chunked prefill": CHUNKS,
     "prefix caching": PREFIX,
@@ -41,15 +42,30 @@ PREEMPTED = {
 EVERYTHING = {**PREFIX, **SPECULATION, **CHUNKS}
 PROCESSES = {
     "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
-    "pipeline parallel": {**PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
+    "pipeline parallel": {**COMPILED, **PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
+    "data parallel": {**EVERYTHING, "data_parallel_size": 2},
 }
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
+# What pytest -m "not slow" leaves: each part of this package has its turn.
+FAST = {
+    "alone", "n-gram", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
+    "tensor parallel", "dense", "rope",
+}  # fmt: skip
 # vLLM's attention wants heads of 32 or wider. A head of its own keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
 FAMILY = (
     "moe", "dense", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
     "attention_only_nope", "time_step_limit", "one_expert_per_token",
 )  # fmt: skip
+
+
+def cases(names):
+    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow], id=name) for name in names]
+
+
+def selected(request, test):
+    """Of the cases of a test those that this session runs."""
+    return {item.callspec.params["name"] for item in request.session.items if item.originalname == test.__name__}
 
 
 def engine(options, model, prompts):
@@ -72,16 +88,17 @@ def prompts(greedy):
 
 
 @pytest.fixture(scope="module")
-def served(folder, prompts, tmp_path_factory):
+def served(request, folder, prompts, tmp_path_factory):
     engines = {name: engine(options, folder, ALL) for name, options in OPTIONS.items()}
     engines |= {name: engine(options, folder, CROWDED) for name, options in PREEMPTED.items()}
-    engines["alone"] = engine({"max_num_seqs": 1}, folder, ALL)
+    wanted = selected(request, test_one_process) | selected(request, test_preemption)
+    engines = {name: engine for name, engine in engines.items() if name in wanted}
     return run_engines(engines, prompts, tmp_path_factory.mktemp("one process"), **ONE_PROCESS)
 
 
 @pytest.fixture(scope="module")
-def served_by_several(folder, prompts, tmp_path_factory):
-    engines = {name: engine(options, folder, FEW) for name, options in PROCESSES.items()}
+def served_by_several(request, folder, prompts, tmp_path_factory):
+    engines = {name: engine(PROCESSES[name], folder, FEW) for name in selected(request, test_several_processes)}
     threads = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # a processor each: the machine may have one NUMA node
     return run_engines(engines, prompts, tmp_path_factory.mktemp("processes"), **threads)
 
@@ -94,36 +111,36 @@ def check(result, greedy, prompts, options):
         assert 0 < result["metrics"]["accepted"] < result["metrics"]["drafts"]
 
 
-@pytest.mark.parametrize("name", ["alone", *OPTIONS])
+@pytest.mark.parametrize("name", cases(OPTIONS))
 def test_one_process(served, greedy, prompts, name):
-    check(served[name], greedy, prompts[: len(ALL)], OPTIONS.get(name, {}))
+    check(served[name], greedy, prompts[: len(ALL)], OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", PREEMPTED)
+@pytest.mark.parametrize("name", cases(PREEMPTED))
 def test_preemption(served, greedy, prompts, name):
     check(served[name], greedy, prompts[len(ALL) :], PREEMPTED[name])
     assert served[name]["metrics"]["preemptions"] > 0
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize("name", cases(PROCESSES))
 def test_several_processes(served_by_several, greedy, prompts, name):
     check(served_by_several[name], greedy, [prompts[number] for number in FEW], PROCESSES[name])
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory):
+def family(request, tmp_path_factory):
     """(folders, prompts, results) of random checkpoints that between them have what the family has."""
-    cases, folders = {case.name: case for case in CASES}, {}
-    for name in FAMILY:
+    changes, folders = {case.name: case.changes for case in CASES}, {}
+    for name in selected(request, test_family):
         folders[name] = tmp_path_factory.mktemp("family") / name
-        save_model(random_model(small_config(**{**cases[name].changes, **WIDE}), seed=len(name)), folders[name])
+        save_model(random_model(small_config(**{**changes[name], **WIDE}), seed=len(name)), folders[name])
     prompts = prompts_of(small_config().vocab_size)
     options = {**EVERYTHING, "skip_tokenizer_init": True}
     engines = {name: engine(options, folder, ALL) for name, folder in folders.items()}
     return folders, prompts, run_engines(engines, prompts, tmp_path_factory.mktemp("served"), **ONE_PROCESS)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", cases(FAMILY))
 def test_family(family, name):
     folders, prompts, results = family
     check(results[name], Greedy(folders[name]), prompts[: len(ALL)], EVERYTHING)

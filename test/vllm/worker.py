@@ -6,13 +6,16 @@ Reads {"engines": {name: {"model": folder, "options": {...}, "sampling": {...}, 
 {...}}}, or {name: {"error": "..."}}, to the file that is its argument.
 """
 
+import asyncio
 import json
 import multiprocessing
 import sys
 import tempfile
 import traceback
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import get_metrics_snapshot
 
 COUNTERS = {
     "preemptions": "vllm:num_preemptions",
@@ -37,27 +40,62 @@ def logprobs_of(output) -> list[float]:
     ]
 
 
-def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
-    llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
-    options = dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    sampling = SamplingParams(**{**options, **engine.get("sampling", {})})
-    rounds = [
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        for _ in range(engine.get("rounds", 1))
-    ]
-    counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
-    llm.llm_engine.engine_core.shutdown()
+def sampling_options(tokens: int) -> dict:
+    return dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def results_of(rounds: list[list[RequestOutput]]) -> dict:
     return {
         "tokens": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds],
         "prompt_logprobs": [logprobs_of(output) for output in rounds[0]],
         "cached": [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in rounds],
-        "metrics": {name: counted.get(metric, 0) for name, metric in COUNTERS.items()},
+        "metrics": {name: counted(metric) for name, metric in COUNTERS.items()},
     }
+
+
+def counted(name: str) -> int:
+    """By all engines of this process."""
+    return sum(metric.value for metric in get_metrics_snapshot() if metric.name == name)
+
+
+def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
+    llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
+    sampling = SamplingParams(**{**sampling_options(tokens), **engine.get("sampling", {})})
+    rounds = [
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        for _ in range(engine.get("rounds", 1))
+    ]
+    results = results_of(rounds)
+    llm.llm_engine.engine_core.shutdown()
+    return results
+
+
+def serve_in_parallel(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
+    """By data parallelism, which LLM does not have: each prompt by the next of the engines in turn, all at once."""
+    ranks = engine["options"]["data_parallel_size"]
+    sampling = SamplingParams(**{**sampling_options(tokens), **engine.get("sampling", {})})
+
+    async def one(llm: AsyncLLM, prompt: list[int], name: str, rank: int) -> RequestOutput:
+        stream = llm.generate({"prompt_token_ids": prompt}, sampling, name, data_parallel_rank=rank)
+        return [output async for output in stream][-1]
+
+    async def every_round() -> list[list[RequestOutput]]:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(engine["model"], **{**DEFAULTS, **engine["options"]}))
+        try:
+            return [
+                await asyncio.gather(*(one(llm, prompt, f"{nth}-{n}", n % ranks) for n, prompt in enumerate(prompts)))
+                for nth in range(engine.get("rounds", 1))
+            ]
+        finally:
+            llm.shutdown()
+
+    return results_of(asyncio.run(every_round()))
 
 
 def serve_into(path: str, engine: dict, prompts: list[list[int]], tokens: int) -> None:
     try:
-        result = serve(engine, prompts, tokens)
+        run = serve_in_parallel if "data_parallel_size" in engine["options"] else serve
+        result = run(engine, prompts, tokens)
     except Exception:  # whatever vLLM raises is the result
         result = {"error": traceback.format_exc()}
     with open(path, "w") as file:

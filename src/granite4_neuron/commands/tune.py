@@ -31,8 +31,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "tune",
         help="measure launch parameters of the CPU kernels on this machine",
         description="Measure the Mamba kernels' launch parameters for a model's sizes and these batch sizes, and write "
-        "what was the fastest into a folder for --tuned-configs. Weights are not looked at, and what is computed stays "
-        "the same.",
+        "what was the fastest into a folder for --tuned-configs. It reads no weights, and what is computed stays the "
+        "same.",
     )
     add_model(tune, family=True)
     tune.add_argument("--dtype", choices=DTYPES, help="of activations (default: that of the weights)")

@@ -56,8 +56,8 @@ def selective_state_update(
 
     Every token computes `selective_state_step` from the state that the row's previous token left, in float32; states
     are rounded to `state`'s dtype only where they are stored. All sources are read before the first destination is
-    written: a slot may be one row's source and another's destination, and a source that is nobody's destination does
-    not change.
+    written: a slot may be one row's source and another's destination, and a source that is no row's destination
+    does not change.
 
     * Without `num_accepted_tokens` a row starts from state_batch_indices[row, 0] and stores the state after its last
       token in dst_state_batch_indices[row, 0].

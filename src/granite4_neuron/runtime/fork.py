@@ -1,6 +1,6 @@
 """What becomes of threads when a process that has computed is forked, as gunicorn --preload and multiprocessing do.
 
-OpenMP's threads are not in the child, and OpenMP does not know: the child would wait for them for ever.
+OpenMP's threads are not in the child, and OpenMP does not know: the child would wait for them forever.
 """
 
 from __future__ import annotations

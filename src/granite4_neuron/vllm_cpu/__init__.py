@@ -31,6 +31,7 @@ def register() -> None:
         return
     from granite4_neuron.ops.cpu.build import load_kernels
     from granite4_neuron.vllm_cpu.registration import register_all
+    from granite4_neuron.vllm_cpu.threads import spread_threads
 
     register_all()
     lack = load_kernels()
@@ -41,6 +42,7 @@ def register() -> None:
             lack,
         )
         return
+    spread_threads()
     # OpenMP's threads, in which vLLM's own kernels run, otherwise keep the processors busy for a while after each of
     # these, and this package's kernels wait. Read by the processes that vLLM starts.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")

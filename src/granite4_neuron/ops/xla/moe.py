@@ -168,7 +168,7 @@ def _experts_in_blocks(
     path: ExpertPath,
 ) -> torch.Tensor:
     own, further, block_experts = _places(topk_ids, weights.num_experts, path)
-    # Rows of nobody hold a token of zeros, and so they stay zeros.
+    # Unused rows hold a token of zeros, and so they stay zeros.
     x = F.pad(hidden_states, (0, 0, 0, 1))
     output = [
         _sum_of_choices(x, blocks, topk_weights, places, path.capacity)
@@ -194,7 +194,7 @@ def _sum_of_choices(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where each choice's row is, [tokens, top_k] each; where it is not among these rows, one that is nobody's."""
+    """Where each choice's row is, [tokens, top_k] each; where it is not among these rows, an unused one."""
 
     block: torch.Tensor
     row: torch.Tensor
@@ -204,7 +204,7 @@ class _Places:
 def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple[_Places, _Places, torch.Tensor]:
     """(places in the experts' own blocks, those in the further blocks, the expert of each further block).
 
-    Nobody's are the first row of the first expert, and the last row of the last further block.
+    The unused ones are the first row of the first expert, and the last row of the last further block.
     """
     capacity, last = path.capacity, path.num_blocks - 1
     chosen = _one_hot(topk_ids, num_experts)  # [tokens, top_k, num_experts]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "products.h"
+#include "views.h"
 
 namespace granite4_neuron {
 
@@ -50,17 +51,18 @@ class BlockAttention {
         key_steps_((steps_of<Arithmetic>(head_dim) + LANES - 1) / LANES * LANES),
         queries_(Blocks::size(tokens * heads, head_dim)), weights_(Blocks::size(tokens * heads, KEYS)),
         rows_of_keys_(KEYS * key_steps_ * COLUMNS), rows_of_values_(KEYS * width_),
-        rows_of_weights_(tokens * heads * KEYS), keys_(KEYS * key_steps_), values_(KEYS / COLUMNS * width_), scores_(tokens * heads * KEYS),
+        rows_of_weights_(tokens * heads * KEYS), keys_(KEYS * key_steps_), values_(KEYS / COLUMNS * width_),
+        scores_(tokens * heads * KEYS),
         out_(tokens * heads * width_), top_(tokens * heads), total_(tokens * heads), rescale_(tokens * heads) {}
 
-  // q, to: the first token's first head; tokens are `stride` apart, heads head_dim.
-  // key, value: [.., head_dim], of which token t sees first_position + t + 1.
+  // q, to: rows are tokens, whose heads lie one behind another, from the first that is meant.
+  // key(position), value(position): [head_dim]. Positions grow; token t sees those up to first_position + t.
+  template <typename KeyAt, typename ValueAt>
   void run(
-      const T* q, const T* key, const T* value, T* to, int64_t stride, int64_t tokens, int64_t first_position,
+      MatrixView<const T> q, KeyAt key, ValueAt value, MatrixView<T> to, int64_t tokens, int64_t first_position,
       float scale) {
     int64_t rows = tokens * heads_;
-    auto place = [&](int64_t row) { return row / heads_ * stride + row % heads_ * head_dim_; };
-    auto query = [&](int64_t row) { return q + place(row); };
+    auto query = [&](int64_t row) { return q.row(row / heads_) + row % heads_ * head_dim_; };
     Blocks queries = fill_blocks<Arithmetic>(query, rows, head_dim_, queries_.data());
     std::fill(out_.begin(), out_.end(), 0.0f);
     std::fill(total_.begin(), total_.end(), 0.0f);
@@ -68,8 +70,8 @@ class BlockAttention {
     int64_t seen = first_position + tokens;
     for (int64_t start = 0; start < seen; start += KEYS) {
       int64_t count = std::min(KEYS, seen - start);
-      load_keys(key + start * head_dim_, count);
-      load_values(value + start * head_dim_, count);
+      load_keys(key, start, count);
+      load_values(value, start, count);
       auto visible = [&](int64_t row) {
         return std::clamp<int64_t>(first_position + row / heads_ + 1 - start, 0, count);
       };
@@ -79,7 +81,7 @@ class BlockAttention {
     }
     for (int64_t row = 0; row < rows; row++)
       for (int64_t d = 0; d < head_dim_; d++)
-        to[place(row) + d] = static_cast<T>(out_[row * width_ + d] / total_[row]);
+        to.row(row / heads_)[row % heads_ * head_dim_ + d] = static_cast<T>(out_[row * width_ + d] / total_[row]);
   }
 
  private:
@@ -101,10 +103,11 @@ class BlockAttention {
     return reinterpret_cast<const char*>(&tiles[number * steps * TILE]);
   }
 
-  // What lies behind the first `count` keys takes no part.
-  void load_keys(const T* key, int64_t count) {
+  // What lies behind the `count` keys takes no part.
+  template <typename KeyAt>
+  void load_keys(KeyAt& key, int64_t start, int64_t count) {
     int64_t size = key_steps_ * COLUMNS;
-    for (int64_t s = 0; s < count; s++) convert(key + s * head_dim_, &rows_of_keys_[s * size], head_dim_);
+    for (int64_t s = 0; s < count; s++) convert(key(start + s), &rows_of_keys_[s * size], head_dim_);
     std::fill(rows_of_keys_.begin() + count * size, rows_of_keys_.end(), static_cast<Input>(0.0f));
     const auto* from = reinterpret_cast<const float*>(rows_of_keys_.data());
     for (int64_t s = 0; s < KEYS; s += LANES)
@@ -114,8 +117,9 @@ class BlockAttention {
             LANES, LANES);
   }
 
-  void load_values(const T* value, int64_t count) {
-    for (int64_t s = 0; s < count; s++) convert(value + s * head_dim_, &rows_of_values_[s * width_], head_dim_);
+  template <typename ValueAt>
+  void load_values(ValueAt& value, int64_t start, int64_t count) {
+    for (int64_t s = 0; s < count; s++) convert(value(start + s), &rows_of_values_[s * width_], head_dim_);
     std::fill(rows_of_values_.begin() + count * width_, rows_of_values_.end(), static_cast<Input>(0.0f));
     auto* to = reinterpret_cast<Input*>(values_.data());
     for (int64_t d = 0; d < width_; d += TILE)
@@ -213,9 +217,11 @@ inline at::Tensor cached_attention(
           std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
         if (count == 0) continue;
         int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
+        MatrixView<const scalar_t> of_keys{keys + at, head_dim}, of_values{values + at, head_dim};
         block.run(
-            q + from, keys + at, values + at, to + from, stride, count, position[row * position_stride] + first,
-            static_cast<float>(scale));
+            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return of_keys.row(n); },
+            [=](int64_t n) { return of_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
+            position[row * position_stride] + first, static_cast<float>(scale));
       }
     });
   });

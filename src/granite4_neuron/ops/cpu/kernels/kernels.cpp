@@ -8,6 +8,7 @@
 #include "mamba.h"
 #include "norm.h"
 #include "paged.h"
+#include "paged_attention.h"
 
 namespace granite4_neuron {
 
@@ -138,6 +139,10 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "cached_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
       "Tensor slots, float scale) -> Tensor");
+  // rows: starts, lengths, pages.
+  library.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, "
+      "Tensor[] rows, float scale) -> Tensor");
   library.def(
       "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids) "
       "-> Tensor");
@@ -169,6 +174,7 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("cached_attention", &granite4_neuron::cached_attention);
+  library.impl("paged_attention", &granite4_neuron::paged_attention);
   library.impl(
       "fused_experts",
       [](const Tensor& hidden_states, const Tensor& w1, const Tensor& w2, const Tensor& topk_weights,
