@@ -6,7 +6,8 @@
 
 namespace granite4_neuron {
 
-// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's counts more.
+// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's
+// counts more.
 inline std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k) {
   TORCH_CHECK(router_logits.is_contiguous() && 0 < top_k && top_k <= router_logits.size(1));
   int64_t tokens = router_logits.size(0), experts = router_logits.size(1);

@@ -10,7 +10,8 @@ namespace granite4_neuron {
 // lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
 //
 // GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `add_group`, which adds a
-// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common ones.
+// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common
+// ones.
 template <typename T>
 struct Int4Tiles {
   using Value = uint8_t;  // two columns of a row

@@ -30,8 +30,8 @@ inline void store_totals(
   }
 }
 
-// Have the weights fetched, as soon as threads are idle, that followed these the last time: likely they will again. Where
-// many are in use some are forgotten.
+// Have the weights fetched, as soon as threads are idle, that followed these the last time: likely they will again.
+// Where many are in use some are forgotten.
 inline void fetch_follower(const Weight& weight) {
   struct Follower {
     const char* tiles;

@@ -4,7 +4,8 @@
 // then holds up everything, in each loop anew: beside a single busy process a step takes fifty times as long. Here a
 // thread that is done with its share takes from the others', and nobody waits for a thread that has begun nothing.
 //
-// Between two loops, while one thread does what is not worth sharing, the others may fetch what the next loop will read.
+// Between two loops, while one thread does what is not worth sharing, the others may fetch what the next loop will
+// read.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -47,8 +48,8 @@ class ThreadPool {
     while (visitors_.load(std::memory_order_acquire) != CLOSED) relax();
   }
 
-  // What a later loop will read, its tasks in the order of addresses: idle helpers fetch the beginnings of their shares.
-  // Nothing is read but into caches, and so the memory may be gone by then.
+  // What a later loop will read, its tasks in the order of addresses: idle helpers fetch the beginnings of their
+  // shares. Nothing is read but into caches, and so the memory may be gone by then.
   void fetch_when_idle(const char* data, int64_t bytes) {
     fetch_data_.store(data, std::memory_order_relaxed);
     fetch_bytes_.store(bytes, std::memory_order_relaxed);
@@ -83,7 +84,8 @@ class ThreadPool {
     return count_ * share / (helpers_ + 1);
   }
 
-  // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal from.
+  // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal
+  // from.
   void work(int64_t number) {
     int64_t shares = helpers_ + 1;
     for (int64_t turn = 0; turn < shares; turn++) {

@@ -113,8 +113,8 @@ struct LoadedSteps {
   }
 };
 
-// finish(v, totals) for all vectors, with totals[v] as in `multiply_steps`. steps: those of `tile`, or what has been made
-// of them.
+// finish(v, totals) for all vectors, with totals[v] as in `multiply_steps`. steps: those of `tile`, or what has been
+// made of them.
 template <typename Tiles, typename Steps, typename Finish>
 inline void multiply_vectors(
     const char* tile, const char* steps, Vectors<typename Steps::Arithmetic> x, int64_t columns,
