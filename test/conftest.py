@@ -20,10 +20,14 @@ settings.load_profile("package")
 
 
 def pytest_configure(config):
-    """Tests that run side by side take one thread each: two that share a core wait for one another at every step."""
+    if os.environ.get("PJRT_DEVICE") == "CPU":
+        # Each graph is run a few times only, and compiling it for speed takes three times as long.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    # Tests that run side by side take one thread each: two that share a core wait for one another at every step.
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(variable, "1")
+        cpu.has_fused_kernels()  # They are compiled once, before there are workers that would do so side by side.
 
 
 def pytest_terminal_summary(terminalreporter):

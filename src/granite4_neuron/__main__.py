@@ -8,7 +8,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
-    """See `cli.main`; until that takes over, Ctrl-C ends the process without a word."""
+    """See `cli.main`; until that takes over, Ctrl-C ends the process silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
     from granite4_neuron import cli
 

@@ -56,8 +56,8 @@ def load_model(
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`. Routers,
-    convolutions, norms and biases are as without. With "int8" a head that was the embedding is so no longer, and the
-    embedding is as without; with "int4" head and embedding are in int8 together, where the config ties them.
+    convolutions, norms and biases are not. With "int8" a head that is tied to the embedding gets values of its own,
+    and the embedding is not quantized; with "int4" both are in int8 together.
 
     A checkpoint that `save_model` wrote of a quantized model is read as it is.
 
@@ -130,7 +130,7 @@ class _Plan:
         self._formats: dict[str, Format] = {}
         if quantize is not None:
             self._formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
-            # Four bits are too few for it: each of its rows is all that a token enters and leaves the model by.
+            # Four bits are too few for it: one of its rows is all by which a token enters or leaves the model.
             self._formats[EMBEDDING if is_tied else HEAD] = INT8
         self.shapes = {name: one.shape for name, one in model.named_parameters(remove_duplicate=is_tied)}
 
@@ -177,7 +177,7 @@ class _Plan:
 
 
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
-    """Look at the names, shapes and dtypes of a checkpoint's tensors, not at the tensors.
+    """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
     Raises:
         UserError: they are not those of the model; the message lists what is wrong.

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
+    """The parser of all commands."""
     parser = _Parser(
         prog="granite4-neuron",
         description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
@@ -114,7 +114,7 @@ class _Version(argparse.Action):
 
 
 class _PrintCompletion(argparse.Action):
-    """Made by shtab, which is imported only then."""
+    """Prints a script that shtab makes; shtab is imported only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
@@ -142,7 +142,7 @@ def _set_up_logging(level: str) -> None:
 
 @contextmanager
 def _interruptible_imports() -> Iterator[None]:
-    """Within it, Ctrl-C during an import ends the process at once, without a word.
+    """Within it, Ctrl-C during an import ends the process at once and silently.
 
     Modules in C may not survive the exception half imported, or turn it into another one.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config_checks import LARGEST, check
 from granite4_neuron.config_spelling import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
@@ -25,30 +26,6 @@ ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 _QUANT_METHOD = "granite4-neuron"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 DTYPES = tuple(DTYPE_BYTES)
-
-# Far beyond any model there is.
-_LARGEST = {
-    "num_hidden_layers": 2**12,
-    "num_local_experts": 2**12,
-    "mamba_n_groups": 2**12,
-    "mamba_d_conv": 2**12,
-    "mamba_expand": 2**12,
-    "max_position_embeddings": 2**40,
-} | dict.fromkeys(
-    (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "shared_intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "mamba_n_heads",
-        "mamba_d_head",
-        "mamba_d_state",
-        "mamba_intermediate_size",
-    ),
-    2**22,
-)
 
 # How the types of fields are called in a sentence.
 _TYPE_NAMES = {
@@ -124,13 +101,13 @@ class GraniteMoeHybridConfig:
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(
-                self, "layer_types", (MAMBA,) * min(self.num_hidden_layers, _LARGEST["num_hidden_layers"])
+                self, "layer_types", (MAMBA,) * min(self.num_hidden_layers, LARGEST["num_hidden_layers"])
             )
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if not self.mamba_d_head and self.mamba_n_heads > 0:
             object.__setattr__(self, "mamba_d_head", self.mamba_intermediate_size // self.mamba_n_heads)
-        self._check()
+        check(self, DTYPES)
 
     @property
     def head_dim(self) -> int:
@@ -245,90 +222,6 @@ class GraniteMoeHybridConfig:
             **values,
             "layer_types": list(self.layer_types),
         }
-
-    def _check(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "shared_intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        ):
-            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
-        self._check_magnitudes()
-        self._require(
-            len(self.layer_types) == self.num_hidden_layers,
-            f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}",
-        )
-        for name, choices in (
-            ("hidden_act", ("silu",)),
-            ("position_embedding_type", ("rope", "nope", None)),
-            ("torch_dtype", DTYPES),
-        ):
-            value, known = getattr(self, name), ", ".join("null" if one is None else one for one in choices)
-            self._require(value in choices, f"{name} is {reprlib.repr(value)}, and must be one of: {known}")
-        for name in ("logits_scaling", "rms_norm_eps", "max_position_embeddings"):
-            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be above 0")
-        self._check_experts()
-        if ATTENTION in self.layer_types:
-            self._check_attention()
-        if MAMBA in self.layer_types:
-            self._check_mamba()
-
-    def _check_magnitudes(self) -> None:
-        """Keep out numbers with which looking at a model would take minutes, or its sizes would not fit 64 bits."""
-        for name, most in _LARGEST.items():
-            value = getattr(self, name)
-            self._require(value <= most, f"{name} is {reprlib.repr(value)}, and can be at most {most:,}")
-
-    def _check_experts(self) -> None:
-        experts, chosen = self.num_local_experts, self.num_experts_per_tok
-        self._require(experts >= 0, f"num_local_experts is {experts}, and must be 0 (a dense model) or more")
-        if experts:
-            self._require(
-                1 <= chosen <= experts,
-                f"num_experts_per_tok is {chosen}, and must be between 1 and num_local_experts ({experts})",
-            )
-            self._require(
-                self.intermediate_size > 0, f"intermediate_size is {self.intermediate_size}, and must be at least 1"
-            )
-
-    def _check_attention(self) -> None:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        self._require(
-            heads > 0 and self.hidden_size % heads == 0,
-            f"hidden_size ({self.hidden_size}) is not divisible by num_attention_heads ({heads})",
-        )
-        self._require(
-            kv_heads > 0 and heads % kv_heads == 0,
-            f"num_attention_heads ({heads}) is not divisible by num_key_value_heads ({kv_heads})",
-        )
-        if self.uses_rope:
-            self._require(self.head_dim % 2 == 0, f"the head width {self.head_dim} is odd, and rope needs an even one")
-            self._require(self.rope_theta > 0, f"rope_theta is {self.rope_theta}, and must be above 0")
-
-    def _check_mamba(self) -> None:
-        for name in ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_expand"):
-            self._require(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, and must be at least 1")
-        self._require(self.mamba_d_conv >= 2, f"mamba_d_conv is {self.mamba_d_conv}, and must be at least 2")
-        self._require(
-            self.mamba_n_heads * self.mamba_d_head == self.mamba_intermediate_size,
-            f"mamba_n_heads * mamba_d_head ({self.mamba_n_heads} * {self.mamba_d_head}) must equal "
-            f"mamba_expand * hidden_size ({self.mamba_expand} * {self.hidden_size})",
-        )
-        self._require(
-            self.mamba_n_heads % self.mamba_n_groups == 0,
-            f"mamba_n_heads ({self.mamba_n_heads}) is not divisible by mamba_n_groups ({self.mamba_n_groups})",
-        )
-        lower, upper = self.time_step_limit
-        self._require(
-            0.0 <= lower < upper, f"time_step_limit is [{lower}, {upper}], and must satisfy 0 <= lower < upper"
-        )
-
-    @staticmethod
-    def _require(condition: bool, message: str) -> None:
-        if not condition:
-            raise UserError(message + ".")
 
 
 def family_names() -> list[str]:

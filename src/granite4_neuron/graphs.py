@@ -7,7 +7,8 @@ this gives the cost of any number of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -48,8 +49,7 @@ class GraphReport:
     """One graph of one rank; sizes in bytes.
 
     cost: of the whole graph. components: what it is made of, by their names in `COMPONENTS`: the cost of all layers.
-    temporary_bytes: those of the graph with one layer of each kind, compiled for the CPU; layers run one after another,
-    and share what they need.
+    findings: of `hlo_lint`. notes: what was chosen for the graph, and why. few: the graph with one layer of each kind.
     """
 
     graph: str
@@ -58,9 +58,22 @@ class GraphReport:
     cost: Cost
     components: Mapping[str, Cost]
     minimum: Minimum
-    temporary_bytes: int
-    findings: tuple[str, ...]  # of hlo_lint
-    notes: tuple[str, ...] = ()  # what was chosen for it, and why
+    findings: tuple[str, ...]
+    few: Traced = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Temporaries of the graph with one layer of each kind: layers run one after another, and share what they need.
+
+        The graph is compiled for the CPU when this is first asked for, which takes seconds.
+        """
+        return temporary_bytes(self.few.proto, self.few.donated)
+
+    def numbers(self) -> dict[str, object]:
+        """All fields but the graph itself, and the temporaries, as JSON can hold them."""
+        values = {name: value for name, value in asdict(self).items() if name != "few"}
+        return {**values, "temporary_bytes": self.temporary_bytes}
 
     @property
     def flops_ratio(self) -> float:
@@ -151,8 +164,8 @@ def graph_report(
         cost=cost,
         components=_components(few, layer_types, cost),
         minimum=least,
-        temporary_bytes=temporary_bytes(few.proto, few.donated),
         findings=tuple(hlo_lint.findings(hlo_text(few.proto))),
+        few=few,
     )
 
 

@@ -86,7 +86,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
                 yield f"{name}.weight", module.weight
 
     def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
-        """This model as it computes with `operators`; it stays as it is itself.
+        """A model over the same weights that computes with `operators`; this one is not changed.
 
         Both have the same weights, whichever of them is given new ones. With a device other than theirs the weights are
         copied there, and are the bound model's own. Operators with a layout of their own have copies of the matrices in
@@ -129,7 +129,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
 
         Prefill, a further chunk of prefill, a verify step and decode are all this function: cutting a sequence anywhere
-        gives the same logits. A padded token changes nothing, and so does a row of length 0.
+        gives the same logits. Neither a padded token nor a row of length 0 changes anything.
 
         Args:
             input_ids: [batch, tokens], int64; any valid id in padding.
@@ -147,7 +147,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             sources: [batch], int64, the slots that rows read their recurrent state from, which stay as they are; None
                 for their own. Not with `slots` None.
             kept_inputs: None, or a list, empty, of a step that verifies: it leaves recurrent state as it is and puts
-                there what `advance` takes. Keys and values it writes.
+                there what `advance` takes. Keys and values are written.
 
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.

@@ -32,7 +32,7 @@ class Snapshot:
     tensors: of one slot, by layer and field of `state.HybridState`: "layers.0.ssm_state".
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
-    tokens: the sequence's, all `length` of them; empty where nobody said.
+    tokens: the sequence's, all `length` of them; empty if unknown.
     note: what the caller wants to find in the file again.
     """
 
@@ -79,7 +79,8 @@ class Snapshot:
             os.replace(partial, file)
             partial = None
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} could not be written ({error}).") from None
+            reason = getattr(error, "strerror", None) or error  # without the name of the partial file
+            raise UserError(f"{file} could not be written ({reason}).") from None
         finally:
             if partial is not None:
                 os.unlink(partial)
@@ -93,6 +94,8 @@ class Snapshot:
         Raises:
             UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
         """
+        if file.is_dir():
+            raise UserError(f"{file} is a folder; give the file of a snapshot.")
         try:
             with safe_open(file, framework="pt") as stored:
                 about = json.loads((stored.metadata() or {}).get("snapshot", "{}"))
@@ -150,7 +153,7 @@ def cut_keys_and_values(tensors: Mapping[str, torch.Tensor], start: int, length:
 
 
 def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> dict[str, torch.Tensor]:
-    """The last snapshot's tensors with the keys and values of all, [kv_heads, max_length, head_dim], zeros behind."""
+    """The last snapshot's tensors with the keys and values of all, [kv_heads, max_length, head_dim], zero-padded."""
     tensors = dict(snapshots[-1].tensors)
     for name in filter(_has_positions, tensors):
         kv_heads, _, head_dim = tensors[name].shape
@@ -176,7 +179,7 @@ def _has_positions(name: str) -> bool:
 
 
 class Weights(Protocol):
-    """What `fingerprint` looks at: a tensor, or a matrix that is kept otherwise."""
+    """What `fingerprint` reads: a tensor, or a matrix that is kept otherwise."""
 
     shape: torch.Size
 

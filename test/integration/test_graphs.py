@@ -43,10 +43,10 @@ def test_sizes_and_order():
 
 
 def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
-    """Counted again where the runtime hands them to XLA, with all layers."""
+    """Counted again where the runtime hands them to XLA, with two layers of each kind."""
     import torch_xla
 
-    config = small_config()
+    config = small_config(layer_types=("mamba", "attention", "mamba", "attention"))
     runtime = XLARuntime(random_model(config), GenerationConfig(), (16,))
     state, counted = runtime.allocate(3, 50), []
 
@@ -100,16 +100,17 @@ def test_no_loop_over_tokens():
 
 def test_temporaries_grow_linearly_with_the_bucket():
     config = small_config(**DENSE)
-    half, whole, double = (graph.temporary_bytes for graph in graphs_of(config, buckets=(512, 1024, 2048))[:3])
+    reports = graphs_of(config, buckets=(256, 512, 1024), max_length=1024)[:3]
+    half, whole, double = (graph.temporary_bytes for graph in reports)
     assert double - whole <= 2.2 * (whole - half)
 
 
 def test_temporaries_of_a_long_context_are_those_of_a_chunk():
     """However long it is, scores exist for one block of it at a time, and the cache is written where it lies."""
     config = small_config(layer_types=("mamba", "attention"), **DENSE)
-    short, long = (graphs_of(config, buckets=(2048,), max_length=length) for length in (16384, 131072))
+    short, long = (graphs_of(config, buckets=(1024,), max_length=length) for length in (16384, 65536))
     for before, after in zip(short, long, strict=True):
-        assert after.state_bytes > 7 * before.state_bytes
+        assert after.state_bytes > 3.5 * before.state_bytes
         assert after.temporary_bytes <= 1.05 * before.temporary_bytes
 
 

@@ -15,7 +15,7 @@ from granite4_neuron.ops import QuantizedWeight, cpu
 from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import WEIGHTS
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, large_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
 LEFT_ALONE = ("embed_tokens", "norm", "router", "conv1d", "bias", "A_log", ".D")
@@ -124,16 +124,7 @@ def test_packed_while_loading(case_folder, quantize):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
 def test_memory(tmp_path):
     """Half of bfloat16's weights but for the embedding; while loading, a stored tensor and its int8 values besides."""
-    config = small_config(
-        vocab_size=40_000,
-        hidden_size=512,
-        mamba_d_head=128,
-        shared_intermediate_size=2048,
-        num_local_experts=0,
-        num_hidden_layers=20,
-        layer_types=("mamba",) * 20,
-    )
-    save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
+    save_model(random_model(large_config(vocab_size=40_000), dtype=torch.bfloat16), tmp_path / "model")
     size, embedding = (tmp_path / "model" / WEIGHTS).stat().st_size, 2 * 40_000 * 512
     program = f"""
 import re

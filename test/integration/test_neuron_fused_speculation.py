@@ -136,8 +136,8 @@ def test_a_draft_without_mamba_layers(tokenizer, texts, tmp_path):
     config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
     few = replace(config, layer_types=(ATTENTION,) * 2, num_hidden_layers=2)
     save_model(random_model(few), tmp_path / "draft")
-    new, _ = one_by_one(fused_model(tmp_path / "draft"), prompts_of(tokenizer))
-    assert new == texts
+    new, _ = one_by_one(fused_model(tmp_path / "draft"), prompts_of(tokenizer)[-2:])
+    assert new == texts[-2:]
 
 
 def test_ragged_batches(draft, tokenizer, texts):
@@ -219,8 +219,8 @@ def no_commit(patch):
 @pytest.mark.parametrize("bug", [commit_of_all_drafts, commit_without_the_window, no_commit])
 def test_a_bug_is_seen(bug, draft, tokenizer, texts, monkeypatch):
     bug(monkeypatch)
-    new, _ = one_by_one(fused_model(draft), prompts_of(tokenizer))
-    assert new != texts
+    new, _ = one_by_one(fused_model(draft), prompts_of(tokenizer)[:3])
+    assert new != texts[:3]
 
 
 @pytest.mark.parametrize(

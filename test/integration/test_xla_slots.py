@@ -14,7 +14,7 @@ from test.support.verification import LONGEST, Round, streams, verified_error
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
 from granite4_neuron.runtime.xla import XLARuntime
-from test.integration.test_xla import BUCKETS, compilations, poison, runtimes
+from test.integration.test_xla import BUCKETS, FEW_LAYERS, compilations, poison, runtimes
 
 
 class TestSlots:
@@ -24,7 +24,7 @@ class TestSlots:
 
     @pytest.fixture
     def runtime(self):
-        return XLARuntime(random_model(small_config()), GenerationConfig(), BUCKETS)
+        return XLARuntime(random_model(small_config(**FEW_LAYERS)), GenerationConfig(), BUCKETS)
 
     @pytest.fixture
     def begun(self, runtime):
@@ -61,7 +61,7 @@ class TestSlots:
     def test_snapshots_are_those_of_the_cpu(self, runtime, begun):
         """So a file that one runtime wrote is good for the other."""
         snapshot = runtime.snapshot(begun, 2, self.LENGTH)
-        cpu = CPURuntime(random_model(small_config()), GenerationConfig())
+        cpu = CPURuntime(random_model(small_config(**FEW_LAYERS)), GenerationConfig())
         state = cpu.allocate(1, 60)
         cpu.restore(state, [snapshot], 1)
         for ours, theirs in zip(self.go_on(runtime, begun, 2), self.go_on(cpu, state, 1), strict=True):
@@ -80,7 +80,7 @@ class TestVerify:
 
     @pytest.mark.parametrize("changes", [{}, DENSE], ids=["moe", "dense"])
     def test_whatever_is_accepted(self, changes):
-        cpu, xla = runtimes(lambda: random_model(small_config(**changes, layer_types=("mamba", "attention", "mamba"))))
+        cpu, xla = runtimes(lambda: random_model(small_config(**changes, **FEW_LAYERS)))
         rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(160, 4))]
         uncut = cpu.step(cpu.allocate(4, LONGEST), rows, all_logits=True)
         error = verified_error(
@@ -90,7 +90,9 @@ class TestVerify:
 
     def test_the_graphs_are_few_and_the_state_does_not_move(self):
         """One graph that verifies and one that commits for each bucket; the state's memory stays where it is."""
-        runtime = XLARuntime(random_model(small_config(**DENSE, vocab_size=164)), GenerationConfig(), BUCKETS)
+        runtime = XLARuntime(
+            random_model(small_config(**DENSE, **FEW_LAYERS, vocab_size=164)), GenerationConfig(), BUCKETS
+        )
         state = runtime.allocate(2, 60)
         runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
         before = compilations()
@@ -102,7 +104,7 @@ class TestVerify:
         assert compilations() - before == 4
 
     def test_a_verification_changes_no_recurrent_state(self):
-        runtime = XLARuntime(random_model(small_config(**DENSE)), GenerationConfig(), BUCKETS)
+        runtime = XLARuntime(random_model(small_config(**DENSE, **FEW_LAYERS)), GenerationConfig(), BUCKETS)
         state = runtime.allocate(2, 60)
         runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
 
@@ -120,7 +122,7 @@ class TestVerify:
             assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
 
     def test_a_row_reads_its_state_in_another_slot(self):
-        cpu, xla = runtimes(lambda: random_model(small_config(**DENSE)))
+        cpu, xla = runtimes(lambda: random_model(small_config(**DENSE, **FEW_LAYERS)))
         tokens = streams(160, 1)[0]
         expected = cpu.step(cpu.allocate(1, 60), [Row(1, 0, tokens[:40])], all_logits=True)[0]
         state = xla.allocate(2, 60)

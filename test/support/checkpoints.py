@@ -46,6 +46,12 @@ def small_config(**changes) -> GraniteMoeHybridConfig:
     return GraniteMoeHybridConfig(**{**values, **changes})
 
 
+def large_config(**changes) -> GraniteMoeHybridConfig:
+    """A dense model of 180 MB in bfloat16, in tensors of a few MB each, with `changes`."""
+    values = dict(hidden_size=512, mamba_d_head=128, shared_intermediate_size=2048, layer_types=("mamba",) * 20)
+    return small_config(**{**values, "num_local_experts": 0, **changes})
+
+
 @dataclass(frozen=True)
 class Case:
     """One random checkpoint of the parity tests."""

@@ -14,7 +14,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops import as_tensor
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
-from test.support.checkpoints import CASES, small_config
+from test.support.checkpoints import CASES, large_config, small_config
 
 MOE = CASES[0]
 
@@ -198,16 +198,8 @@ def test_the_slices_of_all_ranks_in_order():
 
 
 def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
-    """180 MB in bfloat16, of which no tensor is large; also when it is converted to float32 on the way in."""
-    config = small_config(
-        hidden_size=512,
-        mamba_d_head=128,
-        shared_intermediate_size=2048,
-        num_local_experts=0,
-        num_hidden_layers=20,
-        layer_types=("mamba",) * 20,
-    )
-    save_model(random_model(config, dtype=torch.bfloat16), tmp_path / "model")
+    """Also when it is converted to float32 on the way in."""
+    save_model(random_model(large_config(), dtype=torch.bfloat16), tmp_path / "model")
     size = (tmp_path / "model" / WEIGHTS).stat().st_size
     assert size > 150e6
     program = f"""

@@ -21,9 +21,15 @@ ROOT = Path(__file__).parents[2]
 TEMPORARIES = plan.Temporaries(prefill=2 * 10**9, decode=10**8, decode_of_a_sequence=10**8)
 
 
-@pytest.fixture(autouse=True, params=[None, TEMPORARIES], ids=["no graphs", "graphs"])
-def temporaries(request, monkeypatch):
-    """They take a minute to find, and have a test of their own."""
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch):
+    """They take a minute to trace, and have a test of their own."""
+    monkeypatch.setattr(plan, "_temporaries", lambda *arguments: None)
+
+
+@pytest.fixture(params=[None, TEMPORARIES], ids=["no graphs", "graphs"])
+def temporaries(request, no_graphs, monkeypatch):
+    """What the graphs said, if there were any."""
     monkeypatch.setattr(plan, "_temporaries", lambda *arguments: request.param)
     return request.param
 
@@ -47,12 +53,14 @@ def test_bytes_are_those_of_the_tensors(name):
     assert result.state + 1000 * result.token == sum(tensor.nbytes for tensor in state.tensors()) // 3
 
 
+@pytest.mark.usefixtures("temporaries")
 def test_h_small_has_room_for_its_whole_context():
     result = planned("h-small")
     assert result.context == 131072 and result.fits and result.longest_context == 131072
     assert result.verdict().startswith("It fits")
 
 
+@pytest.mark.usefixtures("temporaries")
 @pytest.mark.parametrize("batch_size", [1, 16, 40])
 def test_limits_are_the_largest_that_fit(batch_size):
     result = planned("1b", batch_size=batch_size)
@@ -102,11 +110,9 @@ def test_the_published_table(row):
 
 
 @pytest.mark.parametrize("name", ["h-350m", "h-small"])
-def test_the_published_sums(name, monkeypatch, temporaries):
+def test_the_published_sums(name, monkeypatch):
     """With temporaries from the graphs; the small and the large one stand for the family."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
-    if temporaries is not None:
-        pytest.skip("once is enough")
     monkeypatch.setattr(plan, "_temporaries", find_temporaries)
     (row,) = (row for row in TABLE if row[0] == name)
     result = planned(f"granite-4.0-{name}")
@@ -114,6 +120,7 @@ def test_the_published_sums(name, monkeypatch, temporaries):
     assert f"{result.largest_batch:,}" == row[5]
 
 
+@pytest.mark.usefixtures("temporaries")
 def test_weights_alone_may_be_too_much():
     result = planned("h-small", tp_degree=1)
     assert not result.fits and "more ranks" in result.verdict()

@@ -86,6 +86,17 @@ class TestSameNumbers:
         same, error = self.compare(runtime, TOKENS[:21], TOKENS[:60], hit=21)
         assert same and error <= (0 if kernels == "fused" else 1e-5)
 
+    def test_after_others_have_parted_from_the_prefix(self, runtime):
+        """Their entries cut the keys and values between two snapshots of the first prompt into pieces."""
+        plain, expected = self.logits(runtime, None, TOKENS[:60])
+        cache = PoisonedPrefixCache(runtime, None, CHUNK)
+        new_tokens(runtime, cache, TOKENS[:45])
+        for shared in (40, 42, 35):
+            new_tokens(runtime, cache, TOKENS[:shared] + OTHERS[:9])
+        tokens, logits = self.logits(runtime, cache, TOKENS[:60])
+        assert min(logits) > 45 and tokens == plain
+        assert max(float((logits[length] - expected[length]).abs().max()) for length in logits) <= 1e-5
+
     def test_a_snapshot_of_another_length_would_be_seen(self, runtime, monkeypatch):
         take = ChunkRuntime.snapshot
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         for note in (*report.notes, *report.findings):
             write(f"{report.graph}: {note}")
     if options.json:
-        write_json(options.json, json.dumps([asdict(report) for report in reports], indent=2) + "\n")
+        write_json(options.json, json.dumps([report.numbers() for report in reports], indent=2) + "\n")
     return 0
 
 

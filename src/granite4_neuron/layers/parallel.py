@@ -1,4 +1,4 @@
-"""Tensor parallelism: what the ranks that share a model say to each other."""
+"""Tensor parallelism: how ranks share a model, and what they exchange."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from granite4_neuron.ops import TORCH, Operators
 class Parallel:
     """One rank's place among `degree` ranks.
 
-    With `group` None and a degree above 1 the rank is alone: it computes its partial sums and nobody adds the others'.
-    That is for looking at a rank's graph, not for results.
+    With `group` None and a degree above 1 the rank is alone: it computes its own partial sums, to which no others
+    are added. That is for inspecting a rank's graph, not for results.
     """
 
     rank: int = 0

@@ -168,5 +168,5 @@ def _kv_length(rows: Sequence[Row]) -> int:
 
 def _launch_table(config: GraniteMoeHybridConfig, state_dtype: torch.dtype, folder: Path | None) -> LaunchTable:
     if MAMBA not in config.layer_types:
-        return LaunchTable({1: HEURISTIC})  # no layer looks at it
+        return LaunchTable({1: HEURISTIC})  # no layer reads it
     return find_launch_table(config.mamba_d_head, config.mamba_d_state, state_dtype, folder)

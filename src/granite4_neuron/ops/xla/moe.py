@@ -168,7 +168,7 @@ def _experts_in_blocks(
     path: ExpertPath,
 ) -> torch.Tensor:
     own, further, block_experts = _places(topk_ids, weights.num_experts, path)
-    # Rows of nobody hold a token of zeros, and so they stay zeros.
+    # Unused rows hold a token of zeros, and so they stay zeros.
     x = F.pad(hidden_states, (0, 0, 0, 1))
     output = [
         _sum_of_choices(x, blocks, topk_weights, places, path.capacity)

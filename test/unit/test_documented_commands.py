@@ -1,0 +1,77 @@
+"""The commands of README and docs, parsed: their options exist and take such values. Nothing is run."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import benchmark_serving
+from benchmarks import latency_options
+from granite4_neuron import UserError, cli
+
+ROOT = Path(__file__).parents[2]
+PARSERS = {
+    "granite4-neuron": cli.parser,
+    "benchmark_latency.py": lambda: latency_options.parser(""),
+    "benchmark_serving.py": benchmark_serving._parser,
+}
+VARIABLE = "$WHERE"  # holds several options
+
+
+def lines_of_code(text: str) -> Iterator[str]:
+    """Of fenced and indented blocks; a line that goes on in the next one is one."""
+    is_fenced = False
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced or line.startswith("    "):
+            yield line
+
+
+def commands_of(line: str) -> Iterator[tuple[str, ...]]:
+    """The program's name and its arguments, of each command in a line of shell that is one of PARSERS."""
+    reader = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
+    reader.whitespace_split = True
+    command: list[str] = []
+    for token in (*reader, ";"):
+        name = token.rpartition("/")[2]
+        if command and set(token) <= set("|&;()<>"):
+            yield tuple(command)
+            command = []
+        elif command:
+            command.append(token)
+        elif name in PARSERS:
+            command.append(name)
+
+
+def documented_commands() -> list[tuple[str, ...]]:
+    found = set()
+    for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for line in lines_of_code(file.read_text(encoding="utf-8")):
+            if any(name in line for name in PARSERS):
+                found.update(commands_of(line))
+    # A name alone is a folder's.
+    return sorted(command for command in found if len(command) > 1 and VARIABLE not in command)
+
+
+def parse(command: tuple[str, ...]) -> None:
+    try:
+        PARSERS[command[0]]().parse_args(command[1:])
+    except SystemExit as exit:
+        assert exit.code == 0, command
+
+
+@pytest.mark.parametrize("command", documented_commands(), ids=" ".join)
+def test_options_exist(command):
+    parse(command)
+
+
+def test_what_is_found():
+    line = "A=1 .venv/bin/granite4-neuron info --model h-1b && echo x | granite4-neuron chat  # granite4-neuron"
+    assert list(commands_of(line)) == [("granite4-neuron", "info", "--model", "h-1b"), ("granite4-neuron", "chat")]
+    assert list(lines_of_code("`granite4-neuron`\n```sh\na \\\n  b\n```\nc\n    d")) == ["a  b", "    d"]
+    assert len(documented_commands()) > 40
+    with pytest.raises(UserError):
+        parse(("granite4-neuron", "info", "--no-such-option"))
