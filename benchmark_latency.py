@@ -1,4 +1,4 @@
-"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers.
+"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers or llama.cpp.
 
     python benchmark_latency.py
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
@@ -7,7 +7,8 @@ For each batch size and prompt length: time to first token (prefill and the choi
 tokens per second of both phases, peak memory; and which share of the machine's bound both phases reach: the weights'
 arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
 runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
-the same machine.
+the same machine. How long a word takes from one thread to another and back is measured before and after each run, and
+implementations are compared also among the runs in which that was alike.
 
 --speculate or --draft-model measure decode with and without drafts instead, of prompts in which the model has already
 said what it says next, and a verification beside a step of decode. --kept-prompt measures the time to first token with
@@ -25,9 +26,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.implementations import LLAMA_CPP
 from benchmarks.latency import measure_all
 from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
+from benchmarks.llama_cpp import gguf_of
 from benchmarks.reuse_report import measure_reuse
 from granite4_neuron import UserError, checkpoint
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
@@ -45,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if is_reuse(options):
                 measure_reuse(folder, options)
                 return 0
-            results = measure_all(folder, options)
-        report(results, options)
+            with _gguf(folder, options):
+                points = measure_all(folder, options)
+        report(points, options)
     except UserError as error:
         print(f"benchmark_latency.py: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -67,6 +71,17 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
         dtype = getattr(torch, options.dtype or config.torch_dtype)
         checkpoint.save_model(random_model(config, dtype=dtype), path)
         yield path
+
+
+@contextmanager
+def _gguf(folder: Path, options: argparse.Namespace) -> Iterator[None]:
+    """options.gguf for llama.cpp, written for the time of the run where none is given."""
+    if options.compare != LLAMA_CPP or options.gguf is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as into:
+        options.gguf = gguf_of(folder, options.quantize, options.llama_cpp, Path(into))
+        yield
 
 
 if __name__ == "__main__":

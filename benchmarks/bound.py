@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import cpu
+from granite4_neuron.ops import FORMATS, cpu
+from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.weight_memory import WeightMemory
 
@@ -68,7 +69,7 @@ def decode_bytes(
     dtype: torch.dtype,
     batch_size: int,
     context: int,
-    is_quantized: bool = False,
+    quantize: str | None = None,
     state_itemsize: int = FLOAT32_BYTES,
 ) -> float:
     """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
@@ -80,8 +81,7 @@ def decode_bytes(
         chosen = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** batch_size
     weights = 0.0
     for name, weight, _ in _products(config):
-        itemsize = 1 if is_quantized and "router" not in name else dtype.itemsize
-        weights += weight.numel() * itemsize * (chosen if _is_expert(name) else 1.0)
+        weights += _stored_bytes(name, weight, dtype, quantize) * (chosen if _is_expert(name) else 1.0)
     state = sequence_bytes(config, dtype.itemsize, state_itemsize=state_itemsize)
     return weights + batch_size * (state + context * token_bytes(config, dtype.itemsize))
 
@@ -94,6 +94,14 @@ def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tenso
         if weight.dim() > 1 and "embed_tokens" not in name and "conv1d" not in name:
             share = config.num_experts_per_tok / config.num_local_experts if _is_expert(name) else 1.0
             yield name, weight, share
+
+
+def _stored_bytes(name: str, weight: torch.Tensor, dtype: torch.dtype, quantize: str | None) -> int:
+    """Of a matrix as it lies in memory, with its scales."""
+    if quantize is None or "router" in name:
+        return weight.numel() * dtype.itemsize
+    format = INT8 if "lm_head" in name else FORMATS[quantize]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in format.layout(weight.shape).values())
 
 
 def _is_expert(name: str) -> bool:

@@ -1,9 +1,10 @@
-"""What generates in a latency benchmark: this package or transformers, each in a process of its own."""
+"""What generates in a latency benchmark: this package, transformers or llama.cpp, each in a process of its own."""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 from benchmarks.bound import Machine, Rates
+from benchmarks.llama_cpp import LlamaCpp
 from granite4_neuron import UserError, checkpoint, stream_generate
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
@@ -28,25 +30,48 @@ MACHINE = "machine"
 OURS = "granite4-neuron"
 PLAIN = "granite4-neuron, torch kernels"
 TRANSFORMERS = "transformers"
+LLAMA_CPP = "llama.cpp"
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured: `batch_size` random prompts of one length, and as many new tokens for each."""
+    """What is measured: `batch_size` random prompts of one length, and as many new tokens for each, beside so many
+    processes that keep a processor busy.
+    """
 
     batch_size: int
     prompt_length: int
     output_length: int
+    busy_processes: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an implementation did at a point.
+
+    times: the moments of its tokens, in seconds from the start.
+    peak_bytes: the most memory that its process has held so far.
+    weight_bytes: of that, the weights; 0 where they are elsewhere.
+    round_trips: seconds between two threads, just before and just after it; None where that could not be measured.
+    """
+
+    times: list[float]
+    peak_bytes: int
+    weight_bytes: int
+    round_trips: tuple[float | None, float | None] = (None, None)
 
 
 class Ours:
     """This package, on the CPU or on a Neuron device, through its public generation loop."""
+
+    weight_bytes = 0
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         if options.compiled is not None:
             self._runtime = load_compiled(folder, options.compiled, transformers.GenerationConfig())
         else:
             self._runtime = cpu_runtime(folder, options)
+            self.weight_bytes = self._runtime.weight_bytes
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
@@ -64,6 +89,7 @@ class Transformers:
 
     def __init__(self, folder: Path, dtype: torch.dtype):
         self._model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.weight_bytes = self._model.get_memory_footprint(return_buffers=False)
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
@@ -107,8 +133,8 @@ def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iter
         process.join()
 
 
-def ask(worker: Connection, name: str, point: Point, turn: int) -> tuple[list[float] | Rates, int]:
-    """Have a worker run a point: the moments of its tokens, or the machine's rates, and the most memory it has held."""
+def ask(worker: Connection, name: str, point: Point, turn: int) -> Run | Rates:
+    """Have a worker run a point; the machine's answers with its rates."""
     try:
         worker.send((point, turn))
         answer = worker.recv()
@@ -132,6 +158,8 @@ def _serve(
             implementation = Machine(dtype)
         elif name == TRANSFORMERS:
             implementation = Transformers(folder, dtype)
+        elif name == LLAMA_CPP:
+            implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads)
         else:
             implementation = Ours(folder, options)
     except UserError as error:
@@ -144,7 +172,7 @@ def _serve(
         except EOFError:
             return
         if name == MACHINE:
-            connection.send((implementation.rates(), peak_memory_bytes()))
+            connection.send(implementation.rates())
             continue
         generator = torch.Generator().manual_seed(turn)
         prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
@@ -153,4 +181,5 @@ def _serve(
         except UserError as error:
             connection.send(error)
             return
-        connection.send((times, peak_memory_bytes()))
+        peak = peak_memory_bytes(resource.RUSAGE_CHILDREN if name == LLAMA_CPP else resource.RUSAGE_SELF)
+        connection.send(Run(times, peak, implementation.weight_bytes))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,30 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
-from benchmarks.implementations import MACHINE, OURS, PLAIN, Point, ask, weights_dtype, worker_process
+from benchmarks.implementations import MACHINE, OURS, PLAIN, Point, Run, ask, weights_dtype, worker_process
+from benchmarks.neighbours import busy_processes
+from benchmarks.round_trip import load_round_trip
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One run, in milliseconds: to the first token, and the mean of the steps after it.
+
+    round_trips_ns: between two threads, just before and just after the run; see `round_trip`. None where it could not
+        be measured.
+    """
+
+    first_token_ms: float
+    token_ms: float
+    round_trips_ns: tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
 class Result:
-    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak.
+    """One implementation at one point. Times are in milliseconds, over all repeats; memory is the process's peak, and
+    what of it is not weights.
 
     machine_gflops and machine_gbytes_per_second are what the machine does at most, measured in between; the shares of
     the bound are computed from them. All four are 0 where the machine is not this processor.
@@ -32,6 +49,7 @@ class Result:
     batch_size: int
     prompt_length: int
     output_length: int
+    busy_processes: int  # beside it
     first_token_ms: float  # median
     token_ms_p50: float
     token_ms_p90: float
@@ -43,10 +61,12 @@ class Result:
     machine_gflops: float
     machine_gbytes_per_second: float
     peak_memory_mib: float
+    over_weights_mib: float
+    samples: list[Sample]
 
 
-def measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
-    """Every implementation at every point that the options ask for."""
+def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]:
+    """Every implementation at every point that the options ask for; the results of a point together."""
     points = [
         Point(batch_size, prompt_length, options.output_length)
         for batch_size in options.batch_size
@@ -54,28 +74,37 @@ def measure_all(folder: Path, options: argparse.Namespace) -> list[Result]:
     ]
     ours = PLAIN if options.cpu_kernels == "torch" else OURS
     names = [ours, options.compare] if options.compare else [ours]
-    results = []
+    round_trip = load_round_trip() if options.backend == "cpu" else lambda: None
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for point in progress.track(points, description="measuring"):
-            results += _measure(folder, point, names, options)
-    return results
+        return [
+            _measure(folder, point, names, round_trip, options)
+            for point in progress.track(points, description="measuring")
+        ]
 
 
-def _measure(folder: Path, point: Point, names: list[str], options: argparse.Namespace) -> list[Result]:
-    """All implementations at one point, taking turns."""
+def _measure(
+    folder: Path, point: Point, names: list[str], round_trip: Callable[[], float | None], options: argparse.Namespace
+) -> list[Result]:
+    """All implementations at one point, alone and beside busy processes, taking turns."""
+    variants = [dataclasses.replace(point, busy_processes=number) for number in dict.fromkeys((0, options.busy))]
+    runs: dict[tuple[str, Point], list[Run]] = {each: [] for each in itertools.product(names, variants)}
+    rates: list[Rates] = []
     machine = [MACHINE] if options.backend == "cpu" else []
     with ExitStack() as stack:
         workers = {name: stack.enter_context(worker_process(name, folder, options)) for name in (*names, *machine)}
-        runs: dict[str, list] = {name: [] for name in workers}
-        peaks = dict.fromkeys(workers, 0)
         for turn in range(options.warmup + options.repeats):
-            for name, worker in workers.items():
-                run, peaks[name] = ask(worker, name, point, turn)
-                if turn >= options.warmup:
-                    runs[name].append(run)
-    rates = Rates.median(runs[MACHINE]) if machine else None
-    bound = least_seconds(folder, point, options, rates) if rates else (0.0, 0.0)
-    return [result_of(name, point, runs[name], peaks[name], bound, rates) for name in names]
+            for (name, variant), done in runs.items():
+                before = round_trip()
+                with busy_processes(variant.busy_processes):
+                    run = ask(workers[name], name, variant, turn)
+                done.append(dataclasses.replace(run, round_trips=(before, round_trip())))
+            rates += [ask(workers[name], name, point, turn) for name in machine]
+    rates = rates[options.warmup :]
+    bound = least_seconds(folder, point, options, Rates.median(rates)) if rates else (0.0, 0.0)
+    return [
+        result_of(name, variant, done[options.warmup :], bound, Rates.median(rates) if rates else None)
+        for (name, variant), done in runs.items()
+    ]
 
 
 def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
@@ -83,32 +112,27 @@ def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
-    is_quantized = options.quantize is not None
+    dtype = weights_dtype(folder, options)
     state_itemsize = (dtype_of(options.state_dtype) or torch.float32).itemsize
-    read = decode_bytes(config, weights_dtype(folder, options), point.batch_size, context, is_quantized, state_itemsize)
+    read = decode_bytes(config, dtype, point.batch_size, context, options.quantize, state_itemsize)
     return flops / rates.flops, read / rates.bytes
 
 
 def result_of(
-    name: str,
-    point: Point,
-    runs: list[list[float]],
-    peak: int,
-    bound: tuple[float, float],
-    rates: Rates | None = None,
+    name: str, point: Point, runs: list[Run], bound: tuple[float, float], rates: Rates | None = None
 ) -> Result:
-    """What `runs`, each the moments of all tokens in seconds, come to.
+    """What runs come to.
 
     Args:
-        peak: bytes of memory.
         bound: the least seconds for the prompts, and for one step of decode.
     """
-    first = statistics.median(times[0] for times in runs)
-    steps = sorted(after - before for times in runs for before, after in itertools.pairwise(times))
+    first = statistics.median(run.times[0] for run in runs)
+    steps = sorted(after - before for run in runs for before, after in itertools.pairwise(run.times))
 
     def percentile(share: float) -> float:
         return steps[min(len(steps) - 1, int(share * len(steps)))] if steps else 0.0
 
+    peak = max(run.peak_bytes for run in runs)
     return Result(
         implementation=name,
         **dataclasses.asdict(point),
@@ -123,4 +147,15 @@ def result_of(
         machine_gflops=rates.flops / 1e9 if rates else 0.0,
         machine_gbytes_per_second=rates.bytes / 1e9 if rates else 0.0,
         peak_memory_mib=peak / 2**20,
+        over_weights_mib=(peak - runs[0].weight_bytes) / 2**20,
+        samples=[_sample(run) for run in runs],
+    )
+
+
+def _sample(run: Run) -> Sample:
+    steps = len(run.times) - 1
+    return Sample(
+        first_token_ms=1e3 * run.times[0],
+        token_ms=1e3 * (run.times[-1] - run.times[0]) / steps if steps else 0.0,
+        round_trips_ns=tuple(None if seconds is None else 1e9 * seconds for seconds in run.round_trips),
     )

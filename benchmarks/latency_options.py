@@ -8,7 +8,8 @@ from pathlib import Path
 
 import transformers
 
-from benchmarks.implementations import TRANSFORMERS
+from benchmarks.implementations import LLAMA_CPP, TRANSFORMERS
+from benchmarks.llama_cpp import BENCH
 from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.commands.options import add_cpu_options, check_folder_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
@@ -36,7 +37,26 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--kept-prompt", action="store_true", help="measure what a file of an earlier run's prompt saves"
     )
-    parser.add_argument("--compare", choices=[TRANSFORMERS], help="run this on the same weights too, and print ratios")
+    parser.add_argument(
+        "--compare", choices=[TRANSFORMERS, LLAMA_CPP], help="run this on the same weights too, and print ratios"
+    )
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="FOLDER", help="for --compare llama.cpp: of llama-bench and llama-quantize"
+    )
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="for --compare llama.cpp: the weights (default: made for the run; with --quantize int8 in Q8_0, with int4 "
+        "in Q4_0)",
+    )
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="measure also beside N processes that each keep a processor busy",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
     return parser
@@ -52,10 +72,12 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1.")
-    if options.warmup < 0:
-        raise UserError("--warmup must be at least 0.")
-    if options.compare and int(transformers.__version__.split(".")[0]) < 5:
-        raise UserError(f"--compare needs transformers 5; {transformers.__version__} is installed.")
+    for name in ("warmup", "busy"):
+        if getattr(options, name) < 0:
+            raise UserError(f"--{name} must be at least 0.")
+    _check_llama_cpp(options)
+    if options.compare == TRANSFORMERS and int(transformers.__version__.split(".")[0]) < 5:
+        raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     for file in (options.json, options.plot):
         check_folder_of(file)
     if (options.backend == "nxdi") != (options.compiled is not None):
@@ -82,6 +104,20 @@ def check(options: argparse.Namespace) -> None:
         formats = Figure().canvas.get_supported_filetypes()
         if options.plot.suffix[1:] not in formats:
             raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
+
+
+def _check_llama_cpp(options: argparse.Namespace) -> None:
+    if options.compare != LLAMA_CPP:
+        if options.llama_cpp or options.gguf:
+            raise UserError("--llama-cpp and --gguf belong to --compare llama.cpp.")
+        return
+    if options.llama_cpp is None:
+        raise UserError("--compare llama.cpp needs --llama-cpp, the folder of llama-bench.")
+    if options.batch_size != [1]:
+        raise UserError("llama-bench decodes one sequence; --compare llama.cpp goes with --batch-size 1.")
+    for file in (options.llama_cpp / BENCH, options.gguf):
+        if file is not None and not file.is_file():
+            raise UserError(f"there is no file {file}.")
 
 
 def _check_reuse(options: argparse.Namespace) -> None:

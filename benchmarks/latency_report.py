@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import platform
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,17 +19,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.implementations import TRANSFORMERS
 from benchmarks.latency import Result
+from benchmarks.states import compare_in_states
 from granite4_neuron import UserError
 from granite4_neuron.commands.options import write_json
 from granite4_neuron.ops.launch_parameters import processor_name
 
 
-def report(results: list[Result], options: argparse.Namespace) -> None:
+def report(points: list[list[Result]], options: argparse.Namespace) -> None:
     """Print the numbers, and write and draw them where that is asked for."""
     machine = machine_facts(options.threads)
-    _print(results, machine, options)
+    _print(points, machine, options)
+    results = list(itertools.chain.from_iterable(points))
     if options.json:
         record = {
             "machine": machine,
@@ -45,52 +47,89 @@ def report(results: list[Result], options: argparse.Namespace) -> None:
         _plot(results, machine, options.plot)
 
 
-def _print(results: list[Result], machine: dict[str, str], options: argparse.Namespace) -> None:
+def _print(points: list[list[Result]], machine: dict[str, str], options: argparse.Namespace) -> None:
     weights = f", {options.quantize} weights" if options.quantize else ""
     weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
     title = f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
     table = Table(title=escape(title))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
         table.add_column(column, justify="right" if column else "left")
-    for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB"):
+    for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB", "over weights"):
         table.add_column(column, justify="right")
-    for number, result in enumerate(results):
-        table.add_row(
-            result.implementation,
-            str(result.batch_size),
-            str(result.prompt_length),
-            f"{result.first_token_ms:.1f}",
-            f"{result.token_ms_p50:.2f}",
-            f"{result.token_ms_p90:.2f}",
-            f"{result.token_ms_p99:.2f}",
-            f"{result.prefill_tokens_per_second:.1f}",
-            f"{result.prefill_of_bound:.2f}" if result.prefill_of_bound else "",
-            f"{result.decode_tokens_per_second:.1f}",
-            f"{result.decode_of_bound:.2f}" if result.decode_of_bound else "",
-            f"{result.peak_memory_mib:.0f}",
-        )
-        if result.implementation == TRANSFORMERS:
-            table.add_row(*_ratios(results[number - 1], result), end_section=True)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    for results in points:
+        for result in results:
+            table.add_row(*_row(result))
+            if result is not results[0]:
+                table.add_row(*_ratios(_compared_with(result, results), result))
+        table.add_section()
+    console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
-    for line in (*machine_rates(results), *_growth(results)):
+    first = [results[0] for results in points]
+    for line in (*machine_rates(first), *_states(points), *_growth(itertools.chain.from_iterable(points))):
         console.print(line)
 
 
+def _compared_with(result: Result, point: list[Result]) -> Result:
+    """Ours under the same conditions, and of ours itself the one that runs alone."""
+    ours = point[0]
+    return next(
+        other
+        for other in point
+        if other.implementation == ours.implementation
+        and (result.implementation == ours.implementation or other.busy_processes == result.busy_processes)
+    )
+
+
+def _row(result: Result) -> list[str]:
+    return [
+        _label(result),
+        str(result.batch_size),
+        str(result.prompt_length),
+        f"{result.first_token_ms:.1f}",
+        f"{result.token_ms_p50:.2f}",
+        f"{result.token_ms_p90:.2f}",
+        f"{result.token_ms_p99:.2f}",
+        f"{result.prefill_tokens_per_second:.1f}",
+        f"{result.prefill_of_bound:.2f}" if result.prefill_of_bound else "",
+        f"{result.decode_tokens_per_second:.1f}",
+        f"{result.decode_of_bound:.2f}" if result.decode_of_bound else "",
+        f"{result.peak_memory_mib:.0f}",
+        f"{result.over_weights_mib:.0f}",
+    ]
+
+
+def _label(result: Result) -> str:
+    return result.implementation + (f", {result.busy_processes} busy" if result.busy_processes else "")
+
+
 def machine_rates(results: list[Result]) -> Iterator[str]:
-    """The rates that the shares of the bound are computed from, one line for each point."""
+    """The rates that the shares of the bound are computed from, one line for each result."""
     for result in results:
-        if result.machine_gflops and result.implementation != TRANSFORMERS:
+        if result.machine_gflops:
             yield (
                 f"machine, at batch {result.batch_size} and prompt {result.prompt_length}: "
                 f"{result.machine_gflops:.0f} GFLOP/s, {result.machine_gbytes_per_second:.1f} GB/s"
             )
 
 
-def _growth(results: list[Result]) -> Iterator[str]:
+def _states(points: list[list[Result]]) -> Iterator[str]:
+    """How the first of a point compares with the others within each state of the machine."""
+    for point in points:
+        for theirs in point[1:]:
+            ours = _compared_with(theirs, point)
+            for state in compare_in_states(ours, theirs):
+                decode = f", decode {state.decode:.2f}x" if state.decode else ""
+                yield (
+                    f"over {_label(theirs)} at prompt {ours.prompt_length}, threads {state.round_trip_ns:.0f} ns apart "
+                    f"in {state.runs[0]} and {state.runs[1]} runs: prefill {state.prefill:.2f}x{decode}"
+                )
+
+
+def _growth(results: Iterable[Result]) -> Iterator[str]:
     """How the time to first token grows with the prompt, where there are several lengths."""
-    for name, batch_size in dict.fromkeys((result.implementation, result.batch_size) for result in results):
-        line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
+    results = list(results)
+    for name, batch_size in dict.fromkeys((_label(result), result.batch_size) for result in results):
+        line = [r for r in results if (_label(r), r.batch_size) == (name, batch_size)]
         if len({result.prompt_length for result in line}) > 1:
             logs = [(math.log(result.prompt_length), math.log(result.first_token_ms)) for result in line]
             exponent = statistics.linear_regression(*zip(*logs, strict=True)).slope
@@ -99,9 +138,9 @@ def _growth(results: list[Result]) -> Iterator[str]:
 
 def _ratios(ours: Result, theirs: Result) -> list[str]:
     prefill = f"{ours.prefill_tokens_per_second / theirs.prefill_tokens_per_second:.2f}x"
-    decode = "" if not theirs.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
+    decode = "" if not ours.token_ms_p50 else f"{theirs.token_ms_p50 / ours.token_ms_p50:.2f}x"
     memory = f"{ours.peak_memory_mib / theirs.peak_memory_mib:.2f}x"
-    return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory]
+    return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory, ""]
 
 
 def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
@@ -109,15 +148,13 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, 2)
-    for name in dict.fromkeys(result.implementation for result in results):
-        for batch_size in dict.fromkeys(result.batch_size for result in results):
-            line = [r for r in results if (r.implementation, r.batch_size) == (name, batch_size)]
-            lengths = [r.prompt_length for r in line]
-            style = dict(
-                marker="o", linestyle="--" if name == TRANSFORMERS else "-", label=f"{name}, batch {batch_size}"
-            )
-            panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
-            panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
+    first = results[0].implementation
+    for name, batch_size in dict.fromkeys((_label(result), result.batch_size) for result in results):
+        line = [r for r in results if (_label(r), r.batch_size) == (name, batch_size)]
+        lengths = [r.prompt_length for r in line]
+        style = dict(marker="o", linestyle="-" if name == first else "--", label=f"{name}, batch {batch_size}")
+        panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
+        panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
     for panel, title in zip(panels, ("prefill", "decode"), strict=True):
         panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
         panel.legend()

@@ -19,9 +19,10 @@ from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitatio
 from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, ngram_tokens
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import DraftModel
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.speculation import DraftModel, NgramDrafter
+from granite4_neuron.speculation import NgramDrafter
 
 
 def measure_reuse(folder: Path, options: argparse.Namespace) -> None:

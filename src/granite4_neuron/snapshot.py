@@ -79,7 +79,8 @@ class Snapshot:
             os.replace(partial, file)
             partial = None
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} could not be written ({error}).") from None
+            reason = getattr(error, "strerror", None) or error  # without the name of the partial file
+            raise UserError(f"{file} could not be written ({reason}).") from None
         finally:
             if partial is not None:
                 os.unlink(partial)
@@ -93,6 +94,8 @@ class Snapshot:
         Raises:
             UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
         """
+        if file.is_dir():
+            raise UserError(f"{file} is a folder; give the file of a snapshot.")
         try:
             with safe_open(file, framework="pt") as stored:
                 about = json.loads((stored.metadata() or {}).get("snapshot", "{}"))

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -12,14 +13,20 @@ import transformers
 
 import benchmark_latency
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
-from benchmarks.implementations import Point
-from benchmarks.latency import least_seconds, result_of
+from benchmarks.gguf_checkpoint import write_gguf
+from benchmarks.implementations import Point, Run
+from benchmarks.latency import Sample, least_seconds, result_of
 from benchmarks.latency_report import machine_rates
+from benchmarks.round_trip import load_round_trip
+from benchmarks.states import compare_in_states
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.sizes import parameter_shapes
 from granite4_neuron.state import HybridState
-from test.support.checkpoints import small_config
+from granite4_neuron.stored_tensors import EMBEDDING, StoredTensors
+from test.support.checkpoints import CASES, small_config
 
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
 
@@ -43,7 +50,9 @@ def test_table_json_and_plot(tmp_path):
         (name, batch, length) for batch in (1, 2) for length in (9, 20) for name in ("granite4-neuron", "transformers")
     ]
     assert done.stdout.count("GFLOP/s") == 4
-    assert all(value > 0 for result in record["results"] for value in list(result.values())[1:])
+    for result in record["results"]:
+        assert result.pop("busy_processes") == 0 and len(result.pop("samples")) == 2
+        assert all(value > 0 for value in list(result.values())[1:])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -51,6 +60,61 @@ def test_quantized_weights(tmp_path):
     done = run(*SMALL, "--quantize", "int8", "--json", tmp_path / "numbers.json")
     assert done.returncode == 0 and "int8 weights" in done.stdout, done.stderr
     assert json.loads((tmp_path / "numbers.json").read_text())["quantize"] == "int8"
+
+
+def test_beside_busy_processes(tmp_path):
+    done = run(*SMALL, "--busy", "1", "--json", tmp_path / "numbers.json")
+    assert done.returncode == 0 and done.stdout.count("granite4-neuron, 1 busy ") == 2, done.stderr
+    record = json.loads((tmp_path / "numbers.json").read_text())
+    assert [(r["prompt_length"], r["busy_processes"]) for r in record["results"]] == [(9, 0), (9, 1), (20, 0), (20, 1)]
+
+
+LLAMA_BENCH = """#!/bin/sh
+# As llama-bench: it takes a second for a prompt, and 30 ms for three steps after one.
+case "$*" in
+    "-m {gguf} -t 1 -r 1 -o json -p 9 -n 0") echo '[{{"samples_ns": [1000000000]}}]' ;;
+    "-m {gguf} -t 1 -r 1 -o json -p 0 -n 3 -d 9") echo '[{{"samples_ns": [30000000]}}]' ;;
+    *) echo "error: failed to load model" >&2; exit 1 ;;
+esac
+"""
+
+
+class TestLlamaCpp:
+    @pytest.fixture
+    def programs(self, tmp_path):
+        bench = tmp_path / "llama-bench"
+        bench.write_text(LLAMA_BENCH.format(gguf=tmp_path / "model.gguf"))
+        bench.chmod(0o700)
+        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        return tmp_path
+
+    def test_in_turns(self, programs):
+        numbers = programs / "numbers.json"
+        options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
+        done = run(*SMALL, "--prompt-length", "9", *options, "--json", numbers)
+        assert done.returncode == 0, done.stderr
+        ours, theirs = json.loads(numbers.read_text())["results"]
+        assert (ours["implementation"], theirs["implementation"]) == ("granite4-neuron", "llama.cpp")
+        assert theirs["first_token_ms"] == 1000 and theirs["token_ms_p50"] == pytest.approx(10)
+        assert [sample["token_ms"] for sample in theirs["samples"]] == pytest.approx([10, 10])
+
+    def test_its_failure_is_reported(self, programs):
+        options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
+        done = run(*SMALL, "--prompt-length", "7", *options)
+        assert done.returncode == 2 and "failed: error: failed to load model" in done.stderr
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (("--compare", "llama.cpp"), "needs --llama-cpp, the folder of llama-bench"),
+            (("--compare", "llama.cpp", "--llama-cpp", "/no/such/folder"), "there is no file /no/such/folder/llama-b"),
+            (("--compare", "llama.cpp", "--llama-cpp", "x", "--batch-size", "2"), "llama-bench decodes one sequence"),
+            (("--gguf", "model.gguf"), "belong to --compare llama.cpp"),
+        ],
+    )
+    def test_bad_input(self, arguments, message):
+        done = run(*arguments)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -75,6 +139,7 @@ def test_reuse(arguments, expected):
         (("--kept-prompt", "--json", "numbers.json"), "leave out --json"),
         (("--prompt-length", "131072"), "this model takes at most 131072"),
         (("--batch-size", "0"), "--batch-size must be at least 1"),
+        (("--busy", "-1"), "--busy must be at least 0"),
         (("--model", "/no/such/folder"), "is not a folder"),
         (("--model", "x", "--random-weights", "h-350m"), "not both"),
         (("--random-weights", "h-9b"), "no family member"),
@@ -98,13 +163,16 @@ def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, 
 class TestResult:
     """Times that are known beforehand: prompts are done after 0.5 and 0.7 s, further tokens come after 10 to 40 ms."""
 
-    RUNS = ([0.5, 0.51, 0.53, 0.54], [0.7, 0.72, 0.74, 0.78])
+    RUNS = (
+        Run([0.5, 0.51, 0.53, 0.54], peak_bytes=2 * 2**20, weight_bytes=2**20, round_trips=(5e-8, 6e-8)),
+        Run([0.7, 0.72, 0.74, 0.78], peak_bytes=3 * 2**20, weight_bytes=2**20, round_trips=(3e-7, None)),
+    )
     POINT = Point(batch_size=3, prompt_length=100, output_length=4)
 
     @pytest.fixture
     def result(self):
         rates = Rates(flops=200e9, bytes=40e9)
-        return result_of("ours", self.POINT, list(self.RUNS), 3 * 2**20, (0.3, 0.005), rates)
+        return result_of("ours", self.POINT, list(self.RUNS), (0.3, 0.005), rates)
 
     def test_times(self, result):
         assert result.first_token_ms == pytest.approx(600)
@@ -120,7 +188,13 @@ class TestResult:
         assert result.prefill_of_bound == pytest.approx(0.3 / 0.6)
         assert result.decode_of_bound == pytest.approx(0.005 / 0.02)
         assert (result.machine_gflops, result.machine_gbytes_per_second) == (200, 40)
-        assert result.peak_memory_mib == 3
+        assert (result.peak_memory_mib, result.over_weights_mib) == (3, 2)
+
+    def test_samples(self, result):
+        assert [sample.first_token_ms for sample in result.samples] == pytest.approx([500, 700])
+        assert [sample.token_ms for sample in result.samples] == pytest.approx([40 / 3, 80 / 3])
+        assert result.samples[0].round_trips_ns == pytest.approx((50, 60))
+        assert result.samples[1].round_trips_ns == (pytest.approx(300), None)
 
     def test_the_machine_is_printed(self, result):
         (line,) = machine_rates([result])
@@ -134,6 +208,68 @@ class TestResult:
         prefill, decode = least_seconds(texting_folder, self.POINT, options, rates)
         assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)
         assert decode == pytest.approx(decode_bytes(config, torch.float32, 3, 102) / 3e9)
+
+
+class TestStates:
+    """Near, ours takes 100 and 10 ms where theirs takes 200 and 15; far, 300 and 40 where theirs takes 450 and 100."""
+
+    NEAR, FAR, CHANGED = (60.0, 80.0), (300.0, 350.0), (60.0, 300.0)
+
+    def result(self, *samples):
+        run = Run([0.1, 0.2], 0, 0)
+        whole = result_of("x", Point(1, 100, 2), [run], (0.0, 0.0))
+        return dataclasses.replace(whole, samples=[Sample(*each) for each in samples])
+
+    def test_each_state_for_itself(self):
+        ours = self.result((100, 10, self.NEAR), (300, 40, self.FAR), (1e6, 1e6, self.CHANGED), (1e6, 1, (None, 60.0)))
+        theirs = self.result((450, 100, self.FAR), (200, 15, self.NEAR), (200, 15, self.NEAR))
+        near, far = compare_in_states(ours, theirs)
+        assert (near.prefill, near.decode, near.runs) == (2, 1.5, (1, 2)) and 60 <= near.round_trip_ns <= 80
+        assert (far.prefill, far.decode, far.runs) == (1.5, 2.5, (1, 1)) and 300 <= far.round_trip_ns <= 350
+
+    def test_one_state(self):
+        ours, theirs = self.result((100, 10, self.FAR)), self.result((200, 30, self.FAR))
+        (state,) = compare_in_states(ours, theirs)
+        assert (state.prefill, state.decode) == (2, 3)
+
+    def test_what_only_one_of_them_has_seen_is_not_compared(self):
+        assert not compare_in_states(self.result((1, 1, self.NEAR)), self.result((1, 1, self.FAR)))
+        assert not compare_in_states(self.result((1, 1, (None, None))), self.result((1, 1, (None, None))))
+
+
+@pytest.mark.parametrize(
+    "case_folder", [case for case in CASES if case.name in ("moe", "two_groups", "untied_head")], indirect=True
+)
+def test_a_checkpoint_as_gguf(tmp_path, case_folder):
+    """Every weight is there once, by llama.cpp's names and as it computes with it."""
+    gguf = pytest.importorskip("gguf")
+    stored = StoredTensors(case_folder)
+    config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
+    write_gguf(case_folder, tmp_path / "model.gguf")
+    tensors = {
+        tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    numbers = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    assert sum(tensor.numel() for tensor in tensors.values()) == numbers
+    assert torch.equal(tensors["token_embd.weight"], stored.read(EMBEDDING).float())
+    mamba = config.layer_types.index("mamba")
+    expected = -stored.read(f"model.layers.{mamba}.mamba.A_log").float().exp()
+    assert torch.equal(tensors[f"blk.{mamba}.ssm_a"].flatten(), expected)
+    gate, up = stored.read("model.layers.0.shared_mlp.input_linear.weight").float().chunk(2)
+    ending = "_shexp" if config.num_local_experts else ""
+    assert torch.equal(tensors[f"blk.0.ffn_gate{ending}.weight"], gate)
+    assert torch.equal(tensors[f"blk.0.ffn_up{ending}.weight"], up)
+
+
+def test_gguf_files_have_no_rotary_embeddings(tmp_path, random_checkpoints):
+    pytest.importorskip("gguf")
+    (case,) = (case for case in CASES if case.name == "rope")
+    with pytest.raises(UserError, match="has rotary embeddings"):
+        write_gguf(random_checkpoints(case), tmp_path / "model.gguf")
+
+
+def test_a_round_trip():
+    assert (seconds := load_round_trip()()) is None or 1e-9 < seconds < 1e-2
 
 
 class TestBound:
@@ -152,7 +288,22 @@ class TestBound:
         state = HybridState.allocate(config, 1, 7, torch.bfloat16)
         of_one_slot = sum(tensor.nbytes // 2 for tensor in state.tensors())
         assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * of_one_slot
-        assert decode_bytes(config, torch.bfloat16, 3, 7, is_quantized=True) == matrices + head + 3 * of_one_slot
+
+    def test_quantized_weights_are_counted_with_their_scales(self):
+        """Columns are multiples of 32, so that four bits with scales are 4.5."""
+        config = small_config(num_local_experts=0, tie_word_embeddings=True, shared_intermediate_size=96)
+        model = random_model(config)
+        matrices = [
+            parameter
+            for name, parameter in model.model.layers.named_parameters()
+            if name.endswith(("proj.weight", "linear.weight"))
+        ]
+        assert all(matrix.shape[1] % 32 == 0 for matrix in matrices)
+        numbers, rows = sum(matrix.numel() for matrix in matrices), sum(len(matrix) for matrix in matrices)
+        head = model.lm_head.weight.numel() + 4 * len(model.lm_head.weight)
+        state = decode_bytes(config, torch.bfloat16, 1, 7) - 2 * (numbers + model.lm_head.weight.numel())
+        assert decode_bytes(config, torch.bfloat16, 1, 7, "int8") == numbers + 4 * rows + head + state
+        assert decode_bytes(config, torch.bfloat16, 1, 7, "int4") == numbers * 4.5 / 8 + head + state
 
     def test_experts_that_are_chosen(self):
         config = small_config(num_local_experts=4, num_experts_per_tok=1)

@@ -3,8 +3,8 @@
 import pytest
 from transformers import GenerationConfig
 
-from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.speculation import DraftModel, NgramDrafter
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.speculation import NgramDrafter
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 

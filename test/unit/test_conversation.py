@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron import UserError
-from granite4_neuron.engine import Engine, PrefixCache, Request, with_overrides
+from granite4_neuron import UserError, load
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, with_overrides
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
 from granite4_neuron.snapshot import Snapshot
 from granite4_neuron.speculation import NgramDrafter
@@ -225,6 +225,40 @@ def test_drafts_and_seeds(new, texting):
     assert say(drafting, *messages) == expected
     plain.undo()
     assert say(plain, messages[1]) != expected[1:], "another try draws other numbers"
+
+
+def test_a_draft_model_reads_the_new_tokens_of_a_turn_only(new, texting_folder, monkeypatch):
+    small, _ = load(texting_folder)
+    step, commit, read = small.step, small.commit, []
+
+    def counted_step(state, rows):
+        read.append(sum(len(row.tokens) for row in rows))
+        return step(state, rows)
+
+    def counted_commit(state, verification, accepted):
+        read.append(sum(accepted))
+        commit(state, verification, accepted)
+
+    monkeypatch.setattr(small, "step", counted_step)
+    monkeypatch.setattr(small, "commit", counted_commit)
+    drafter = DraftModel(small, small.config.vocab_size, 1, 600, PoisonedPrefixCache(small, None, None))
+    plain, drafting = new("Be brief."), new("Be brief.", drafter=drafter)
+
+    def ask(message):
+        read.clear()
+        assert say(drafting, message) == say(plain, message)
+        stats = drafting.last_stats
+        assert stats.drafted_tokens and stats.acceptance_rate == 1
+        # What was accepted last has not been read when a turn ends.
+        assert 0 <= sum(read) - (stats.prompt_tokens + stats.generated_tokens) + 6 <= 12
+        return stats
+
+    assert ask("Hello").cached_tokens == 0
+    assert ask("What else?").cached_tokens > 25
+    drafting.undo(), plain.undo()
+    assert ask("What else?").prompt_tokens == 0
+    drafting.undo(), plain.undo()
+    assert ask("Go on").cached_tokens > 25
 
 
 def test_errors_leave_the_conversation_as_it_was(new, monkeypatch):

@@ -193,9 +193,11 @@ class TestRefused:
             Snapshot.load(tmp_path / "other", ours.dtype, ours.fingerprint)
         with pytest.raises(UserError, match="cannot be read"):
             Snapshot.load(tmp_path / "none", ours.dtype, ours.fingerprint)
+        with pytest.raises(UserError, match="is a folder; give the file"):
+            Snapshot.load(tmp_path, ours.dtype, ours.fingerprint)
 
     def test_no_place_to_write_to(self, snapshot, tmp_path):
-        with pytest.raises(UserError, match="could not be written"):
+        with pytest.raises(UserError, match=r"file could not be written \(No such file or directory\)\."):
             snapshot.save(tmp_path / "none" / "file")
 
     def test_an_interrupted_write_leaves_the_old_file(self, snapshot, file, monkeypatch):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import Engine, Request, with_overrides
+from granite4_neuron.engine import DraftModel, Engine, GenerationStats, Request, with_overrides
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.speculation import DraftModel, DraftRequest, NgramDrafter
+from granite4_neuron.speculation import DraftRequest, NgramDrafter
 from test.support.engines import (
     CHUNK,
     VOCAB,
@@ -87,6 +87,20 @@ class Script:
         self.ended.append(id)
 
 
+class ReadRuntime(ChunkRuntime):
+    """Counts the tokens that its sequences gain."""
+
+    read = 0
+
+    def step(self, state, rows, all_logits=False):
+        self.read += sum(len(row.tokens) for row in rows)
+        return super().step(state, rows, all_logits)
+
+    def commit(self, state, verification, accepted):
+        self.read += sum(accepted)
+        super().commit(state, verification, accepted)
+
+
 class PoisonedDraftModel(DraftModel):
     """NaN in what its state holds of no certain token, before each call."""
 
@@ -102,11 +116,12 @@ def drafter_of(kind, model, other_model, alone, num_sequences=4, options=tuple(O
     if kind == "script":
         numbers = itertools.product(range(16), options)
         return Script([prompt_of(number) + alone(number, MAX_TOKENS, option) for number, option in numbers])
-    runtime = ChunkRuntime(model if kind == "same model" else other_model)
-    return PoisonedDraftModel(runtime, VOCAB, num_sequences, 200)
+    runtime = ChunkRuntime(other_model if kind == "other model" else model)
+    cache = PoisonedPrefixCache(runtime, 100_000, None) if kind == "same model, cached" else None
+    return PoisonedDraftModel(runtime, VOCAB, num_sequences, 200, cache)
 
 
-KINDS = ["n-gram", "script", "same model", "other model"]
+KINDS = ["n-gram", "script", "same model", "same model, cached", "other model"]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -122,7 +137,7 @@ def test_drafts_change_no_text(runtime, model, other_model, alone, kind, options
     stats = engine.stats
     assert stats.decode_tokens == 16 * (MAX_TOKENS - 1) and stats.decode_rows <= stats.decode_tokens
     assert stats.accepted_tokens == stats.decode_tokens - stats.decode_rows
-    if kind == "same model":
+    if kind.startswith("same model"):
         assert stats.acceptance_rate == 1 and stats.decode_tokens_per_row > 3.5
     elif kind == "script":
         assert 0.2 < stats.acceptance_rate < 0.9
@@ -160,6 +175,26 @@ class TestDraftModel:
             tokens = [*request.tokens, *took]
             [drafts] = drafter.propose([DraftRequest(request.id, tokens, 4, request.chooser)])
             assert drafts == generate_one(Engine(runtime, 1), Request(tokens, 4))
+
+    def test_what_its_prefix_cache_has_is_not_read_again(self, runtime, model, alone):
+        """A sequence goes on from the end of an earlier one, or of its prompt, and is drafted for as without it."""
+        small = ReadRuntime(model)
+        drafter = PoisonedDraftModel(small, VOCAB, 1, 200, PoisonedPrefixCache(small, None, None))
+        engine = Engine(runtime, 1, drafter=drafter, draft_tokens=3)
+
+        def read_for(tokens):
+            small.read = 0
+            engine.stats = GenerationStats()
+            new = generate_one(engine, Request(tokens, MAX_TOKENS))
+            assert new == generate_one(Engine(ChunkRuntime(model), 1), Request(tokens, MAX_TOKENS))
+            assert engine.stats.acceptance_rate == 1
+            return small.read, new
+
+        prompt = prompt_of(13)
+        read, new = read_for(prompt)
+        assert len(prompt) + MAX_TOKENS - 4 <= read <= len(prompt) + MAX_TOKENS
+        for tokens, unread in ((prompt, 0), ([*prompt, *new, 5, 6, 7], 8)):
+            assert MAX_TOKENS - 4 <= read_for(tokens)[0] <= MAX_TOKENS + unread
 
     def test_what_it_has_no_room_for_gets_no_drafts(self, runtime):
         drafter = DraftModel(runtime, VOCAB, 1, 20)

@@ -42,7 +42,7 @@ PREEMPTED = {
 EVERYTHING = {**PREFIX, **SPECULATION, **CHUNKS}
 PROCESSES = {
     "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
-    "pipeline parallel": {**PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
+    "pipeline parallel": {**COMPILED, **PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
     "data parallel": {**EVERYTHING, "data_parallel_size": 2},
 }
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer

@@ -17,8 +17,9 @@ from granite4_neuron.commands.options import (
     at_least,
     load_runtime,
     model_or_bundled,
+    sampling_of,
 )
-from granite4_neuron.commands.reuse import add_speculation, drafter, num_bytes
+from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
 
 CACHE_SIZE = "2GiB"
 
@@ -47,7 +48,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--prefix-cache",
         default=CACHE_SIZE,
         metavar="SIZE",
-        help="memory for what turns leave behind, to which /undo and /retry go back (default: %(default)s)",
+        help="memory for what turns leave behind, to which /undo and /retry go back; a draft model takes as much again "
+        "(default: %(default)s)",
     )
     add_speculation(chat.add_argument_group("speculation"))
     chat.set_defaults(run=run)
@@ -58,39 +60,22 @@ def run(options: argparse.Namespace) -> int:
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.engine import Engine, PrefixCache, Request, with_overrides
+    from granite4_neuron.engine import PrefixCache, Request, with_overrides
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
 
     cache = PrefixCache(runtime, max_bytes, None)
-    drafts, draft_tokens = drafter(options, runtime, tokenizer, 1)
-    engine = Engine(
-        runtime,
-        1,
-        max_length=options.max_length,
-        tokenizer=tokenizer,
-        prefix_cache=cache,
-        drafter=drafts,
-        draft_tokens=draft_tokens,
-    )
+    engine = new_engine(options, runtime, tokenizer, 1, options.max_length, cache)
     request = Request(
         (),
         max_tokens=options.max_tokens,
-        sampling=with_overrides(
-            runtime.generation_config,
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            options.min_p,
-            options.repetition_penalty,
-        ),
+        sampling=with_overrides(runtime.generation_config, **sampling_of(options)),
         seed=options.seed,
         stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
         stop=tuple(options.stop),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
-        encoder.encode(
-            [{"role": "user", "content": "a message"}]
-        )  # whether there is a template, before anything is typed
+        # Whether there is a template, before anything is typed.
+        encoder.encode([{"role": "user", "content": "a message"}])
         conversation = Conversation(engine, cache, encoder, request, options.system)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
         return Session(conversation, messages, is_terminal).run()

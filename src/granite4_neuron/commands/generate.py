@@ -17,6 +17,7 @@ from granite4_neuron.commands.options import (
     load_runtime,
     model_or_bundled,
     read_text,
+    sampling_of,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
 from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
@@ -76,11 +77,7 @@ def run(options: argparse.Namespace) -> int:
             tokenizer,
             prompts,
             max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
+            **sampling_of(options),
             seed=options.seed,
             stop=options.stop,
             ignore_eos=options.ignore_eos,

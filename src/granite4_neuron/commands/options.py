@@ -126,6 +126,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
 
 
+def sampling_of(options: argparse.Namespace) -> dict[str, float | int | None]:
+    """What `add_sampling` says about each token's choice: arguments of `engine.with_overrides`."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: getattr(options, name) for name in names}
+
+
 def add_expert_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expert-path",

@@ -50,9 +50,9 @@ def size(count: int) -> str:
     return f"{count:.4g} GiB"
 
 
-def peak_memory_bytes() -> int:
-    """The most memory that this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
+    """The most memory that this process, or with RUSAGE_CHILDREN one of those it has waited for, has held so far."""
+    peak = resource.getrusage(of).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 

@@ -14,7 +14,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.engine import Engine, PrefixCache
     from granite4_neuron.runtime.interface import Runtime
     from granite4_neuron.speculation import Drafter
 
@@ -91,8 +91,40 @@ def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequenc
     snapshot.save(options.prompt_cache)
 
 
+def new_engine(
+    options: argparse.Namespace,
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerFast,
+    num_sequences: int,
+    max_length: int | None,
+    cache: PrefixCache | None,
+) -> Engine:
+    """An engine with the drafter of `add_speculation`; a draft model gets a prefix cache as large as `cache`.
+
+    Raises:
+        UserError: as `drafter` and `Engine`.
+    """
+    from granite4_neuron.engine import Engine
+
+    drafts, draft_tokens = drafter(options, runtime, tokenizer, num_sequences, max_length, cache)
+    return Engine(
+        runtime,
+        num_sequences,
+        max_length=max_length,
+        tokenizer=tokenizer,
+        prefix_cache=cache,
+        drafter=drafts,
+        draft_tokens=draft_tokens,
+    )
+
+
 def drafter(
-    options: argparse.Namespace, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, num_sequences: int
+    options: argparse.Namespace,
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerFast,
+    num_sequences: int,
+    max_length: int | None = None,
+    cache: PrefixCache | None = None,
 ) -> tuple[Drafter | None, int]:
     """Of `add_speculation`: what drafts, and how many tokens at most.
 
@@ -105,8 +137,9 @@ def drafter(
         return None, DRAFT_TOKENS
     if options.speculate is not None and options.draft_model is not None:
         raise UserError("give either --speculate or --draft-model, not both.")
+    from granite4_neuron.engine import DraftModel, PrefixCache
     from granite4_neuron.runtime.interface import require
-    from granite4_neuron.speculation import DraftModel, NgramDrafter
+    from granite4_neuron.speculation import NgramDrafter
 
     require(runtime, "verify")
     if options.speculate is not None:
@@ -114,9 +147,10 @@ def drafter(
     draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model)
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
-    longest = min(runtime.config.max_position_embeddings, draft_runtime.config.max_position_embeddings)
+    longest = runtime.config.max_position_embeddings if max_length is None else max_length
+    draft_cache = cache and PrefixCache(draft_runtime, cache.max_bytes, None)
     draft_tokens = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
-    return DraftModel(draft_runtime, runtime.config.vocab_size, num_sequences, longest), draft_tokens
+    return DraftModel(draft_runtime, runtime.config.vocab_size, num_sequences, longest, draft_cache), draft_tokens
 
 
 def num_bytes(text: str) -> int:

@@ -19,7 +19,7 @@ from granite4_neuron.commands.options import (
     model_or_bundled,
 )
 from granite4_neuron.commands.output import write
-from granite4_neuron.commands.reuse import add_speculation, drafter, num_bytes
+from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     reuse.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help=f"memory for what prompts begin with, 0 for none (default: {_PREFIX_CACHE})",
+        help="memory for what prompts begin with, 0 for none; a draft model takes as much again "
+        f"(default: {_PREFIX_CACHE})",
     )
     add_speculation(reuse)
     serve.set_defaults(run=run)
@@ -94,7 +95,6 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"serve needs {' and '.join(missing)}; install them with: pip install granite4-neuron[serve].")
     max_body = num_bytes(options.max_body)
     # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.engine import Engine
     from granite4_neuron.serving.sequences import Limits
     from granite4_neuron.serving.server import Server, bind
 
@@ -102,16 +102,7 @@ def run(options: argparse.Namespace) -> int:
         name = model_or_bundled(options)
         runtime, tokenizer = load_runtime(options, name)
         cache = _prefix_cache(options, runtime)
-        drafts, draft_tokens = drafter(options, runtime, tokenizer, options.max_num_seqs)
-        engine = Engine(
-            runtime,
-            options.max_num_seqs,
-            max_length=options.max_model_len,
-            tokenizer=tokenizer,
-            prefix_cache=cache,
-            drafter=drafts,
-            draft_tokens=draft_tokens,
-        )
+        engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
         model = options.served_model_name or Path(name).name
         server = Server(
             runtime,

@@ -1,5 +1,6 @@
 """Which tokens run next: sequences that come and go, each in a slot of a runtime's state."""
 
+from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine
 from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
@@ -8,6 +9,7 @@ from granite4_neuron.engine.sampling import Sampler, with_overrides
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 
 __all__ = [
+    "DraftModel",
     "Engine",
     "GenerationStats",
     "Output",

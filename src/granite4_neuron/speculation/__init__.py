@@ -1,6 +1,6 @@
-"""Tokens drafted ahead of the target model: where they come from, and which of them stand."""
+"""Tokens drafted ahead of the target model: who proposes them, and which of them stand."""
 
-from granite4_neuron.speculation.drafters import Drafter, DraftModel, DraftRequest, NgramDrafter
+from granite4_neuron.speculation.drafters import Drafter, DraftRequest, NgramDrafter
 from granite4_neuron.speculation.metadata import SamplerOutput, SamplingMetadata, SpecDecodeMetadata
 from granite4_neuron.speculation.ngram import ngram_propose
 from granite4_neuron.speculation.rejection_sampler import (
@@ -11,7 +11,6 @@ from granite4_neuron.speculation.rejection_sampler import (
 )
 
 __all__ = [
-    "DraftModel",
     "DraftRequest",
     "Drafter",
     "NgramDrafter",

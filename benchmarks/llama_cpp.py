@@ -1,0 +1,69 @@
+"""llama.cpp in a latency benchmark: llama-bench on the same weights, a process of its own for each run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from benchmarks.gguf_checkpoint import write_gguf
+from granite4_neuron import UserError
+
+BENCH, QUANTIZE = "llama-bench", "llama-quantize"
+# What comes nearest to a quantisation of this package.
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
+
+
+class LlamaCpp:
+    """llama-bench on a GGUF file.
+
+    Args:
+        programs: the folder of llama-bench.
+        file: the weights.
+    """
+
+    def __init__(self, programs: Path, file: Path, threads: int):
+        self._command = [str(programs / BENCH), "-m", str(file), "-t", str(threads), "-r", "1", "-o", "json"]
+        self.weight_bytes = file.stat().st_size
+
+    def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
+        """As `Ours.run`, of one prompt of random tokens. Steps of decode after the prompt are given their mean: that is
+        all that llama-bench says of them.
+        """
+        (prompt,) = prompts
+        first = self._seconds("-p", len(prompt), "-n", 0)
+        steps = output_length - 1
+        if not steps:
+            return [first]
+        step = self._seconds("-p", 0, "-n", steps, "-d", len(prompt)) / steps
+        return [first + step * number for number in range(output_length)]
+
+    def _seconds(self, *arguments: str | int) -> float:
+        (test,) = json.loads(_run([*self._command, *map(str, arguments)]))
+        return test["samples_ns"][0] / 1e9
+
+
+def gguf_of(folder: Path, quantize: str | None, programs: Path, into: Path) -> Path:
+    """The GGUF file of a checkpoint, in its dtype or quantized, written to the folder `into`.
+
+    Raises:
+        UserError: that failed; the message says why.
+    """
+    file = into / "model.gguf"
+    write_gguf(folder, file)
+    if quantize is None:
+        return file
+    quantized = into / f"model-{quantize}.gguf"
+    _run([str(programs / QUANTIZE), str(file), str(quantized), GGUF_TYPES[quantize]])
+    file.unlink()
+    return quantized
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be run ({error.strerror}).") from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip() or "no reason given").splitlines()[-1]
+        raise UserError(f"{' '.join(command)} failed: {reason}") from None

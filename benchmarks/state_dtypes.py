@@ -1,0 +1,73 @@
+"""A step of decode with SSM states in each dtype, in turns, over the same weights.
+
+python -m benchmarks.state_dtypes --random-weights h-350m --batch-size 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+from granite4_neuron.cli import EXIT_BAD_INPUT
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+
+STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; returns the process's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each dtype (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    model = random_model(config, dtype=torch.bfloat16)
+    steps = [_step(CPURuntime(model, GenerationConfig(), state_dtype=each), options) for each in STATE_DTYPES]
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(options.steps):
+        for step, of_step in zip(steps, times, strict=True):
+            started = time.perf_counter()
+            step()
+            of_step.append(1e3 * (time.perf_counter() - started))
+    table = Table("SSM states in", "ms a step, median", "tokens/s")
+    for dtype, of_step in zip(STATE_DTYPES, times, strict=True):
+        median = statistics.median(of_step)
+        table.add_row(str(dtype).removeprefix("torch."), f"{median:.1f}", f"{1e3 * options.batch_size / median:.0f}")
+    Console().print(table)
+    return 0
+
+
+def _step(runtime: CPURuntime, options: argparse.Namespace) -> Callable[[], object]:
+    """One token of each sequence, the first of which has been run."""
+    state = runtime.allocate(options.batch_size, 2 + options.steps)
+    position = 0
+
+    def step() -> object:
+        nonlocal position
+        rows = [Row(slot, position, [slot]) for slot in range(1, 1 + options.batch_size)]
+        position += 1
+        return runtime.step(state, rows)
+
+    step()
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Drafts by a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from granite4_neuron.engine.prefix_cache import PrefixCache
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.speculation import DraftRequest
+
+
+class DraftModel:
+    """Proposes what a small model says, chosen as the target's tokens are: greedily, or with the same random numbers.
+
+    Where both models give a token the same probability it is then also drawn at the same time, so that a sampled draft
+    is accepted about as often as the distributions overlap, while the text stays what the target alone would say
+    (Daliri et al., https://arxiv.org/abs/2408.07978).
+
+    Its state has only seen tokens that are certain: drafts are run by `Runtime.verify` and never committed, and there
+    is nothing to roll back when the target rejects them.
+
+    Args:
+        runtime: of the small model; any that can verify.
+        vocab_size: the target model's.
+        num_sequences, max_length: how many sequences it follows, and how far; beyond it proposes nothing.
+        prefix_cache: of the small model's runtime; where its states at the ends of prompts and of sequences are kept,
+            for those that begin alike.
+
+    Raises:
+        UserError: the vocabularies differ in size, or the runtime cannot verify or has no room.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        vocab_size: int,
+        num_sequences: int,
+        max_length: int,
+        prefix_cache: PrefixCache | None = None,
+    ):
+        require(runtime, "verify")
+        if runtime.config.vocab_size != vocab_size:
+            raise UserError(
+                f"the draft model has a vocabulary of {runtime.config.vocab_size:,} tokens and the model one of "
+                f"{vocab_size:,}; they must have the same."
+            )
+        self._runtime = runtime
+        self._cache = prefix_cache
+        self._max_length = min(max_length, runtime.config.max_position_embeddings)
+        self._state = runtime.allocate(num_sequences, self._max_length)
+        self._free = list(range(num_sequences, 0, -1))
+        self._followed: dict[int, _Followed] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """As `Drafter.propose`. A sequence's first call reads what the prefix cache does not have of its prompt."""
+        drafts = [_Draft(request, self._follow(request), self._most(request)) for request in requests]
+        growing = [draft for draft in drafts if draft.followed is not None and draft.most > 0]
+        if growing:
+            self._read(growing)
+            logits = [draft.followed.logits for draft in growing]
+            while growing := [draft for draft, of_one in zip(growing, logits, strict=True) if draft.grow(of_one)]:
+                logits = self._last_logits([draft.row for draft in growing])
+        return [draft.tokens for draft in drafts]
+
+    def end(self, id: int) -> None:
+        """As `Drafter.end`."""
+        if id in self._followed:
+            followed = self._followed.pop(id)
+            if self._cache is not None and followed.stored:
+                self._keep(followed)
+            self._free.append(followed.slot)
+
+    def _follow(self, request: DraftRequest) -> _Followed | None:
+        if request.id not in self._followed and self._free:
+            self._followed[request.id] = _Followed(self._free.pop())
+        followed = self._followed.get(request.id)
+        if followed is not None:
+            followed.tokens = request.tokens
+        return followed
+
+    def _most(self, request: DraftRequest) -> int:
+        """The last draft is never run."""
+        room = self._max_length - len(request.tokens)
+        return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
+
+    def _read(self, drafts: Sequence[_Draft]) -> None:
+        """Bring the state up to the last certain token of each sequence."""
+        for draft in drafts:
+            self._catch_up(draft.followed)
+        rows = [draft.followed.next_row(len(draft.followed.tokens)) for draft in drafts]
+        verification = self._runtime.verify(self._state, rows)
+        self._runtime.commit(self._state, verification, [len(row.tokens) for row in rows])
+        for draft, row, logits in zip(drafts, rows, verification.logits, strict=True):
+            draft.followed.add(row, logits[len(row.tokens) - 1])
+
+    def _catch_up(self, followed: _Followed) -> None:
+        """Read a prompt, or what came while other sequences had no room for drafts, but for the last token."""
+        last, is_prompt = len(followed.tokens) - 1, followed.stored == 0
+        if is_prompt and self._cache is not None:
+            self._restore(followed)
+        most = 0 if is_prompt else self._runtime.tokens_per_verification - 1
+        while last - followed.stored > most:
+            row = followed.next_row(min(followed.stored + self._runtime.tokens_per_step, last))
+            [logits] = self._runtime.step(self._state, [row])
+            followed.add(row, logits)
+        if is_prompt and self._cache is not None and followed.stored:
+            self._keep(followed)
+
+    def _restore(self, followed: _Followed) -> None:
+        """Go on from what the prefix cache has of a prompt."""
+        prefix = self._cache.find(followed.tokens[:-1])
+        if prefix is not None:
+            self._cache.restore(prefix, self._state, followed.slot)
+            self._cache.release(prefix)
+            followed.stored, followed.logits = prefix.length, prefix.logits
+
+    def _keep(self, followed: _Followed) -> None:
+        self._cache.keep(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
+
+    def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        logits = self._runtime.verify(self._state, rows).logits
+        return [of_row[len(row.tokens) - 1] for of_row, row in zip(logits, rows, strict=True)]
+
+
+@dataclass
+class _Followed:
+    """Where the small model's state of a sequence is.
+
+    tokens: all of it that is certain.
+    stored: how many of them the state has seen.
+    logits: [vocab_size], after the last of those; None before the first.
+    """
+
+    slot: int
+    tokens: Sequence[int] = ()
+    stored: int = 0
+    logits: torch.Tensor | None = None
+
+    def next_row(self, stop: int) -> Row:
+        """The tokens to read next, up to `stop`."""
+        return Row(self.slot, self.stored, self.tokens[self.stored : stop])
+
+    def add(self, row: Row, logits: torch.Tensor) -> None:
+        """The state has seen the row, after which the small model says `logits` [vocab_size]."""
+        self.stored += len(row.tokens)
+        self.logits = logits
+
+
+@dataclass
+class _Draft:
+    """What one sequence's drafts are so far."""
+
+    request: DraftRequest
+    followed: _Followed | None
+    most: int
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chooser = self.request.chooser.fork()
+
+    @property
+    def row(self) -> Row:
+        return Row(self.followed.slot, self.followed.stored, self.tokens)
+
+    def grow(self, logits: torch.Tensor) -> bool:
+        """Add a draft; whether there may be a further one."""
+        try:
+            self.tokens.append(self._chooser(logits, [*self.request.tokens, *self.tokens]))
+        except UserError:  # the small model's logits are not finite, which is no matter of the sequence
+            return False
+        return len(self.tokens) < self.most

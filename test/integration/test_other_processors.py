@@ -1,0 +1,36 @@
+"""The CPU kernels as compilers for other processors see them; what they compute there is not looked at."""
+
+import platform
+import shutil
+import subprocess
+from importlib import resources
+
+import pytest
+
+from granite4_neuron.ops.cpu import build
+
+KERNELS = resources.files("granite4_neuron.ops.cpu") / "kernels"
+X86 = "c++"
+ARM = "aarch64-linux-gnu-g++"
+
+
+@pytest.mark.parametrize(
+    "compiler, processor, capability",
+    [
+        pytest.param(X86, ("-march=x86-64-v3",), "AVX2", id="AVX2"),
+        pytest.param(X86, ("-march=skylake-avx512",), "AVX512", id="AVX-512 without bfloat16"),
+        pytest.param(X86, ("-march=x86-64",), "DEFAULT", id="x86 without AVX"),
+        pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
+        pytest.param(ARM, ("-march=armv8.4-a+sve+bf16", "-msve-vector-bits=256"), "SVE256", id="Arm with SVE"),
+    ],
+)
+def test_the_kernels_compile(compiler, processor, capability):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler} here")
+    if compiler == X86 and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("c++ compiles for this processor, which is no x86")
+    flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
+    defines = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    command = [compiler, "-fsyntax-only", *flags, *processor, *defines, f"-isystem{build._TORCH / 'include'}"]
+    done = subprocess.run([*command, str(KERNELS / "kernels.cpp")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
