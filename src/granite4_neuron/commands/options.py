@@ -266,16 +266,20 @@ def read_text(file: str | None, nothing: str) -> str:
     """The text in a file, or on standard input where it is None or "-".
 
     Raises:
-        UserError: it cannot be read, or is no text; `nothing`, where there is no file and standard input is a terminal.
+        UserError: it cannot be read, or is no text; `nothing`, where standard input is closed, or is a terminal and was
+            not asked for.
     """
-    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+    from_input = file in (None, "-")
+    if from_input and (sys.stdin is None or (file is None and sys.stdin.isatty())):
         raise UserError(nothing)
     try:
-        return sys.stdin.read() if file in (None, "-") else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if from_input else Path(file).read_text(encoding="utf-8")
+        text.encode("utf-8")  # in the C locale Python takes any bytes from standard input, as lone surrogates
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}).") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file or 'standard input'} is not text in UTF-8.") from None
+    except UnicodeError:
+        raise UserError(f"{'standard input' if from_input else file} is not text in UTF-8.") from None
+    return text
 
 
 def check_folder_of(file: Path | None) -> None:
