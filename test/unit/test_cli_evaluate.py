@@ -119,7 +119,16 @@ def test_what_is_refused(evaluate, file, tmp_path):
         assert error.count("\n") == 1
     status, output, error = evaluate(stdin="a")
     assert status == 2 and "the text has 1 tokens" in error
+    status, output, error = evaluate("-", stdin="some \udcff bytes")
+    assert (status, output, error) == (2, "", "granite4-neuron: standard input is not text in UTF-8.\n")
     assert evaluate(tmp_path / "long", "--window", 600)[0] == 0
+
+
+def test_closed_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    for arguments in (["evaluate"], ["evaluate", "-"]):
+        assert main(arguments) == 2
+        assert "there is no text; give a file, or the text on standard input." in capsys.readouterr().err
 
 
 def test_bytes_of_a_character_in_two_tokens(evaluate):
