@@ -65,8 +65,7 @@ def test_without_a_compiler(folder, greedy, prompts, tmp_path):
     environment = dict(ONE_PROCESS, CXX="false", XDG_CACHE_HOME=str(tmp_path / "cache"))
     results = run_engines({"plain": dict(model=folder, options=options)}, prompts, tmp_path, **environment)
     assert greedy.right(prompts, results["plain"]) == [len(prompts)]
-    lines = [line for line in results["log"].splitlines() if "WARNING" in line and "granite4-neuron" in line]
-    assert len(lines) == 1 and "C++ compiler" in lines[0]
+    assert results["log"].count("install a C++ compiler such as g++") == 1
 
 
 def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
