@@ -9,6 +9,7 @@ QUANTIZATIONS = ("int8", "int4")
 
 # Of SSM states.
 STATE_DTYPES = ("float32", "float16", "bfloat16")
+COMPILED_STATE_DTYPES = ("float32", "bfloat16")  # in the graphs of NxD Inference
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)

@@ -129,7 +129,7 @@ def report(
             least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
         else:
             context = 0 if kind == _PREFILL else max_length - tokens
-            least = minimum(config, tp_degree, dtype, rows, tokens, context)
+            least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == _VERIFY)
         yield graph_report(name, config.layer_types, trace, least)
 
 

@@ -59,12 +59,18 @@ def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float
 
 
 def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Six operations for each entry of the state, two more for each further token; the taps; what tokens exchange."""
-    entries, tokens = prod(operands[0][1]), operands[2][1][1]
+    """The taps; of each entry of the state two operations for a token that reads it, with the gate among the operands,
+    and two for one that enters it, beside two for the decay, with the accepted counts; and what tokens exchange.
+    """
     batch, _, heads, head_dim = operands[0][1]
-    convolved = 2 * prod(operands[2][1]) * operands[5][1][1]
-    within = batch * heads * tokens**2 * (head_dim + 3)
-    return float((4 + 2 * tokens) * entries + convolved + 2 * within), everything
+    entries, tokens, taps = prod(operands[0][1]), operands[2][1][1], operands[4][1][1]
+    has_outputs, has_new_states = (any(len(shape) == rank for _, shape in operands[6:]) for rank in (3, 1))
+    flops = 2 * prod(operands[2][1]) * taps
+    if has_outputs:
+        flops += 2 * tokens * entries + 2 * batch * heads * tokens**2 * (head_dim + 3)
+    if has_new_states:
+        flops += (2 + 2 * tokens) * entries
+    return float(flops), everything
 
 
 def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:

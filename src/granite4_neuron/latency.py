@@ -1,9 +1,8 @@
 """How long a step takes a Trainium2 at least, and what it is predicted to take. Nothing here is a measurement.
 
 A step's bound is a roofline: HBM, TensorE, VectorE and the links between cores work at the same time, each at its full
-rate, and the one with most to do decides. A device does not keep that up. What it loses grows with the number of
-layers: each has its collectives, kernels and waits. That loss is one number here, taken from a published figure of
-another model (`LAYER_SECONDS`); bound and loss together are the prediction.
+rate, and the one with most to do decides. A device does not keep that up. What it loses is two constants here: the
+latency of a collective, and what it takes to launch a layer's work. Bound and losses together are the prediction.
 
 Rates are of one logical core, which is two physical ones (LNC=2) and a quarter of a chip.
 """
@@ -11,7 +10,7 @@ Rates are of one logical core, which is two physical ones (LNC=2) and a quarter 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -19,7 +18,7 @@ from granite4_neuron import graphs
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.hlo_cost import Cost
-from granite4_neuron.minimum import minimum
+from granite4_neuron.minimum import Minimum, minimum, minimum_of_commit
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16 and 1.28 TB/s of NeuronLink: "Trainium2 architecture" in the Neuron
 # SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a quarter.
@@ -29,12 +28,17 @@ LINK_BYTES_PER_SECOND = 1.28e12 / 4
 # VectorE, of each of the two physical cores: 0.96 GHz, an element of each of 128 partitions in a cycle: "Trainium2
 # architecture guide for NKI" (nki/guides/architecture/trainium2_arch).
 VECTOR_ELEMENTS_PER_SECOND = 2 * 128 * 0.96e9
-# What a layer takes beside its bound: collectives' latency, launches and waits. The published 4.00 ms per token of
-# Qwen3.5-2B on eight logical cores (contrib/models/Qwen3.5-2B of NxD Inference, trn2.48xlarge) less its bound, by its
-# 24 layers; `benchmarks/predicted_latency.py` works it out, and compares it with the other figures.
-LAYER_SECONDS = 139e-6
+# An all-reduce of less than 1 MB goes as a mesh: it scatters and gathers, in two hops each, however many ranks there
+# are; a hop takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
+# (neuron-runtime/explore/intranode-collective-comm).
+COLLECTIVE_SECONDS = 4 * 2e-6
+# What a layer takes beside its bound and its collectives: launches of its parts, and waits for one another. Nothing is
+# published about it. It is the least squares fit of the logarithms of eight published times per token of other models,
+# in `benchmarks/predicted_latency.py`; a constant per step beside it comes out as zero.
+LAUNCH_SECONDS = 157e-6
 
 ALL_REDUCES_PER_LAYER = 2
+PARTITIONS = 128
 CHUNK = 128  # tokens that the prefill kernel takes at a time
 
 
@@ -43,22 +47,27 @@ class Work:
     """What one rank does in one step.
 
     flops: of matrix products. bytes_accessed: of HBM. vector_elements: that VectorE visits in Mamba layers' kernels.
-    link_bytes: sent to other ranks. layers: of the model.
+    link_bytes: sent to other ranks. collectives: how many. layers: that are launched.
     """
 
     flops: float
     bytes_accessed: float
     vector_elements: float
     link_bytes: float
-    layers: int
+    collectives: int
+    layers: float
+
+    def __add__(self, other: Work) -> Work:
+        """One after the other."""
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one step: of each unit by itself, and of the layers' losses."""
+    """Seconds of one step: of each unit by itself, and of what is lost to collectives and to launches."""
 
     units: dict[str, float]
-    overhead: float
+    losses: dict[str, float]
 
     @property
     def bound(self) -> float:
@@ -67,24 +76,31 @@ class Latency:
 
     @property
     def predicted(self) -> float:
-        return self.bound + self.overhead
+        return self.bound + sum(self.losses.values())
 
     @property
     def limit(self) -> str:
-        """What most of the prediction is: a unit's name, or "layers" for what each layer loses."""
+        """What most of the prediction is: the busiest unit, "collectives" or "launches"."""
         busiest = max(self.units, key=self.units.__getitem__)
-        return busiest if self.bound >= self.overhead else "layers"
+        parts = {busiest: self.bound, **self.losses}
+        return max(parts, key=parts.__getitem__)
 
 
 def latency(work: Work) -> Latency:
-    """The roofline of a step."""
+    """The roofline of a step, and its losses."""
     units = {
         "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
         "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
         "VectorE": work.vector_elements / VECTOR_ELEMENTS_PER_SECOND,
         "links": work.link_bytes / LINK_BYTES_PER_SECOND,
     }
-    return Latency(units, work.layers * LAYER_SECONDS)
+    losses = {"collectives": work.collectives * COLLECTIVE_SECONDS, "launches": work.layers * LAUNCH_SECONDS}
+    return Latency(units, losses)
+
+
+def num_collectives(layers: int, tp_degree: int) -> int:
+    """All-reduces of a step."""
+    return ALL_REDUCES_PER_LAYER * layers if tp_degree > 1 else 0
 
 
 def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
@@ -94,30 +110,65 @@ def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, items
 
 
 def step_work(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int, context: int
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int,
+    context: int,
+    *,
+    verifies: bool = False,
 ) -> Work:
     """The work of a step, from `minimum` and the NKI kernels.
 
     VectorE's share is what the kernels of this package have it do: in decode the decay and the update of every entry of
-    the state; in prefill, for each head and 128 tokens, the weights of 128 pairs, and three passes over the head.
+    the state, and a pass over what is read of it, which fills few of the partitions; in a verification that pass, and
+    two for each pair of tokens; in prefill, for each head and 128 tokens, the weights of 128 pairs, and three passes
+    over the head.
 
     Raises:
         UserError: tp_degree does not divide the model.
     """
-    least = minimum(config, tp_degree, dtype, batch_size, tokens, context)
+    least = minimum(config, tp_degree, dtype, batch_size, tokens, context, verifies=verifies)
     rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
-    if tokens == 1:
-        per_layer = 2 * batch_size * rank.mamba_heads * config.mamba_d_head * config.mamba_d_state
+    inner = batch_size * rank.mamba_heads * config.mamba_d_head
+    if verifies:
+        per_layer = inner * (PARTITIONS + 2 * tokens**2)
+    elif tokens == 1:
+        per_layer = inner * (PARTITIONS + 2 * config.mamba_d_state)
     else:
         chunks = batch_size * -(-tokens // CHUNK)
         per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)
-    return Work(
-        flops=least.flops,
-        bytes_accessed=least.bytes_accessed,
+    return _work(
+        least,
         vector_elements=config.layer_types.count(MAMBA) * per_layer,
         link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, dtype.itemsize),
+        collectives=num_collectives(layers, tp_degree),
         layers=layers,
     )
+
+
+def commit_work(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
+) -> Work:
+    """The work of a verification's commit: of each Mamba layer's recurrence alone, which is launched as half a layer.
+
+    Raises:
+        UserError: tp_degree does not divide the model.
+    """
+    least = minimum_of_commit(config, tp_degree, dtype, batch_size, tokens)
+    mamba_layers, heads = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree).mamba_heads
+    return _work(
+        least,
+        vector_elements=2 * mamba_layers * batch_size * heads * config.mamba_d_head * config.mamba_d_state,
+        link_bytes=0.0,
+        collectives=0,
+        layers=mamba_layers / 2,
+    )
+
+
+def _work(least: Minimum, **others: float) -> Work:
+    return Work(flops=least.flops, bytes_accessed=least.bytes_accessed, **others)
 
 
 def counted_bound(cost: Cost) -> float:
@@ -178,7 +229,8 @@ def predictions(
         prompt: tokens of the prompt, which is one step.
         context: tokens of each sequence while it is continued.
         drafted, acceptance: tokens verified beside the certain one, and how probable it is that one of them holds; 0
-            drafted tokens for no such lines. Drafts cost nothing here: n-grams are looked up on the host.
+            drafted tokens for no such lines, which are of a verification and its commit. Drafts cost nothing here:
+            n-grams are looked up on the host.
 
     Raises:
         UserError: tp_degree does not divide the model, or a number is out of range.
@@ -186,16 +238,16 @@ def predictions(
     if not 0 <= acceptance <= 1:
         raise UserError(f"the acceptance is {acceptance}; it is a probability, from 0 to 1.")
 
-    def of(name: str, batch_size: int, tokens: int, before: int, gives: float = 1.0) -> Prediction:
-        work = step_work(config, tp_degree, dtype, batch_size, tokens, before)
-        return Prediction(name, batch_size, latency(work), gives)
+    def of(name: str, batch_size: int, tokens: int, before: int) -> Prediction:
+        return Prediction(name, batch_size, latency(step_work(config, tp_degree, dtype, batch_size, tokens, before)))
 
     lines = [of(f"first token, prompt of {prompt:,}", 1, prompt, 0)]
     lines += [of("token", batch_size, 1, context) for batch_size in batch_sizes]
-    if drafted:
-        gives = tokens_per_verification(drafted, acceptance)
-        name = f"token, {drafted} drafted"
-        lines += [of(name, batch_size, drafted + 1, context, gives) for batch_size in batch_sizes]
+    gives = tokens_per_verification(drafted, acceptance)
+    for batch_size in batch_sizes if drafted else ():
+        work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True)
+        work += commit_work(config, tp_degree, dtype, batch_size, drafted + 1)
+        lines.append(Prediction(f"token, {drafted} drafted", batch_size, latency(work), gives))
     return lines
 
 
@@ -208,17 +260,20 @@ def with_counted_graphs(
     context: int,
     drafted: int,
 ) -> list[Prediction]:
-    """`predictions` with what this package's own graphs count: of the prompt, of a token, and of a verification.
+    """`predictions` with what this package's own graphs count: of the prompt, of a token, of verification and commit.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
     """
-    costs = {}
+    counted = {}
     verified = drafted + 1 if drafted else None
     for batch_size in sorted({line.batch_size for line in lines}):
         buckets = (prompt,) if batch_size == 1 else ()
         length = max(context, prompt) + 1
         reports = graphs.report(config, dtype, tp_degree, batch_size, buckets, length, verified)
         names = [line.step for line in lines if line.batch_size == batch_size]
-        costs |= {(name, batch_size): report.cost for name, report in zip(names, reports, strict=True)}
-    return [replace(line, counted=counted_bound(costs[line.step, line.batch_size])) for line in lines]
+        seconds = [counted_bound(report.cost) for report in reports]
+        last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
+        seconds[last:] = [sum(seconds[last:])]
+        counted |= {(name, batch_size): of_graph for name, of_graph in zip(names, seconds, strict=True)}
+    return [replace(line, counted=counted[line.step, line.batch_size]) for line in lines]

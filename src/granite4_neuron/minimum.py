@@ -31,20 +31,28 @@ class Minimum:
 
 
 def minimum(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int, context: int
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int,
+    context: int,
+    *,
+    verifies: bool = False,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
     """What a step of `tokens` tokens in each of `batch_size` sequences costs a rank at least.
 
     What is assumed:
 
-    * FLOPs are two per weight and token, of a token's top_k experts only; of the head for one token per sequence. A
-      token's attention takes four per head, head_dim and entry that it sees; its recurrence six per entry of the state
-      (the decay, two for dt * x * B, the sum, two for the product with C).
+    * FLOPs are two per weight and token, of a token's top_k experts only; of the head for one token per sequence, and
+      for all of a verification. A token's attention takes four per head, head_dim and entry that it sees; its
+      recurrence six per entry of the state (the decay, two for dt * x * B, the sum, two for the product with C).
     * Every weight is read once. Of the experts those that any token chose: if choices are independent and uniform, n
       tokens choose num_experts * (1 - (1 - top_k / num_experts) ** n) distinct ones on average. Of the embedding
       nothing is counted.
     * States are read and written once, and so are keys and values: `context` entries per sequence are read, those of
-      the step's tokens written.
+      the step's tokens written. A verification reads states and writes none.
     * Of all activations only the residual stream moves, in float32: it is read and written three times a layer, around
       mixer, MLP and norms.
 
@@ -52,6 +60,8 @@ def minimum(
         tp_degree: ranks, over which the model is split.
         dtype: of weights, conv_state, keys and values.
         context: cache entries of each sequence before this step.
+        verifies: whether the step is a verification: it has logits of all its tokens, and leaves states as they are.
+        state_dtype: of SSM states.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -73,45 +83,59 @@ def minimum(
     conv_entries, ssm_entries = conv_shape[0] * conv_shape[1], ssm_shape[0] * ssm_shape[1] * ssm_shape[2]
     seen = batch_size * (tokens * context + tokens * (tokens + 1) // 2)
     flops = 2 * all_tokens * (per_token + layers * config.num_experts_per_tok * expert)
-    flops += 2 * batch_size * weights.head
+    flops += 2 * (all_tokens if verifies else batch_size) * weights.head
     flops += 4 * attention_layers * seen * dimensions.attention_heads * config.head_dim
     flops += 6 * mamba_layers * all_tokens * ssm_entries
 
-    state_bytes = conv_entries * dtype.itemsize + ssm_entries * torch.float32.itemsize
+    state_bytes = conv_entries * dtype.itemsize + ssm_entries * state_dtype.itemsize
     return Minimum(
         flops=flops,
         weights=(per_token + chosen + weights.head) * dtype.itemsize,
-        state=2 * mamba_layers * batch_size * state_bytes,
+        state=(1 if verifies else 2) * mamba_layers * batch_size * state_bytes,
         key_values=token_bytes(config, dtype.itemsize, tp_degree) * (batch_size * context + all_tokens),
         activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
     )
 
 
 def minimum_of_commit(
-    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int,
+    *,
+    state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
     """The least that a rank does to commit what it verified; arguments as in `minimum`.
 
-    The state is read and written once, and what the step kept is read: x, B, C and dt of each token.
+    The state is read and written once, and what the step kept is read: x, B, C and dt of each token. An entry of the
+    state takes two FLOPs for its decay and two for each token.
     """
     layers, dimensions = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree)
     _, ssm_shape = mamba_state_shapes(config, tp_degree)
     kept = layers * batch_size * tokens * (dimensions.mamba_conv_dim + dimensions.mamba_heads)
     return Minimum(
-        flops=6 * layers * batch_size * tokens * prod(ssm_shape),
+        flops=(2 + 2 * tokens) * layers * batch_size * prod(ssm_shape),
         weights=0,
-        state=2 * batch_size * sequence_bytes(config, dtype.itemsize, tp_degree),
+        state=2 * batch_size * sequence_bytes(config, dtype.itemsize, tp_degree, state_dtype.itemsize),
         key_values=0,
         activations=kept * dtype.itemsize,
     )
 
 
-def minimum_of_copy(config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, length: int) -> Minimum:
+def minimum_of_copy(
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    length: int,
+    *,
+    state_dtype: torch.dtype = torch.float32,
+) -> Minimum:
     """The least that a rank does to copy all of a slot of `length` tokens: to read it and to write it."""
     return Minimum(
         flops=0,
         weights=0,
-        state=2 * sequence_bytes(config, dtype.itemsize, tp_degree),
+        state=2 * sequence_bytes(config, dtype.itemsize, tp_degree, state_dtype.itemsize),
         key_values=2 * length * token_bytes(config, dtype.itemsize, tp_degree),
         activations=0,
     )

@@ -15,6 +15,8 @@ LOGICAL_CORE_SIZE = 2
 # Who multiplies with the experts' weights in NxD Inference: this package in torch; that, and its NKI kernel where there
 # are few tokens; or NxD, with what neuron_config.blockwise_matmul_config names.
 EXPERT_PATHS = ("torch", "nki", "nxd")
+# Within a folder of compiled graphs, those of a draft model.
+DRAFT_GRAPHS = "draft"
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_sampling_on_the_device(do_sample, expected, tmp_path):
 
 def test_kernels_of_this_package(tmp_path):
     kernels = dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki")
-    app = application(one_layer_of_each_kind("h-small", tmp_path), batch_size=4, config_options=kernels)
+    folder = one_layer_of_each_kind("h-small", tmp_path)
+    app = application(folder, batch_size=4, config_options=kernels, speculation_length=4)
     for kind, bucket, expected in (
         ("context_encoding_model", 128, ["conv1d_prefill", "experts_decode", "experts_decode", "ssd_chunk_scan"]),
         (
@@ -228,13 +230,37 @@ def test_kernels_of_this_package(tmp_path):
             512,
             [FLASH_ATTENTION, "conv1d_prefill", *["experts_prefill"] * 2, "ssd_chunk_scan"],
         ),
-        ("token_generation_model", 1024, ["conv1d_update", "experts_decode", "experts_decode", "ssm_decode"]),
+        ("token_generation_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
+        ("verification_model", 1024, ["experts_decode", "experts_decode", "mamba_decode"]),
+        ("commit_model", 2048, ["mamba_decode"]),
     ):
         traced = trace(app, kind, bucket)
-        check_state(traced)
+        check_state(traced, expected_to_pass=2 if kind == "verification_model" else 0)
         text = hlo_text(traced)
         assert findings(text) == []
         assert closed_operators(text) == expected
+
+
+def test_the_kernel_moves_states_as_often_as_it_must():
+    """Four tokens' verification, which writes none, moves no more than a token's decode; a commit moves little else."""
+    from granite4_neuron.nxdi.graphs import report
+
+    config = GraniteMoeHybridConfig.from_family("h-1b")
+    config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
+    kernels = dict(prefill_scan="ssd", decode_kernel="nki")
+    mixers, states = [], []
+    for state_dtype in ("float32", "bfloat16"):
+        graphs = report(
+            config, torch.bfloat16, 4, 8, [128], 256, dict(kernels, state_dtype=state_dtype), verified_tokens=4
+        )
+        of = {graph.graph.split()[0].rstrip(","): graph for graph in graphs}
+        mixers.append({name: of[name].components[MAMBA].bytes_accessed for name in ("decode", "verify")})
+        states.append(of["decode"].state_bytes)
+        assert of["commit"].bytes_ratio < 1.1
+    assert mixers[0]["verify"] <= mixers[0]["decode"]
+    saved = states[0] - states[1]
+    assert mixers[0]["decode"] - mixers[1]["decode"] == pytest.approx(2 * saved)
+    assert mixers[0]["verify"] - mixers[1]["verify"] == pytest.approx(saved)
 
 
 EXPERT_KERNELS = {

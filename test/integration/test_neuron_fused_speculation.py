@@ -66,17 +66,17 @@ def draft(tmp_path_factory):
     return noisy(tmp_path_factory.mktemp("draft") / "model", 0.15)
 
 
-def fused_model(draft, **options):
+def fused_model(draft, kernels=None, **options):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
     from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
     from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
     options = dict(on_device_sampling_config=dict(do_sample=False), **options)
-    config = nxdi.make_config(bundled_checkpoint(), speculation_length=TOKENS, enable_fused_speculation=True, **options)
-    config.fused_spec_config = FusedSpecNeuronConfig(
-        NeuronGraniteMoeHybridModel, draft_config=nxdi.make_config(draft, **options), draft_model_path=str(draft)
-    )
+    speculation = dict(speculation_length=TOKENS, enable_fused_speculation=True)
+    config = nxdi.make_config(bundled_checkpoint(), kernels, **speculation, **options)
+    draft_config = nxdi.make_config(draft, kernels, **options)
+    config.fused_spec_config = FusedSpecNeuronConfig(NeuronGraniteMoeHybridModel, draft_config, str(draft))
     model = NeuronGraniteMoeHybridForCausalLM(str(bundled_checkpoint()), config)
     model.to_cpu()
     return model
@@ -130,6 +130,12 @@ def test_every_count_of_accepted_tokens(draft, tokenizer, texts):
     new, counts = one_by_one(fused_model(draft), prompts_of(tokenizer))
     assert new == texts
     assert set(counts) == set(range(1, TOKENS + 1))
+
+
+def test_the_nki_kernel(draft, tokenizer, texts):
+    """It drafts, verifies and commits in both models; prompts are scanned in torch, over states in its layout."""
+    new, counts = one_by_one(fused_model(draft, dict(decode_kernel="nki")), prompts_of(tokenizer)[:3])
+    assert new == texts[:3] and len(set(counts)) > 2
 
 
 def test_a_draft_without_mamba_layers(tokenizer, texts, tmp_path):

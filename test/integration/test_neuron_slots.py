@@ -23,6 +23,9 @@ from test.support.engines import run
 from test.support.verification import Round, streams, verified_error
 
 SLOTS, TOKENS = 3, 4
+KERNELS = Case(
+    "kernels", dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
+)  # that the NKI kernels take
 OPTIONS = dict(batch_size=SLOTS, ctx_batch_size=1, is_continuous_batching=True, speculation_length=TOKENS)
 
 pytestmark = pytest.mark.usefixtures("cpu_mode")
@@ -69,6 +72,29 @@ def poison(runtime, lengths=None):
                     tensor[slot, :, length:] = 1e3
             elif lengths is None:
                 tensor.fill_(math.nan)
+
+
+@pytest.fixture(scope="class")
+def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
+    """A runtime with the NKI kernels, which run in the emulator, and logits of whole sequences."""
+    folder = random_checkpoints(KERNELS)
+    return runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki")), tokens_and_logits(folder)[1]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The kernels that a Mamba layer launches from here on: each one's name, whether it has a gate, and counts."""
+    from granite4_neuron.ops.nki import mamba
+
+    seen, correct = [], mamba.launch
+
+    def launch(kernel, *arguments):
+        last = [argument is not None for argument in arguments[-2:]]
+        seen.append((kernel.function.__name__, *last))
+        return correct(kernel, *arguments)
+
+    monkeypatch.setattr(mamba, "launch", launch)
+    return seen
 
 
 def verification_error(runtime, uncut, prefixes, rounds):
@@ -119,11 +145,26 @@ class TestVerification:
         folder = random_checkpoints(cases[case])
         assert verification_error(runtime_of(folder), tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
 
-    def test_nki_kernels(self, random_checkpoints):
-        sizes = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
-        folder = random_checkpoints(Case("kernels", sizes))
-        runtime = runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki"))
-        assert verification_error(runtime, tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
+    def test_nki_kernels(self, with_kernels, launches):
+        """One kernel in three forms: decode, verification, and commit, which keep the rules of the plain path."""
+        runtime, uncut = with_kernels
+        for rounds in (RAGGED[0], EVERY_COUNT[2]):
+            assert verification_error(runtime, uncut, PREFIXES[0], rounds) <= TOLERANCE
+        assert {name for name, *_ in launches} == {"conv1d_prefill", "ssd_chunk_scan", "mamba_decode"}
+        forms = {(has_outputs, counts) for name, has_outputs, counts in launches if name == "mamba_decode"}
+        assert forms == {(True, True), (True, False), (False, True)}
+        assert runtime.refusals == ()
+
+    def test_states_of_16_bits(self, random_checkpoints, with_kernels, monkeypatch):
+        """Rounded as the hardware does, by chance, at each step and commit: near the exact logits, and not at them."""
+        pytest.importorskip("nki.emulation", reason="a simulator may round as it likes")
+        monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+        folder = random_checkpoints(KERNELS)
+        runtime = runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki", state_dtype="bfloat16"))
+        assert runtime.state_dtype == torch.bfloat16
+        assert runtime.model.models[0].model.kv_mgr.past_key_values[1].dtype == torch.bfloat16
+        error = verification_error(runtime, with_kernels[1], PREFIXES[0], RAGGED[0])
+        assert TOLERANCE < error <= 5e-2
 
     def test_at_the_end_of_the_cache(self, runtime, sequences, folder):
         """Tokens up to the last place; those that only fill the graph have none."""
@@ -300,6 +341,44 @@ def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
     runtime = runtime_of(folder)
     bug(runtime, monkeypatch)
     assert not verification_error(runtime, sequences[1], PREFIXES[0], RAGGED[1]) <= 3 * TOLERANCE
+
+
+def change_arguments(change, patch):
+    """Launch the kernel of a few tokens with other arguments: z and the counts, which are its last ones."""
+    from granite4_neuron.ops.nki import mamba
+
+    correct = mamba.launch
+
+    def launch(kernel, *arguments):
+        if kernel.function.__name__ == "mamba_decode":
+            *first, z, counts = arguments
+            arguments = (*first, *change(z, counts))
+        return correct(kernel, *arguments)
+
+    patch.setattr(mamba, "launch", launch)
+
+
+def all_stand(z, counts):
+    return z, None if counts is None else 0 * counts + TOKENS
+
+
+def one_more_stands(z, counts):
+    return z, counts if counts is None or z is not None else counts + 1
+
+
+def none_stands(z, counts):
+    return z, None if counts is None else 0 * counts
+
+
+def no_gate(z, counts):
+    return None if z is None else 0 * z + 1, counts
+
+
+@pytest.mark.parametrize("change", [all_stand, one_more_stands, none_stands, no_gate])
+def test_a_bug_around_the_kernel_is_seen(change, with_kernels, monkeypatch):
+    runtime, uncut = with_kernels
+    change_arguments(change, monkeypatch)
+    assert not verification_error(runtime, uncut, PREFIXES[0], RAGGED[1]) <= 3 * TOLERANCE
 
 
 def test_a_copy_that_forgets_the_window_is_seen(folder, sequences, monkeypatch):

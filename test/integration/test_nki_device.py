@@ -15,6 +15,8 @@ from test.support.nki_cases import (
     experts_arguments,
     experts_inputs,
     experts_oracle,
+    mamba_decode_inputs,
+    mamba_decode_oracle,
     scan_inputs,
     scan_oracle,
 )
@@ -40,7 +42,7 @@ def device():
 def check(device, kernel, inputs, exact, dtype):
     from granite4_neuron.ops.nki.launch import launch
 
-    outputs = launch(kernel, *(tensor.to(device) for tensor in inputs))
+    outputs = launch(kernel, *(None if tensor is None else tensor.to(device) for tensor in inputs))
     for output, expected in zip(outputs, exact, strict=True):
         assert error(output.cpu(), expected) <= TOLERANCE[dtype]
 
@@ -52,6 +54,19 @@ def test_scans(device, name, length, dtype):
     kernels = importlib.import_module(f"granite4_neuron.ops.nki.{name}")
     inputs = scan_inputs(2, length, dtype=dtype, **HEADS)
     check(device, getattr(kernels, name), inputs.values(), scan_oracle(inputs), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_few_tokens(device, tokens, dtype):
+    """Decode, a verification, which has outputs alone, and its commit, which has states alone."""
+    from granite4_neuron.ops.nki.mamba_decode import mamba_decode
+
+    inputs = mamba_decode_inputs(3, tokens, dtype=dtype, accepted=[tokens, 0, tokens // 2], **HEADS)
+    exact = mamba_decode_oracle(inputs)
+    check(device, mamba_decode, inputs.values(), exact, dtype)
+    check(device, mamba_decode, (inputs | dict(accepted=None)).values(), exact[:1], dtype)
+    check(device, mamba_decode, (inputs | dict(z=None)).values(), exact[1:], dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

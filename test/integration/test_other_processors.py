@@ -21,7 +21,6 @@ ARM = "aarch64-linux-gnu-g++"
         pytest.param(X86, ("-march=skylake-avx512",), "AVX512", id="AVX-512 without bfloat16"),
         pytest.param(X86, ("-march=x86-64",), "DEFAULT", id="x86 without AVX"),
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
-        pytest.param(ARM, ("-march=armv8.4-a+sve+bf16", "-msve-vector-bits=256"), "SVE256", id="Arm with SVE"),
     ],
 )
 def test_the_kernels_compile(compiler, processor, capability):

@@ -166,16 +166,16 @@ def mamba_decode_inputs(
         conv_states=normal(batch, channels, d_conv - 1).to(dtype),
         xBC=normal(batch, tokens, channels).to(dtype),
         dt=torch.exp(torch.empty(batch, tokens, heads).uniform_(math.log(1e-3), math.log(0.5), generator=g)),
-        z=normal(batch, tokens, heads * head_dim).to(dtype),
         taps=(normal(channels, d_conv + 1) / 2).to(dtype),
         A_D=torch.stack([-torch.empty(heads).uniform_(1, max_A, generator=g), normal(heads)]),
+        z=normal(batch, tokens, heads * head_dim).to(dtype),
         accepted=torch.tensor(accepted or [tokens] * batch, dtype=torch.int32),
     )
 
 
 def mamba_decode_oracle(case):
     """In float64: the outputs of all tokens, the states and windows after the accepted ones."""
-    states, conv_states, xBC, dt, z, taps, A_D, accepted = case.values()
+    states, conv_states, xBC, dt, taps, A_D, z, accepted = case.values()
     batch, d_state, heads, head_dim = states.shape
     tokens, reach = xBC.shape[1], conv_states.shape[2]
     groups = (xBC.shape[2] - heads * head_dim) // (2 * d_state)

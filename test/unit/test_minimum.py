@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.minimum import minimum
+from granite4_neuron.minimum import minimum, minimum_of_commit
 from test.support.checkpoints import DENSE, small_config
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
@@ -41,3 +41,14 @@ def test_a_token_sees_those_before_it():
     assert whole.flops - none.flops == 4 * 8 * 100 * config.num_attention_heads * config.head_dim
     assert minimum(config, 2, torch.float32, 1, 8, 0).flops == none.flops / 2
     assert none.state == 0
+
+
+def test_a_verification_and_its_commit():
+    """The first reads states and has logits of all tokens; the second reads and writes them, and has no weights."""
+    plain, verified = (minimum(CONFIG, 4, torch.bfloat16, 2, 4, 100, verifies=verifies) for verifies in (False, True))
+    assert verified.flops - plain.flops == 2 * 2 * 3 * HEAD
+    assert 2 * verified.state == plain.state
+    commit = minimum_of_commit(CONFIG, 4, torch.bfloat16, 2, 4)
+    assert commit.flops == 36 * 2 * (2 + 2 * 4) * 32 * 64 * 128
+    assert (commit.state, commit.weights) == (plain.state, 0)
+    assert commit.activations == 36 * 2 * 4 * (2048 + 256 + 32) * 2

@@ -9,7 +9,8 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.nki.mamba_decode import check_mamba_decode, mamba_decode, mamba_decode_torch
+from granite4_neuron.ops.nki.limits import check_mamba_decode
+from granite4_neuron.ops.nki.mamba_decode import mamba_decode, mamba_decode_torch
 from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
 
 HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
@@ -33,7 +34,10 @@ def run(case, programs=1):
 
 def test_definition():
     case = mamba_decode_inputs(tokens=5, groups=2, accepted=[0, 3, 5])
-    check(mamba_decode_torch(**case), mamba_decode_oracle(case))
+    y, *states = mamba_decode_oracle(case)
+    check(mamba_decode_torch(**case), (y, *states))
+    check(mamba_decode_torch(**case | dict(accepted=None)), (y,))
+    check(mamba_decode_torch(**case | dict(z=None)), states)
 
 
 @pytest.mark.parametrize("programs", [1, 2])
@@ -61,6 +65,19 @@ def test_state_after_the_accepted_tokens(accepted):
     check((y, states, windows), mamba_decode_oracle(case))
     if accepted == 0:
         assert torch.equal(states[0], case["states"][0]) and torch.equal(windows[0], case["conv_states"][0])
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+@pytest.mark.parametrize(
+    "dimensions", [dict(heads=16), dict(heads=8, d_state=64, groups=2)], ids=["1 group", "2 groups"]
+)
+def test_a_verification_and_its_commit(programs, dimensions):
+    """Outputs alone, for which no state is written, and states alone; bit by bit those of both together."""
+    case = mamba_decode_inputs(3, 4, accepted=[4, 0, 2], **dimensions)
+    together = run(case, programs)
+    check(together, mamba_decode_oracle(case))
+    apart = *run(case | dict(accepted=None), programs), *run(case | dict(z=None), programs)
+    assert len(apart) == 3 and all(map(torch.equal, apart, together))
 
 
 def test_bfloat16():
@@ -119,7 +136,7 @@ def test_dimensions_that_it_does_not_take():
         dimensions = dict(tokens=4, num_heads=8, head_dim=64, n_groups=1, d_state=128, programs=2)
         with pytest.raises(UserError, match="takes 1 to 16 tokens"):
             check_mamba_decode(**dimensions | changes)
-    with pytest.raises(UserError, match="Here are 4 tokens, 12 heads in 3 groups"):
+    with pytest.raises(UserError, match="Here are 12 heads in 3 groups, head_dim 64, d_state 128, and steps of 4"):
         check_mamba_decode(4, 12, 64, 3, 128, 2)
 
 
@@ -137,6 +154,17 @@ class TestBudgets:
                 )
             assert counts[1] <= 1.6 * counts[0]
             assert written == [batch, batch]
+
+    def test_traffic_of_a_verification_and_its_commit(self):
+        """The first reads states, the second reads and writes them; neither moves what the other is for."""
+        case = mamba_decode_inputs(8, 4, dtype=torch.bfloat16, **H_SMALL)
+        for absent in ("accepted", "z"):
+            form = case | {absent: None}
+            outputs = run(form, 2)
+            given = [value for value in form.values() if value is not None]
+            assert last_launch().hbm_bytes <= 1.25 * nbytes(*given, *outputs)
+            writes = [i for i in last_launch().instructions if i.hbm_written >= 128 * 16 * 64 * 4]
+            assert len(writes) == (0 if absent == "accepted" else 2 * 8)
 
     def test_traffic(self):
         case = mamba_decode_inputs(8, 4, dtype=torch.bfloat16, **H_SMALL)

@@ -102,7 +102,22 @@ def test_dimensions_that_no_kernel_takes():
     with pytest.raises(UserError, match="a multiple of 2 heads"):
         select_operators(TORCH, CONFIGS["one group"], tp_degree=4, decode_kernel="nki")
     select_operators(TORCH, small_config(layer_types=("attention",)), decode_kernel="nki")
+    narrow = small_config(**(SIZES | dict(mamba_d_state=32)))
+    select_operators(TORCH, narrow, decode_kernel="nki")
+    with pytest.raises(UserError, match="and d_state 32"):
+        select_operators(TORCH, narrow, prefill_scan="scan", decode_kernel="nki")
     select_operators(TORCH, small_config())
+
+
+def test_where_one_kernel_does_not_hold():
+    """Groups that are cut by the share of a core: then there are two kernels, and the reason can be asked for."""
+    config = small_config(hidden_size=96, **(SIZES | dict(mamba_n_heads=6, mamba_n_groups=3)))
+    operators = select_operators(TORCH, config, 1, "ssd", "nki")
+    assert operators.mamba_decode.few_tokens is None
+    (refusal,) = operators.refusals
+    assert "Here are 6 heads in 3 groups" in refusal and "a kernel for its convolution" in refusal
+    taken = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki")
+    assert taken.mamba_decode.few_tokens.max_tokens == 16 and taken.refusals == ()
 
 
 def test_names_that_are_none():

@@ -228,16 +228,16 @@ MAMBA_DECODE = {
         "to_end_sb = _exp_of_sums(after, taken_log_decay_sb)",
         "to_end_sb = _exp_of_sums(after, times(dt_sb, for_each(A_sb, count)))",
     ),
-    "outputs see accepted tokens only": (
-        "_exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))",
-        "_exp_of_sums(up_to, taken_log_decay_sb)",
+    "outputs see the state decay by later tokens": (
+        "from_start_sb = _exp_of_sums(up_to,",
+        "from_start_sb = _exp_of_sums(after,",
     ),
     "one token too many is accepted": ("data2=accepted_sb, op=nl.less", "data2=accepted_sb, op=nl.less_equal"),
     "state read after it was advanced": ("C_columns[:, group, s, :],", "C_columns[:, 0, 0, :],"),
     "B of the first sequence": ("B_sb[:, s, group, :]", "B_sb[:, 0, group, :]"),
     "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)", "nisa.memset(gate_sb, 1.0)"),
     "what tokens say to each other dropped": (
-        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add)",
+        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)",
         "pass",
     ),
     "state not decayed": ("op=nl.multiply)\n    heads_per_bank", "op=nl.maximum)\n    heads_per_bank"),

@@ -71,6 +71,11 @@ def test_a_snapshot_of_another_state_dtype_is_refused(tmp_path):
         Snapshot.load(tmp_path / "file", *about)
 
 
+def test_the_nki_kernel_has_no_float16():
+    with pytest.raises(UserError, match="in float32 or bfloat16, and not in float16"):
+        CPURuntime(MODEL, GenerationConfig(), decode_kernel="nki", state_dtype=torch.float16)
+
+
 def test_other_backends_refuse_it():
-    with pytest.raises(UserError, match="SSM states in 16 bits are for the backend cpu"):
+    with pytest.raises(UserError, match="SSM states in 16 bits are for the backends cpu and nxdi"):
         load(backend="xla", state_dtype=torch.float16)

@@ -43,9 +43,10 @@ EVERYTHING = {**PREFIX, **SPECULATION, **CHUNKS}
 PROCESSES = {
     "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
     "pipeline parallel": {**COMPILED, **PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
-    "data parallel": {**EVERYTHING, "data_parallel_size": 2},
 }
+REPLICAS = {**EVERYTHING, "data_parallel_size": 2, "skip_tokenizer_init": True}
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
+A_PROCESSOR_EACH = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # the machine may have one NUMA node
 # What pytest -m "not slow" leaves: each part of this package has its turn.
 FAST = {
     "alone", "n-gram", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
@@ -66,6 +67,13 @@ def cases(names):
 def selected(request, test):
     """Of the cases of a test those that this session runs."""
     return {item.callspec.params["name"] for item in request.session.items if item.originalname == test.__name__}
+
+
+def random_checkpoint(name, where):
+    """The folder of a small model that has the traits of a case of this name."""
+    (changes,) = (case.changes for case in CASES if case.name == name)
+    save_model(random_model(small_config(**{**changes, **WIDE}), seed=len(name)), where / name)
+    return where / name
 
 
 def engine(options, model, prompts):
@@ -99,8 +107,7 @@ def served(request, folder, prompts, tmp_path_factory):
 @pytest.fixture(scope="module")
 def served_by_several(request, folder, prompts, tmp_path_factory):
     engines = {name: engine(PROCESSES[name], folder, FEW) for name in selected(request, test_several_processes)}
-    threads = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # a processor each: the machine may have one NUMA node
-    return run_engines(engines, prompts, tmp_path_factory.mktemp("processes"), **threads)
+    return run_engines(engines, prompts, tmp_path_factory.mktemp("processes"), **A_PROCESSOR_EACH)
 
 
 def check(result, greedy, prompts, options):
@@ -130,10 +137,8 @@ def test_several_processes(served_by_several, greedy, prompts, name):
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     """(folders, prompts, results) of random checkpoints that between them have what the family has."""
-    changes, folders = {case.name: case.changes for case in CASES}, {}
-    for name in selected(request, test_family):
-        folders[name] = tmp_path_factory.mktemp("family") / name
-        save_model(random_model(small_config(**{**changes[name], **WIDE}), seed=len(name)), folders[name])
+    where = tmp_path_factory.mktemp("family")
+    folders = {name: random_checkpoint(name, where) for name in selected(request, test_family)}
     prompts = prompts_of(small_config().vocab_size)
     options = {**EVERYTHING, "skip_tokenizer_init": True}
     engines = {name: engine(options, folder, ALL) for name, folder in folders.items()}
@@ -144,6 +149,18 @@ def family(request, tmp_path_factory):
 def test_family(family, name):
     folders, prompts, results = family
     check(results[name], Greedy(folders[name]), prompts[: len(ALL)], EVERYTHING)
+
+
+@pytest.mark.slow
+def test_data_parallel(folder, tmp_path):
+    """Replicas of a model without experts; these vLLM cannot spread over processes of a CPU, which is said."""
+    dense = random_checkpoint("dense", tmp_path)
+    prompts = prompts_of(small_config().vocab_size)
+    engines = {"dense": engine(REPLICAS, dense, FEW), "experts": engine(REPLICAS, folder, FEW)}
+    results = run_engines(engines, prompts, tmp_path, **A_PROCESSOR_EACH)
+    check(results["dense"], Greedy(dense), [prompts[number] for number in FEW], REPLICAS)
+    assert "error" in results["experts"]
+    assert "no data parallelism with experts on a CPU; start a server for each replica" in results["log"]
 
 
 def test_vllm_without_this_package_would_be_seen(folder, greedy, prompts, tmp_path):

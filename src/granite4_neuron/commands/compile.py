@@ -10,6 +10,7 @@ from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.commands.options import (
     add_arithmetic,
+    add_compiled_state_dtype,
     add_expert_path,
     add_ranks_and_sequences,
     at_least,
@@ -30,6 +31,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     compiler.add_argument("--model", required=True, help="a checkpoint folder or a Hugging Face id")
     add_arithmetic(compiler)
     add_expert_path(compiler)
+    add_compiled_state_dtype(compiler)
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
@@ -52,6 +54,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="T",
         help="also graphs that verify T tokens of each sequence, the last one and drafts, for generate --speculate",
     )
+    compiler.add_argument(
+        "--draft-model",
+        metavar="FOLDER",
+        help="with --verify: also the graphs of a smaller checkpoint with the same tokenizer, for generate "
+        "--draft-model",
+    )
     compiler.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     compiler.set_defaults(run=run)
 
@@ -62,15 +70,19 @@ def run(options: argparse.Namespace) -> int:
             f"--seq-len is {options.seq_len}; it must be at least --max-context-length, which is "
             f"{options.max_context_length}."
         )
+    if options.draft_model is not None and not options.verify:
+        raise UserError("--draft-model needs --verify: the number of tokens, the last one and drafts, to verify.")
     check_output(options.output)
     neuron_sdk.require()
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.nxdi.loading import compile_model
 
     folder = find(options.model)
+    draft_folder = None if options.draft_model is None else find(options.draft_model)
     compile_model(
         folder,
         options.output,
+        draft_folder=draft_folder,
         dtype=dtype_of(options.dtype or StoredTensors(folder).dtype()),
         tp_degree=options.tp_degree,
         batch_size=options.batch_size,
@@ -80,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         prefill_scan=options.prefill_scan,
         decode_kernel=options.decode_kernel,
         expert_path=options.expert_path,
+        state_dtype=options.state_dtype,
     )
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

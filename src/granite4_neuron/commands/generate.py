@@ -24,7 +24,7 @@ from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, dr
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.engine import PrefixCache, SlotPrefixCache
     from granite4_neuron.generation import GenerationStats
 
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
-    cache = prefix_cache(options, runtime)
+    cache = prefix_cache(options, runtime, len(prompts))
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
     continuations = [""] * len(texts)
     stats = GenerationStats()
@@ -115,7 +115,7 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
     return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
 
 
-def _print_stats(stats: GenerationStats, cache: PrefixCache | None) -> None:
+def _print_stats(stats: GenerationStats, cache: PrefixCache | SlotPrefixCache | None) -> None:
     if cache is not None:
         print(
             f"prefix cache: {stats.cached_tokens} tokens found; {cache.stats.snapshots} snapshots, "

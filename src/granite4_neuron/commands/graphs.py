@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron import neuron_stand_ins
-from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.commands.options import (
     add_arithmetic,
+    add_compiled_state_dtype,
     add_expert_path,
     add_model,
     add_ranks_and_sequences,
@@ -53,6 +54,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add_arithmetic(graph)
     add_expert_path(graph)
+    add_compiled_state_dtype(graph)
     add_ranks_and_sequences(graph, tp_degree=1)
     graph.add_argument(
         "--buckets", type=at_least(1), nargs="+", default=[128, 512], metavar="N", help="default: 128 512"
@@ -101,10 +103,18 @@ def _reports(
     from granite4_neuron import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
-    kernels = {name: getattr(options, name) for name in ("prefill_scan", "decode_kernel", "expert_path")}
+    defaults = dict(
+        prefill_scan=PREFILL_SCANS[0],
+        decode_kernel=DECODE_KERNELS[0],
+        expert_path=EXPERT_PATHS[0],
+        state_dtype=COMPILED_STATE_DTYPES[0],
+    )
+    kernels = {name: getattr(options, name) for name in defaults}
     if options.backend == "xla":
-        if kernels != dict(prefill_scan=PREFILL_SCANS[0], decode_kernel=DECODE_KERNELS[0], expert_path=EXPERT_PATHS[0]):
-            raise UserError("--prefill-scan, --decode-kernel and --expert-path belong to --backend nxdi here.")
+        if kernels != defaults:
+            raise UserError(
+                "--prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi here."
+            )
         return graphs.report(config, dtype, *sizes, options.verify)
     reason = neuron_stand_ins.why_not_importable()
     if reason:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from granite4_neuron.checkpoint_folder import CONFIG, bundled_checkpoint, find
 from granite4_neuron.choices import (
     BACKENDS,
+    COMPILED_STATE_DTYPES,
     CPU_KERNELS,
     DECODE_KERNELS,
     FOLDER_VARIABLE,
@@ -142,13 +143,29 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dtype",
+        choices=COMPILED_STATE_DTYPES,
+        default=COMPILED_STATE_DTYPES[0],
+        help="of SSM states; in 16 bits with --decode-kernel nki, and with stochastic rounding as the hardware does it "
+        "(default: %(default)s)",
+    )
+
+
 def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
     parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
 
 
-def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads."""
+def load_runtime(
+    options: argparse.Namespace, model: str | Path, compiled: Path | None = None
+) -> tuple[Runtime, PreTrainedTokenizerFast]:
+    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads.
+
+    Args:
+        compiled: where the model's graphs are if not where --compiled says.
+    """
     folder = find(model)
     # Not at the top, nor before the folder is there: it takes seconds to import.
     from granite4_neuron.generation import load
@@ -162,7 +179,7 @@ def load_runtime(options: argparse.Namespace, model: str | Path) -> tuple[Runtim
             backend=options.backend,
             decode_kernel=options.decode_kernel,
             cpu_kernels=options.cpu_kernels,
-            compiled=options.compiled,
+            compiled=compiled or options.compiled,
             quantize=options.quantize,
             state_dtype=dtype_of(options.state_dtype),
             tuned_configs=options.tuned_configs,

@@ -117,8 +117,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
     print_table(table)
     write(
         "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
-        f"prediction adds {latency.LAYER_SECONDS * 1e6:.0f} us for each layer, as a published figure of another model "
-        "implies."
+        f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
+        f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
     return 0
 

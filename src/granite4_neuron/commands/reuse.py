@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.engine import Engine, PrefixCache
+    from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
     from granite4_neuron.runtime.interface import Runtime
     from granite4_neuron.speculation import Drafter
 
@@ -26,7 +27,8 @@ def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help="keep up to so much memory, such as 2GiB, of what prompts begin with, for others that begin alike",
+        help="keep up to so much memory, such as 2GiB, of what prompts begin with, for others that begin alike; with "
+        "--backend nxdi in slots that the model is compiled for and no sequence runs in",
     )
     parser.add_argument(
         "--prompt-cache",
@@ -55,8 +57,10 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | None:
-    """Of `add_prefix_cache`, with what the file holds.
+def prefix_cache(
+    options: argparse.Namespace, runtime: Runtime, num_sequences: int
+) -> PrefixCache | SlotPrefixCache | None:
+    """Of `add_prefix_cache`, with what the file holds, beside so many sequences.
 
     Raises:
         UserError: an option is malformed, the file is damaged or of another model, or the runtime makes no snapshots.
@@ -65,10 +69,13 @@ def prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache |
         return None
     # Not at the top: --help does not need torch.
     from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.runtime.interface import require
     from granite4_neuron.snapshot import Snapshot
 
+    if options.prompt_cache is not None:
+        require(runtime, "snapshot")
     if options.prefix_cache is not None:
-        cache = PrefixCache(runtime, num_bytes(options.prefix_cache), runtime.tokens_per_step)
+        cache = prefix_cache_of(runtime, num_bytes(options.prefix_cache), num_sequences)
     else:
         cache = PrefixCache(runtime, None, None)
     if options.prompt_cache is not None:
@@ -77,6 +84,21 @@ def prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache |
             about = runtime.dtype, runtime.fingerprint, runtime.state_dtype
             cache.load(Snapshot.load(options.prompt_cache, *about))
     return cache
+
+
+def prefix_cache_of(
+    runtime: Runtime, max_bytes: int, num_sequences: int, at_branches: bool = False
+) -> PrefixCache | SlotPrefixCache:
+    """In snapshots; or, of a runtime that keeps its state itself, in slots above those of the sequences.
+
+    Raises:
+        UserError: there is no such slot, or none that fits.
+    """
+    from granite4_neuron.engine import PrefixCache, SlotPrefixCache, spare_slots
+
+    if runtime.own_slots:
+        return SlotPrefixCache(runtime, spare_slots(runtime, num_sequences, max_bytes))
+    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=at_branches)
 
 
 def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:
@@ -97,7 +119,7 @@ def new_engine(
     tokenizer: PreTrainedTokenizerFast,
     num_sequences: int,
     max_length: int | None,
-    cache: PrefixCache | None,
+    cache: PrefixCache | SlotPrefixCache | None,
 ) -> Engine:
     """An engine with the drafter of `add_speculation`; a draft model gets a prefix cache as large as `cache`.
 
@@ -124,7 +146,7 @@ def drafter(
     tokenizer: PreTrainedTokenizerFast,
     num_sequences: int,
     max_length: int | None = None,
-    cache: PrefixCache | None = None,
+    cache: PrefixCache | SlotPrefixCache | None = None,
 ) -> tuple[Drafter | None, int]:
     """Of `add_speculation`: what drafts, and how many tokens at most.
 
@@ -144,13 +166,28 @@ def drafter(
     require(runtime, "verify")
     if options.speculate is not None:
         return NgramDrafter(), ngram_tokens(options.speculate)
-    draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model)
+    draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model, _compiled_draft(options))
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
-    longest = runtime.config.max_position_embeddings if max_length is None else max_length
-    draft_cache = cache and PrefixCache(draft_runtime, cache.max_bytes, None)
+    longest = runtime.max_length if max_length is None else max_length
+    # A model that keeps its state itself has no snapshots, and its draft model none either.
+    draft_cache = PrefixCache(draft_runtime, cache.max_bytes, None) if isinstance(cache, PrefixCache) else None
     draft_tokens = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     return DraftModel(draft_runtime, runtime.config.vocab_size, num_sequences, longest, draft_cache), draft_tokens
+
+
+def _compiled_draft(options: argparse.Namespace) -> Path | None:
+    """Where a draft model's graphs are, of a model that has compiled ones.
+
+    Raises:
+        UserError: it was compiled without a draft model.
+    """
+    if options.compiled is None:
+        return None
+    folder = Path(options.compiled) / DRAFT_GRAPHS
+    if not folder.is_dir():
+        raise UserError(f"{options.compiled} has no graphs of a draft model; compile it with --draft-model.")
+    return folder
 
 
 def num_bytes(text: str) -> int:

@@ -19,11 +19,11 @@ from granite4_neuron.commands.options import (
     model_or_bundled,
 )
 from granite4_neuron.commands.output import write
-from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
+from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes, prefix_cache_of
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.engine import PrefixCache, SlotPrefixCache
     from granite4_neuron.runtime.interface import Runtime
 
 EXIT_FAILED = 1
@@ -120,16 +120,17 @@ def run(options: argparse.Namespace) -> int:
         return 0 if server.serve_on(listener) else EXIT_FAILED
 
 
-def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | None:
-    """On unless it is switched off, or the runtime makes no snapshots and nobody asked for it.
+def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | SlotPrefixCache | None:
+    """On unless it is switched off, or the runtime has no place for one and nobody asked for it.
 
     Raises:
         UserError: the size is none, or it was asked for and cannot be had.
     """
-    from granite4_neuron.engine import PrefixCache
-
-    if options.prefix_cache is None and "snapshot" in runtime.cannot:
-        print(f"There is no prefix cache: {runtime.cannot['snapshot']}", file=sys.stderr)
-        return None
     max_bytes = num_bytes(options.prefix_cache or _PREFIX_CACHE)
-    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=True) if max_bytes else None
+    try:
+        return prefix_cache_of(runtime, max_bytes, options.max_num_seqs, at_branches=True) if max_bytes else None
+    except UserError as reason:
+        if options.prefix_cache is not None:
+            raise
+        print(f"There is no prefix cache: {reason}", file=sys.stderr)
+        return None

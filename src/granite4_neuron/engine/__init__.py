@@ -6,7 +6,7 @@ from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
 from granite4_neuron.engine.sampling import Sampler, with_overrides
-from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
+from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache, spare_slots
 
 __all__ = [
     "DraftModel",
@@ -19,5 +19,6 @@ __all__ = [
     "Sampler",
     "SlotPrefixCache",
     "TokenLogprob",
+    "spare_slots",
     "with_overrides",
 ]

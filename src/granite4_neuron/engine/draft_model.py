@@ -50,7 +50,7 @@ class DraftModel:
             )
         self._runtime = runtime
         self._cache = prefix_cache
-        self._max_length = min(max_length, runtime.config.max_position_embeddings)
+        self._max_length = min(max_length, runtime.max_length)
         self._state = runtime.allocate(num_sequences, self._max_length)
         self._free = list(range(num_sequences, 0, -1))
         self._followed: dict[int, _Followed] = {}

@@ -34,7 +34,7 @@ class Engine:
     Args:
         runtime: what runs the steps.
         num_sequences: how many sequences run at a time; the others wait in the order in which they came.
-        max_length: the longest sequence, prompt and continuation; None for the model's longest.
+        max_length: the longest sequence, prompt and continuation; None for the runtime's longest.
         memory_bytes: what the sequences' state and cache may take, of those that run and in slots that keep the memory
             of earlier ones; None for no limit but `num_sequences` times `max_length`.
         tokenizer: makes tokens to text; None for outputs without text.
@@ -69,7 +69,7 @@ class Engine:
             require(runtime, "verify")
             if draft_tokens < 1:
                 raise UserError(f"draft_tokens is {draft_tokens}, and must be at least 1.")
-        longest = runtime.config.max_position_embeddings
+        longest = runtime.max_length
         self.runtime = runtime
         self.max_length = longest if max_length is None else min(max_length, longest)
         self.stats = GenerationStats()

@@ -11,6 +11,7 @@ import torch
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.state import HybridState
 
 
@@ -126,6 +127,28 @@ class SlotPrefixCache:
         self._kept: OrderedDict[tuple[int, ...], KeptSlot] = OrderedDict()  # least recently used first
         self._free = list(self.slots)
         self.stats.snapshots = self.stats.num_bytes = 0
+
+
+def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
+    """Slots for such a cache, of a runtime that keeps its state itself: above those of the sequences, as many as there
+    are, and as fit into `max_bytes`.
+
+    Raises:
+        UserError: there are none.
+    """
+    require(runtime, "copy")
+    config, itemsize = runtime.config, runtime.dtype.itemsize
+    of_slot = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+    of_slot += runtime.max_length * token_bytes(config, itemsize)
+    if runtime.own_slots <= num_sequences:
+        raise UserError(
+            f"the model is compiled for {runtime.own_slots} sequences, and {num_sequences} run at a time; for a prefix "
+            "cache compile it with a larger --batch-size."
+        )
+    if of_slot > max_bytes:
+        raise UserError(f"a slot of the compiled model takes {of_slot:,} bytes; the prefix cache has {max_bytes:,}.")
+    last = min(runtime.own_slots, num_sequences + max_bytes // of_slot)
+    return range(num_sequences + 1, last + 1)
 
 
 def _begins_with(tokens: Sequence[int], prefix: Sequence[int]) -> bool:

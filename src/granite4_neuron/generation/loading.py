@@ -72,13 +72,13 @@ def load(
     quantize = quantize or stored_quantization(folder / "config.json")
     if quantize is not None and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
-    if state_dtype not in (None, torch.float32) and backend != "cpu":
-        raise UserError(f"SSM states in 16 bits are for the backend cpu; {backend} has them in float32.")
+    if state_dtype not in (None, torch.float32) and backend == "xla":
+        raise UserError("SSM states in 16 bits are for the backends cpu and nxdi; xla has them in float32.")
     if tuned_configs is not None and backend != "cpu":
         raise UserError("tuned launch parameters belong to the backend cpu; the others have none.")
     if backend == "nxdi":
-        if dtype is not None or (prefill_scan, decode_kernel) != ("chunked", "torch"):
-            raise UserError("dtype, scan and kernel of compiled graphs were chosen when they were compiled.")
+        if (dtype, state_dtype, prefill_scan, decode_kernel) != (None, None, "chunked", "torch"):
+            raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     pack = cpu.operators(cpu_kernels).pack if backend == "cpu" else None
     weights = checkpoint.load_model(folder, dtype, quantize=quantize, pack=pack, progress=progress)

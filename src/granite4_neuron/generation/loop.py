@@ -65,7 +65,7 @@ def stream_generate(
             text.
         prompt: a text, a list of token ids, or a list of those. Prompts may differ in length; each is continued as if
             it were alone.
-        max_tokens: new tokens per prompt at most; fewer where the model's max_position_embeddings is reached.
+        max_tokens: new tokens per prompt at most; fewer where the runtime's longest sequence is reached.
         temperature, top_k, top_p, min_p, repetition_penalty: None for the checkpoint's generation_config.json;
             temperature 0 is greedy.
         seed: makes sampling repeatable; prompt number i draws from seed + i.
@@ -87,7 +87,7 @@ def stream_generate(
     stop_ids = frozenset(stop_token_ids)
     if not ignore_eos:
         stop_ids |= end_of_sequence_tokens(tokenizer, sampling)
-    limit = runtime.config.max_position_embeddings
+    limit = runtime.max_length
     prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [

@@ -11,7 +11,7 @@ from granite4_neuron.layers.linear import Linear
 from granite4_neuron.layers.norm import RMSNormGated
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.layers.step import Step
-from granite4_neuron.ops import TORCH, MambaKernels, Operators, Rounding, stochastic_round
+from granite4_neuron.ops import TORCH, FewTokens, MambaKernels, MixerConstants, Operators, Rounding
 from granite4_neuron.state import MambaState
 
 
@@ -52,29 +52,60 @@ class Mamba2(nn.Module):
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
         step.keep(xBC_dt)
-        return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+        few_tokens = self._few_tokens(xBC_dt)
+        if few_tokens is None:
+            return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+        gated = self._mix_few(few_tokens, xBC_dt, z, step, state)
+        return self.out_proj(gated, None, self.norm)
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         """Advance `state` in place by the inputs that a step kept, as far as this one's lengths say.
 
         Those behind are padding, whose dt is 0. What it costs does not depend on the context's length.
         """
-        self._mix(inputs, step, state)
+        few_tokens = self._few_tokens(inputs)
+        if few_tokens is None:
+            self._mix(inputs, step, state)
+        else:
+            self._mix_few(few_tokens, inputs, None, step, state)
+
+    def _few_tokens(self, xBC_dt: torch.Tensor) -> FewTokens | None:
+        few_tokens = self.operators.mamba_decode.few_tokens
+        return few_tokens if few_tokens is not None and xBC_dt.shape[1] <= few_tokens.max_tokens else None
+
+    def _mix_few(
+        self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
+    ) -> torch.Tensor | None:
+        """Convolution, scan and gate [batch, tokens, d_inner], if there is a z; and the state, unless it is to stay."""
+        xBC, dt = self._inputs(xBC_dt, step)
+        constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
+        before = step.read(state.conv_state), step.read(state.ssm_state)
+        accepted = step.lengths if step.kept_inputs is None else None
+        results = few_tokens.mix(xBC, dt, constants, *before, z, accepted)
+        if accepted is not None:
+            step.write(state.ssm_state, results[-2])
+            step.write(state.conv_state, results[-1])
+        return None if z is None else results[0]
 
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
-        xBC = xBC_dt[..., : self.conv_dim]
-        dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
-        dt = F.softplus(dt).clamp(*self.time_step_limit)
-        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
-        dt = dt.masked_fill(~step.is_real[..., None], 0.0)
-
+        xBC, dt = self._inputs(xBC_dt, step)
         kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
         weight = self.conv1d.weight.squeeze(1)
         xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
         step.write(state.conv_state, conv_state)
 
         return self._scan(kernels, xBC, dt, step, state)
+
+    def _inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the convolution takes in, and dt as the scan does, [batch, tokens, num_heads], float32."""
+        dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
+        dt = F.softplus(dt).clamp(*self.time_step_limit)
+        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
+        return xBC_dt[..., : self.conv_dim], dt.masked_fill(~step.is_real[..., None], 0.0)
+
+    def _A(self) -> torch.Tensor:
+        return -torch.exp(self.A_log.float())
 
     def _scan(
         self, kernels: MambaKernels, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState
@@ -84,12 +115,11 @@ class Mamba2(nn.Module):
         x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
         B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
-        A = -torch.exp(self.A_log.float())
         chunk_size = step.launch_parameters.torch_chunk_size
         dtype = state.ssm_state.dtype
-        y, ssm_state = kernels.scan(x, dt, A, B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
+        y, ssm_state = kernels.scan(x, dt, self._A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
         if dtype != torch.float32:
-            ssm_state = stochastic_round(ssm_state, dtype, step.last_positions, self.rounding)
+            ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, self.rounding)
         step.write(state.ssm_state, ssm_state)
         return y.reshape(batch, tokens, self.d_inner)
 
@@ -116,14 +146,14 @@ class _NormedProjection(Linear):
         self.norm_is_split = parallel.degree > 1 and config.mamba_n_groups == 1
         self.norm_channels = config.mamba_intermediate_size
 
-    def forward(self, y: torch.Tensor, z: torch.Tensor, norm: RMSNormGated) -> torch.Tensor:
-        """y and z [..., d_inner of this rank] to [..., hidden_size]."""
+    def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
+        """y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is gated."""
         if self.parallel.degree == 1:
             return super().forward(norm(y, z))
         if not self.norm_is_split:
             total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
         else:
-            gated = y.float() * F.silu(z.float())
+            gated = y.float() if z is None else y.float() * F.silu(z.float())
             partial = self.operators.linear((gated * norm.weight.float()).to(norm.weight.dtype), self.weight, None)
             squares = (gated * gated).sum(-1, keepdim=True)
             total, squares = self.parallel.all_reduce_together(partial.float(), squares)

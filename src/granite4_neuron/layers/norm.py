@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from granite4_neuron.ops import TORCH, Operators
+from granite4_neuron.ops import TORCH, Operators, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -33,5 +33,8 @@ class RMSNormGated(nn.Module):
         self.eps = eps
         self.n_groups = n_groups
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """Without a gate hidden states are gated already."""
+        if gate is None:
+            return rms_norm(hidden_states, self.weight, self.eps, self.n_groups)
         return self.operators.rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)

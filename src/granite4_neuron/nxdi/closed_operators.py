@@ -100,7 +100,7 @@ def _experts(name: str) -> Callable[..., torch.Tensor]:
     return experts
 
 
-def _launch(kernel: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """A kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
     if function.__name__ == "experts_prefill":  # whose definition looks at values
@@ -108,9 +108,12 @@ def _launch(kernel: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
     else:
         definition = getattr(sys.modules[function.__module__], f"{function.__name__}_torch")
-        results = definition(*(torch.empty_like(argument, device="meta") for argument in arguments))
+        results = definition(
+            *(None if value is None else torch.empty_like(value, device="meta") for value in arguments)
+        )
         shapes, dtypes = [result.shape for result in results], [result.dtype for result in results]
-    return tuple(custom_call(function.__name__, arguments, shapes, dtypes))
+    given = [value for value in arguments if value is not None]
+    return tuple(custom_call(function.__name__, given, shapes, dtypes))
 
 
 _NXD, _NXDI = "neuronx_distributed", "neuronx_distributed_inference"

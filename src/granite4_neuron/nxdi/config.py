@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
-from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
@@ -58,6 +58,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     Args:
         prefill_scan, decode_kernel: by keyword; see `ops.select_operators`.
         expert_path: by keyword, one of `neuron_sdk.EXPERT_PATHS`.
+        state_dtype: by keyword, of SSM states: "float32", or "bfloat16" with the NKI kernel for decode, which rounds as
+            the hardware does.
 
     Raises:
         UserError: the checkpoint is not a Granite 4 hybrid, tp_degree does not divide it, or neuron_config asks for
@@ -67,6 +69,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     prefill_scan = "chunked"
     decode_kernel = "torch"
     expert_path = "torch"
+    state_dtype = "float32"
 
     @property
     def granite(self) -> GraniteMoeHybridConfig:
@@ -81,14 +84,17 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def notes(self, tokens: int) -> tuple[str, ...]:
         """What was chosen for a graph of that many tokens, and why: a sentence each."""
         if not self.granite.num_local_experts:
-            return ()
+            return self.operators.refusals
+        return (*self.operators.refusals, f"experts: {self._path_of_experts(tokens)}.")
+
+    def _path_of_experts(self, tokens: int) -> str:
         if self.expert_path == "nxd":
-            return ("experts: NxD's, by neuron_config.blockwise_matmul_config.",)
+            return "NxD's, by neuron_config.blockwise_matmul_config"
         if self.expert_path == "nki":
             rows = "all rows at once" if tokens <= SLOT_TOKENS else "blocks of rows"
-            return (f"experts: by an NKI kernel over {rows}, which reads each chosen one once.",)
+            return f"by an NKI kernel over {rows}, which reads each chosen one once"
         path = expert_path(tokens, self.granite.num_experts_per_tok, self.granite.num_local_experts)
-        return (f"experts: {path}, in torch, as {path.reason}.",)
+        return f"{path}, in torch, as {path.reason}"
 
     def add_derived_config(self) -> None:
         """Set what NxD Inference's layers look for beside config.json's fields."""
@@ -173,10 +179,19 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 raise UserError(f"neuron_config.{name} is set; enable_fused_speculation gives tokens only.")
 
     def _check_kernels(self) -> None:
-        choices_of = {"prefill_scan": PREFILL_SCANS, "decode_kernel": DECODE_KERNELS, "expert_path": EXPERT_PATHS}
+        choices_of = {
+            "prefill_scan": PREFILL_SCANS,
+            "decode_kernel": DECODE_KERNELS,
+            "expert_path": EXPERT_PATHS,
+            "state_dtype": COMPILED_STATE_DTYPES,
+        }
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
+        if self.state_dtype != "float32" and self.decode_kernel != "nki":
+            raise UserError(
+                f"SSM states in {self.state_dtype} need decode_kernel='nki', which rounds them as the hardware does."
+            )
         cores = self.neuron_config.logical_nc_config
         is_nki = uses_nki(self.prefill_scan, self.decode_kernel) or self.expert_path == "nki"
         if is_nki and cores != LOGICAL_CORE_SIZE:

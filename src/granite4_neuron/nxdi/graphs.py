@@ -56,13 +56,14 @@ def report(
         batch_size: sequences that decode takes.
         buckets: tokens of the context encoding graphs, ascending.
         max_length: of the cache.
-        kernels: prefill_scan, decode_kernel and expert_path, see `GraniteMoeHybridInferenceConfig`.
+        kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
         verified_tokens: of each sequence, the last certain one and drafts; None for no such graphs.
 
     Raises:
         ToolsMissing: jax is not installed.
         UserError: tp_degree does not divide the model.
     """
+    state_dtype = getattr(torch, kernels.get("state_dtype", "float32"))
     neuron_config = dict(
         tp_degree=tp_degree,
         batch_size=batch_size,
@@ -86,7 +87,9 @@ def report(
 
         if least is not None:
             return graph_report(name, config.layer_types, traced, least)
-        least = minimum(config, tp_degree, dtype, rows, tokens, bucket - tokens)
+        verifies = kind == "verification_model"
+        context = bucket - tokens
+        least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=verifies, state_dtype=state_dtype)
         notes = application.config.notes(rows * tokens)
         return replace(graph_report(name, config.layer_types, traced, least), notes=notes)
 
@@ -102,10 +105,10 @@ def report(
         name = f"verify {verified_tokens}, {where}"
         yield graph(name, "verification_model", max_length, batch_size, verified_tokens)
         if application.commit_model is not None:
-            least = minimum_of_commit(config, tp_degree, dtype, batch_size, verified_tokens)
+            least = minimum_of_commit(config, tp_degree, dtype, batch_size, verified_tokens, state_dtype=state_dtype)
             yield graph(f"commit {verified_tokens}, {where}", "commit_model", max_length, batch_size, 0, least)
     if application.copy_model is not None:
-        least = minimum_of_copy(config, tp_degree, dtype, max_length)
+        least = minimum_of_copy(config, tp_degree, dtype, max_length, state_dtype=state_dtype)
         yield graph(f"copy of a slot, {where}", "copy_model", max_length, 1, 0, least)
 
 

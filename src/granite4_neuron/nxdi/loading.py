@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,44 +14,47 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
 from granite4_neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.nxdi.runtime import NeuronRuntime
 from granite4_neuron.output_folder import complete_or_absent
 
 CONFIG_FILE = "neuron_config.json"
+# The Neuron runtime reads it when it starts.
+STOCHASTIC_ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
 
 def compile_model(
     folder: Path,
     output: Path,
     *,
+    draft_folder: Path | None = None,
     dtype: torch.dtype,
     tp_degree: int,
     batch_size: int,
     max_context_length: int,
     seq_len: int,
     verified_tokens: int = 0,
-    prefill_scan: str = "chunked",
-    decode_kernel: str = "torch",
-    expert_path: str = "torch",
+    **kernels: str,
 ) -> None:
     """Compile the graphs that `load_compiled` runs; weights stay where they are.
 
     Args:
         folder: the checkpoint.
         output: where the graphs go; must not exist, or be empty.
+        draft_folder: another checkpoint, whose graphs go to a folder `DRAFT_GRAPHS` there; None for none.
         dtype: of weights and activations.
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
         verified_tokens: of a sequence, the last certain one and drafts; 0 for no graphs that verify.
-        prefill_scan, decode_kernel, expert_path: see `GraniteMoeHybridInferenceConfig`.
+        kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
-        UserError: the folder is in use, or the model cannot be split so.
+        UserError: the folder is in use, a model cannot be split so, or the draft model has another vocabulary.
     """
-    neuron_config = MoENeuronConfig(
+    options = dict(
         tp_degree=tp_degree,
         batch_size=batch_size,
         ctx_batch_size=1,
@@ -60,20 +65,30 @@ def compile_model(
         torch_dtype=dtype,
         enable_bucketing=True,
     )
-    config = GraniteMoeHybridInferenceConfig(
-        neuron_config,
-        load_config=load_pretrained_config(str(folder)),
-        prefill_scan=prefill_scan,
-        decode_kernel=decode_kernel,
-        expert_path=expert_path,
-    )
-    model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+    folders = [folder] if draft_folder is None else [folder, draft_folder]
+    models = [_application(each, options, kernels) for each in folders]
+    sizes = {model.config.granite.vocab_size for model in models}
+    if len(sizes) > 1:
+        raise UserError(f"{draft_folder} has another vocabulary than the model; they must have the same.")
     with complete_or_absent(output) as partial:
-        model.compile(str(partial))
+        for model, place in zip(models, (partial, partial / DRAFT_GRAPHS), strict=False):
+            place.mkdir(exist_ok=True)
+            model.compile(str(place))
+
+
+def _application(
+    folder: Path, options: Mapping[str, object], kernels: Mapping[str, str]
+) -> NeuronGraniteMoeHybridForCausalLM:
+    load_config = load_pretrained_config(str(folder))
+    config = GraniteMoeHybridInferenceConfig(MoENeuronConfig(**options), load_config=load_config, **kernels)
+    return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> NeuronRuntime:
     """A checkpoint on the device, run by graphs that `compile_model` made for it.
+
+    For SSM states in bfloat16 the Neuron runtime of this process is told to round stochastically: all that its engines
+    round from float32 to bfloat16.
 
     Raises:
         UserError: there are no such graphs, or they were made for another model.
@@ -89,5 +104,7 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
         raise UserError(f"{compiled} was compiled for another model than the one in {folder}.")
     config._name_or_path = str(folder)
     model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+    if config.state_dtype != "float32":
+        os.environ[STOCHASTIC_ROUNDING] = "1"
     model.load(str(compiled))
     return NeuronRuntime(model, generation_config)

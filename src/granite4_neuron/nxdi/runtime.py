@@ -34,8 +34,6 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
-    state_dtype = torch.float32
-    refusals = ()
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
         neuron_config = model.neuron_config
@@ -60,12 +58,28 @@ class NeuronRuntime:
         return self.model.config.granite
 
     @property
+    def max_length(self) -> int:
+        return self.model.neuron_config.max_length
+
+    @property
+    def own_slots(self) -> int:
+        return self.model.neuron_config.kv_cache_batch_size
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.model.neuron_config.torch_dtype
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        return getattr(torch, self.model.config.state_dtype)
+
+    @property
     def is_quantized(self) -> bool:
         return False  # its int8 is not among what compile_model asks for
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        return self.model.config.operators.refusals
 
     @property
     def fingerprint(self) -> NoReturn:
@@ -75,7 +89,7 @@ class NeuronRuntime:
     @property
     def tokens_per_step(self) -> int:
         """All of a prompt: the model itself cuts it into what its graphs take."""
-        return self.model.neuron_config.max_length
+        return self.max_length
 
     @property
     def tokens_per_verification(self) -> int:
@@ -87,10 +101,9 @@ class NeuronRuntime:
         Raises:
             UserError: it was compiled for fewer or shorter sequences.
         """
-        slots, length = self.model.neuron_config.kv_cache_batch_size, self.tokens_per_step
-        if num_sequences > slots or max_length > length:
+        if num_sequences > self.own_slots or max_length > self.max_length:
             raise UserError(
-                f"the model is compiled for {slots} sequences of {length} tokens, "
+                f"the model is compiled for {self.own_slots} sequences of {self.max_length} tokens, "
                 f"and {num_sequences} of {max_length} are asked for; ask for less, or compile it for more."
             )
 
@@ -119,8 +132,8 @@ class NeuronRuntime:
         require(self, "verify")
         check_verification(self, rows)
         first = {row.slot: self._logits([Row(row.slot, 0, row.tokens[:1])]) for row in rows if not row.start}
-        tokens = torch.zeros(self._num_slots, self.tokens_per_verification, dtype=torch.int64)
-        is_there = torch.zeros(self._num_slots, dtype=torch.bool)
+        tokens = torch.zeros(self.own_slots, self.tokens_per_verification, dtype=torch.int64)
+        is_there = torch.zeros(self.own_slots, dtype=torch.bool)
         for slot, (_, of_row) in _begun(rows).items():
             tokens[slot - 1, : len(of_row)] = torch.tensor(of_row)
             is_there[slot - 1] = len(of_row) > 0
@@ -135,7 +148,7 @@ class NeuronRuntime:
     def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> None:
         """As `Runtime.commit`, on the device."""
         require(self, "verify")
-        counts = torch.zeros(self._num_slots, dtype=torch.int64)
+        counts = torch.zeros(self.own_slots, dtype=torch.int64)
         for slot, (_, of_row) in _begun(accepted_rows(verification.rows, accepted)).items():
             counts[slot - 1] = len(of_row)
         self.model.commit(verification.kept_inputs, self._starts(verification.rows), counts)
@@ -155,13 +168,9 @@ class NeuronRuntime:
     def _refuse(self, ability: Ability) -> NoReturn:
         raise UserError(self.cannot[ability])
 
-    @property
-    def _num_slots(self) -> int:
-        return self.model.neuron_config.kv_cache_batch_size
-
     def _starts(self, rows: Sequence[Row]) -> torch.Tensor:
         """[slots], where the rows are verified from; 0 for others."""
-        starts = torch.zeros(self._num_slots, dtype=torch.int64)
+        starts = torch.zeros(self.own_slots, dtype=torch.int64)
         for slot, (start, _) in _begun(rows).items():
             starts[slot - 1] = start
         return starts

@@ -77,6 +77,7 @@ class HybridCacheManager(KVCacheManager):
         self.config = config
         self.layer_types = layer_types
         self.num_slots = config.neuron_config.kv_cache_batch_size
+        self.state_dtype = getattr(torch, config.state_dtype)
 
         degree, kernel_layout = config.neuron_config.tp_degree, config.operators.mamba_decode.has_kernel_layout
         conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernel_layout)
@@ -85,7 +86,7 @@ class HybridCacheManager(KVCacheManager):
         for layer_type in layer_types:
             if layer_type == MAMBA:
                 conv_state = torch.zeros(self.num_slots, *conv_shape, dtype=config.neuron_config.torch_dtype)
-                ssm_state = torch.zeros(self.num_slots, *ssm_shape, dtype=torch.float32)
+                ssm_state = torch.zeros(self.num_slots, *ssm_shape, dtype=self.state_dtype)
                 tensors += [nn.Parameter(tensor, requires_grad=False) for tensor in (conv_state, ssm_state)]
             else:
                 tensors += [next(caches), next(caches)]
@@ -132,12 +133,12 @@ class HybridCacheManager(KVCacheManager):
         return tuple(_with_tokens(*pair, step) for pair in zip(caches, kv_per_layer, strict=True))
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
-        """Keeps the SSM states in float32 when a model is cast to the dtype of its weights."""
+        """Keeps the SSM states in their dtype when a model is cast to that of its weights."""
         super()._apply(fn, recurse)
         for idx, layer_type in enumerate(self.layer_types):
             if layer_type == MAMBA:
                 ssm_state = self.past_key_values[2 * idx + 1]
-                ssm_state.data = ssm_state.data.float()
+                ssm_state.data = ssm_state.data.to(self.state_dtype)
         return self
 
 

@@ -11,7 +11,7 @@ from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, c
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters, pinned_launch_parameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
-from granite4_neuron.ops.mamba_kernels import MambaKernels
+from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
@@ -27,9 +27,11 @@ __all__ = [
     "FORMATS",
     "TORCH",
     "CompactWeight",
+    "FewTokens",
     "Format",
     "LaunchParameters",
     "MambaKernels",
+    "MixerConstants",
     "Operators",
     "QuantizedWeight",
     "Rounding",

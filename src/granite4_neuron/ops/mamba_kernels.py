@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,34 @@ from granite4_neuron.ops.selective_state_update import selective_state_step
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
+class MixerConstants(NamedTuple):
+    """What the mixer of a layer has beside its projections and its norm.
+
+    weight: [channels, d_conv], of the convolution. bias: [channels], or None. A, D: [num_heads], float32.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    A: torch.Tensor
+    D: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """Convolution, recurrence and gate of a few tokens of each sequence as one kernel.
+
+    mix: of xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
+        softplus; `MixerConstants`; and conv_state and ssm_state, in the dtypes that they are kept in, the latter in the
+        NKI kernels' layout. Then z [batch, tokens, num_heads * head_dim], the gate, for outputs: y * silu(z), shaped
+        like z; and accepted [batch], how many of a row's tokens the states take in, for the new ssm_state and
+        conv_state, in this order. Either may be None, and its results are not there.
+    max_tokens: of a sequence.
+    """
+
+    mix: Callable[..., tuple[torch.Tensor, ...]]
+    max_tokens: int
+
+
 @dataclass(frozen=True)
 class MambaKernels:
     """Convolution and scan, for steps of one token or for steps of several.
@@ -22,11 +51,13 @@ class MambaKernels:
     convolve: as `causal_conv1d`; y may be in x's dtype.
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
+    few_tokens: what takes the place of both where a step has no more tokens than that takes; None if nothing does.
     """
 
     scan: Callable[..., Results]
     convolve: Callable[..., Results] = causal_conv1d
     has_kernel_layout: bool = False
+    few_tokens: FewTokens | None = None
 
 
 def chunked_scan(

@@ -14,6 +14,7 @@ from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, 
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import embedding, linear
+from granite4_neuron.ops.stochastic_rounding import stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, Weight
 
 Operator = Callable[..., torch.Tensor]
@@ -82,6 +83,7 @@ class Operators:
 
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
     mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
+    round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     mamba_block, feed_forward_block: half a decoder layer each as one call, see `ops.cpu.blocks`; None for its parts one
         after the other.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
@@ -105,6 +107,7 @@ class Operators:
     mamba_prefill: MambaKernels = CHUNKED
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
+    round_state: Operator = stochastic_round
     mamba_block: Callable[..., Operator] | None = None
     feed_forward_block: Callable[..., Operator] | None = None
     pack: Pack | None = None

@@ -9,13 +9,19 @@ from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausa
 
 
 class BoundModel:
-    """The part of `Runtime` that a model bound to its operators answers."""
+    """The part of `Runtime` that a model bound to its operators answers. Its state is what `allocate` makes."""
 
+    own_slots = 0
     model: GraniteMoeHybridForCausalLM
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
         return self.model.config
+
+    @property
+    def max_length(self) -> int:
+        """Of a sequence, in tokens."""
+        return self.config.max_position_embeddings
 
     @property
     def dtype(self) -> torch.dtype:

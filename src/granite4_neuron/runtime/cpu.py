@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron import memory
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import (
@@ -71,6 +72,8 @@ class CPURuntime(BoundModel):
         state_dtype: torch.dtype | None = None,
     ):
         survive_forks()
+        if decode_kernel == "nki" and state_dtype == torch.float16:
+            raise UserError("the NKI kernel for decode has SSM states in float32 or bfloat16, and not in float16.")
         degree = model.parallel.degree
         operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
         self.model = model.bind(operators)

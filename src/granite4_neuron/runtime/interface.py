@@ -57,6 +57,7 @@ class Runtime(Protocol):
     tokens_per_step: how many tokens of prompts a step takes at most, padding included; no more of one prompt pay.
     rows_per_step: how many prompts share a step at most. Single tokens of any number of sequences share one.
     tokens_per_verification: how many tokens of a row `verify` takes at most.
+    own_slots: of a state that it keeps itself, slots 1 to that; 0 where `allocate` makes a state.
     cannot: what it cannot do, and why, in one sentence each: "all_logits" (of `step`), "source" (of a row), "verify"
         (and `commit`), "copy", "snapshot" (and `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
@@ -65,11 +66,16 @@ class Runtime(Protocol):
     tokens_per_step: int
     rows_per_step: int
     tokens_per_verification: int
+    own_slots: int
     cannot: Mapping[Ability, str]
     generation_config: GenerationConfig
 
     @property
     def config(self) -> GraniteMoeHybridConfig: ...
+
+    @property
+    def max_length(self) -> int:
+        """Of a sequence: the model's longest, or what it was compiled for."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,21 +10,23 @@ import torch
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 
-def launch(kernel: Any, *arguments: torch.Tensor, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
+def launch(kernel: Any, *arguments: torch.Tensor | None, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
     """The kernel's outputs, on the device of its arguments.
 
     Args:
         kernel: a function under `nki.jit`.
-        arguments: what the kernel takes, in its order.
+        arguments: what the kernel takes, in its order; the first is a tensor.
         programs: how many physical cores share the work.
     """
-    arguments = tuple(argument.contiguous() for argument in arguments)
+    arguments = tuple(None if argument is None else argument.contiguous() for argument in arguments)
     if arguments[0].device.type != "cpu":
         return kernel[programs](*arguments)
     return tuple(map(_from_numpy, nki.simulate(kernel[programs])(*map(_to_numpy, arguments))))
 
 
-def _to_numpy(tensor: torch.Tensor) -> Any:
+def _to_numpy(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return None
     if tensor.dtype != torch.bfloat16:
         return tensor.detach().numpy()
     import ml_dtypes  # NumPy's bfloat16; both simulators have it

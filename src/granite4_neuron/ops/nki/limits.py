@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
+from granite4_neuron.ops.nki.mamba_decode import MAX_ROW as MAX_ROW_OF_TOKENS
+from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS
 from granite4_neuron.ops.nki.ssm_decode import MAX_ROW
 
 HEAD_DIMS = (32, 64, 128)
@@ -37,6 +39,25 @@ def check_ssm_decode(num_heads: int, head_dim: int, n_groups: int, d_state: int,
         raise UserError(
             f"The NKI kernel for decode takes d_state and groups up to {MAX_PARTITIONS}, and up to {most_channels} "
             f"channels; here are d_state {d_state}, {n_groups} groups and {num_heads * head_dim} channels."
+        )
+
+
+def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
+    """See whether `mamba_decode` takes these dimensions.
+
+    Raises:
+        UserError: it does not.
+    """
+    heads, heads_per_group = num_heads // programs, num_heads // n_groups
+    takes_heads = num_heads % programs == 0 and num_heads % n_groups == 0 and 1 <= heads <= MAX_PARTITIONS
+    takes_groups = takes_heads and (heads % heads_per_group == 0 or heads_per_group % heads == 0)
+    takes_sizes = head_dim in HEAD_DIMS and d_state in (32, 64, 128) and heads * head_dim <= MAX_ROW_OF_TOKENS
+    if not (1 <= tokens <= MAX_TOKENS and heads * tokens <= PSUM_BANK and takes_groups and takes_sizes):
+        raise UserError(
+            f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
+            f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW_OF_TOKENS} channels, "
+            f"and {PSUM_BANK} for heads times tokens; and head_dim and d_state of 32, 64 or 128. Here are {num_heads} "
+            f"heads in {n_groups} groups, head_dim {head_dim}, d_state {d_state}, and steps of {tokens}."
         )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
-from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
+from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants, Results
+from granite4_neuron.ops.nki.common import PSUM_BANK
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.ops.nki.conv1d_update import conv1d_update
 from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.nki.limits import check_convolution, check_scan, check_ssm_decode
+from granite4_neuron.ops.nki.limits import check_convolution, check_mamba_decode, check_scan, check_ssm_decode
+from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS, mamba_decode
 from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
 def convolve(
@@ -58,6 +62,41 @@ def single_token_scan(
     check_ssm_decode(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
     y, ssm_state = launch(ssm_decode, ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D.float())
     return y[:, None], ssm_state
+
+
+def mix(
+    xBC: torch.Tensor,
+    dt: torch.Tensor,
+    constants: MixerConstants,
+    conv_state: torch.Tensor,
+    ssm_state: torch.Tensor,
+    z: torch.Tensor | None,
+    accepted: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """As `FewTokens.mix`."""
+    weight, bias = constants.weight, constants.bias
+    taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
+    A_D = torch.stack([constants.A, constants.D])
+    counts = None if accepted is None else accepted.to(torch.int32)
+    return launch(mamba_decode, ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
+
+
+def decode_kernels(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaKernels:
+    """What advances a layer of these dimensions: one kernel for steps of a few tokens.
+
+    Raises:
+        UserError: that kernel does not take them. `DECODE` may.
+    """
+    check_mamba_decode(1, num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
+    most = min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE))
+    return replace(DECODE, few_tokens=FewTokens(mix, most))
+
+
+def round_in_hardware(
+    values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
+) -> torch.Tensor:
+    """`ops.stochastic_round`, with the engines' own random numbers, if the runtime is told so; else to nearest."""
+    return values.to(dtype)
 
 
 def _scan(kernel: Any) -> MambaKernels:

@@ -8,7 +8,6 @@ import nki.language as nl
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import (
     MAX_PARTITIONS,
     PSUM_BANK,
@@ -35,11 +34,11 @@ def mamba_decode_torch(
     conv_states: torch.Tensor,
     xBC: torch.Tensor,
     dt: torch.Tensor,
-    z: torch.Tensor,
     taps: torch.Tensor,
     A_D: torch.Tensor,
-    accepted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    z: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """The definition of `mamba_decode`: same arguments, same results."""
     batch, d_state, heads, head_dim = states.shape
     tokens, reach = xBC.shape[1], conv_states.shape[2]
@@ -54,34 +53,18 @@ def mamba_decode_torch(
     for t in range(tokens):
         decay = torch.exp(dt[:, t] * A_D[0])[..., None, None]
         state = decay * state + (dt[:, t, :, None] * x[..., t])[..., None] * B[:, :, None, :, t]
-        y = (state * C[:, :, None, :, t]).sum(-1) + A_D[1, :, None] * x[..., t]
-        outputs.append(y.flatten(1) * F.silu(z[:, t].float()))
+        outputs.append(((state * C[:, :, None, :, t]).sum(-1) + A_D[1, :, None] * x[..., t]).flatten(1))
         kept.append(state)
-    rows = torch.arange(batch)
-    new_states = torch.stack(kept, 1)[rows, accepted.long()].permute(0, 3, 1, 2)
-    places = accepted.long()[:, None] + torch.arange(reach)
-    new_conv_states = history.gather(2, places[:, None].expand(-1, history.shape[1], -1))
-    return torch.stack(outputs, 1).to(xBC.dtype), new_states.to(states.dtype), new_conv_states.to(conv_states.dtype)
-
-
-def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `mamba_decode` takes these dimensions.
-
-    Raises:
-        UserError: it does not.
-    """
-    heads, heads_per_group = num_heads // programs, num_heads // n_groups
-    takes_heads = num_heads % programs == 0 and num_heads % n_groups == 0 and 1 <= heads <= MAX_PARTITIONS
-    takes_groups = takes_heads and (heads % heads_per_group == 0 or heads_per_group % heads == 0)
-    takes_sizes = head_dim in (32, 64, 128) and d_state in (32, 64, 128) and heads * head_dim <= MAX_ROW
-    if not (1 <= tokens <= MAX_TOKENS and heads * tokens <= PSUM_BANK and takes_groups and takes_sizes):
-        raise UserError(
-            f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
-            f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW} channels, and "
-            f"{PSUM_BANK} for heads times tokens; and head_dim and d_state of 32, 64 or 128. Here are {tokens} "
-            f"tokens, {num_heads} heads in {n_groups} groups, head_dim {head_dim} and d_state {d_state}. "
-            f"Use more ranks, or decode in torch."
-        )
+    results = []
+    if z is not None:
+        results.append((torch.stack(outputs, 1) * F.silu(z.float())).to(xBC.dtype))
+    if accepted is not None:
+        of_rows = torch.arange(batch, device=states.device), accepted.long()
+        places = accepted.long()[:, None] + torch.arange(reach, device=states.device)
+        windows = history.gather(2, places[:, None].expand(-1, history.shape[1], -1))
+        new_states = torch.stack(kept, 1)[of_rows].permute(0, 3, 1, 2)
+        results += [new_states.to(states.dtype), windows.to(conv_states.dtype)]
+    return tuple(results)
 
 
 @nki.jit
@@ -90,16 +73,18 @@ def mamba_decode(
     conv_states: nl.ndarray,
     xBC: nl.ndarray,
     dt: nl.ndarray,
-    z: nl.ndarray,
     taps: nl.ndarray,
     A_D: nl.ndarray,
-    accepted: nl.ndarray,
-) -> tuple[nl.ndarray, nl.ndarray, nl.ndarray]:
+    z: nl.ndarray | None = None,
+    accepted: nl.ndarray | None = None,
+) -> tuple[nl.ndarray, ...]:
     """
     Outputs of a few tokens of every sequence, and the states after those of them that are accepted.
 
     A state is read from HBM once and written once, however many tokens there are: what the tokens say to each other is
-    computed beside it, and the accepted ones enter it together. With one token, accepted, this is decode.
+    computed beside it, and the accepted ones enter it together. With one token, accepted, this is decode. Without
+    `accepted` it is a verification: no state is written. Without `z` it is a verification's commit: there are no
+    outputs.
 
     Dimensions:
         batch: sequences
@@ -116,18 +101,19 @@ def mamba_decode(
         conv_states (nl.ndarray): [batch, channels, d_conv - 1], dtype of xBC: the inputs before xBC, oldest first.
         xBC (nl.ndarray): [batch, tokens, channels], float32 or bfloat16, before the convolution; all of them finite.
         dt (nl.ndarray): [batch, tokens, num_heads], float32, after softplus and limits.
-        z (nl.ndarray): [batch, tokens, num_heads * head_dim], dtype of xBC: the gate.
         taps (nl.ndarray): [channels, d_conv + 1], dtype of xBC: the convolution's weights, and its bias behind them.
         A_D (nl.ndarray): [2, num_heads], float32: A, negative, and D.
-        accepted (nl.ndarray): [batch], int32: how many of a sequence's tokens its states take in, 0 to tokens.
+        z (nl.ndarray): [batch, tokens, num_heads * head_dim], dtype of xBC: the gate; None for no outputs.
+        accepted (nl.ndarray): [batch], int32: how many of a sequence's tokens its states take in, 0 to tokens; None for
+            no new states.
 
     Returns:
-        y (nl.ndarray): [batch, tokens, num_heads * head_dim], dtype of xBC: the gated output of every token.
-        new_states (nl.ndarray): like states.
-        new_conv_states (nl.ndarray): like conv_states.
+        y (nl.ndarray): [batch, tokens, num_heads * head_dim], dtype of xBC: the gated output of every token; with z.
+        new_states (nl.ndarray): like states; with accepted.
+        new_conv_states (nl.ndarray): like conv_states; with accepted.
 
     Notes:
-        - Limits: `check_mamba_decode`. num_heads must be a multiple of the number of programs.
+        - Limits: `limits.check_mamba_decode`. num_heads must be a multiple of the number of programs.
         - Arithmetic is float32. States in bfloat16 are rounded once per step, when VectorE writes them: to nearest, or
           stochastically where the runtime is told so (NEURON_RT_STOCHASTIC_ROUNDING_EN=1).
         - The caller may give new_states and new_conv_states the memory of the old ones with one program; with two,
@@ -159,98 +145,110 @@ def mamba_decode(
         MAX_PARTITIONS // max(heads, tokens),
     )
 
-    y = nl.ndarray((batch, tokens, inner), dtype=xBC.dtype, buffer=nl.shared_hbm)
-    new_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=states.dtype, buffer=nl.shared_hbm)
-    new_conv_states = nl.ndarray(conv_states.shape, dtype=conv_states.dtype, buffer=nl.shared_hbm)
+    has_outputs, has_new_states = z != None, accepted != None  # noqa: E711 (`is` does not compile)
+    if has_outputs:
+        y = nl.ndarray((batch, tokens, inner), dtype=xBC.dtype, buffer=nl.shared_hbm)
+    if has_new_states:
+        new_states = nl.ndarray((batch, d_state, num_heads, head_dim), dtype=states.dtype, buffer=nl.shared_hbm)
+        new_conv_states = nl.ndarray(conv_states.shape, dtype=conv_states.dtype, buffer=nl.shared_hbm)
 
+    A_sb = load(A_D[0:1, own_heads].broadcast(0, tokens), nl.float32)
+    own_taps_sb = load_taps(taps, (first_head * head_dim, heads * head_dim), inner, d_state)
     up_to = ones_from_diagonal(tokens)  # [k, t] = 1 for k <= t
     after = ones_below_diagonal(tokens)  # [k, s] = 1 for k > s
     everywhere = ones(tokens, d_state, nl.float32)
-    A_sb = load(A_D[0:1, own_heads].broadcast(0, tokens), nl.float32)
 
     for start in range(0, batch, sequences):
         count = min(sequences, batch - start)
         rows = nl.ds(start, count)
-        accepted_row = accepted.reshape((1, batch))[0:1, rows]
-
         # Step 1: the convolution, with channels on partitions. x and B reach other layouts through HBM.
         x_hbm = nl.ndarray((count, tokens, heads * head_dim), dtype=nl.float32, buffer=nl.private_hbm)
         B_hbm = nl.ndarray((count, tokens, n_groups, d_state), dtype=nl.float32, buffer=nl.private_hbm)
         windows_sb = load_windows(
             conv_states[rows], xBC[rows], (first_head * head_dim, heads * head_dim), inner, d_state
         )
-        convolved_sb = convolve_windows(
-            windows_sb, load_taps(taps, (first_head * head_dim, heads * head_dim), inner, d_state)
-        )
+        convolved_sb = convolve_windows(windows_sb, own_taps_sb)
         lanes, per_lane = lanes_of(heads * head_dim)
         x_by_lane = x_hbm.reshape_dim(2, (lanes, per_lane)).permute((2, 3, 0, 1))
         nisa.dma_copy(dst=x_by_lane, src=convolved_sb[0:lanes, 0:per_lane, :, :])
         B_columns = convolved_sb[0:d_state, per_lane : per_lane + n_groups, :, :]
         C_columns = convolved_sb[0:d_state, per_lane + n_groups : per_lane + 2 * n_groups, :, :]
-        nisa.dma_copy(dst=B_hbm.permute((3, 2, 0, 1)), src=B_columns)
-        store_windows(
-            new_conv_states[rows], windows_sb, accepted_row, (first_head * head_dim, heads * head_dim), inner, d_state
-        )
-
-        # Step 2: what is left at each point. Tokens that are not accepted have dt = 0 where the state is concerned.
-        dt_sb = load(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)), nl.float32)  # [tokens, count, heads]
-        taken_dt_sb = _accepted_only(dt_sb, accepted_row)
-        taken_log_decay_sb = times(taken_dt_sb, for_each(A_sb, count))
-        from_start_sb = _exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))
-        to_end_sb = _exp_of_sums(after, taken_log_decay_sb)
-        total_sb = _exp_of_sums(everywhere, taken_log_decay_sb)  # [d_state, count, heads]
-
-        # Step 3: what tokens say to each other, heads on partitions; it comes back with tokens there, as x and B do.
         x_heads = x_hbm.reshape_dim(2, (heads, head_dim))
-        within_hbm = nl.ndarray((count, tokens, heads, head_dim), dtype=nl.float32, buffer=nl.private_hbm)
-        nisa.dma_copy(
-            dst=within_hbm.permute((0, 2, 1, 3)),
-            src=within_tokens(
-                load_on_heads(x_heads.permute((0, 2, 1, 3)), (tokens, head_dim)),
-                load_on_heads(dt[rows, 0:tokens, own_heads].permute((0, 2, 1)), (tokens,)),
-                load_on_heads(A_D[0:2, own_heads].permute((1, 0)).expand_dim(0).broadcast(0, count), (2,)),
-                token_scores(B_columns, C_columns, heads, (first_head, heads_per_group)),
-            ),
-        )
-        within_sb = load(within_hbm.permute((1, 0, 2, 3)), nl.float32)
-        x_sb = load(x_heads.permute((1, 0, 2, 3)), nl.float32)
-        B_sb = load(B_hbm.permute((1, 0, 2, 3)), nl.float32)
-        weights_sb = times(to_end_sb, taken_dt_sb)
-        factors = weights_sb.expand_dim(3).broadcast(3, head_dim)
-        nisa.tensor_tensor(dst=x_sb, data1=x_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
+        dt_sb = load(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)), nl.float32)
+
+        # Step 2: what outputs take beside the state. What tokens say to each other is computed with heads on
+        # partitions; it comes back with tokens there, as the gate does.
+        if has_outputs:
+            from_start_sb = _exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))
+            within_hbm = nl.ndarray((count, tokens, heads, head_dim), dtype=nl.float32, buffer=nl.private_hbm)
+            nisa.dma_copy(
+                dst=within_hbm.permute((0, 2, 1, 3)),
+                src=within_tokens(
+                    load_on_heads(x_heads.permute((0, 2, 1, 3)), (tokens, head_dim)),
+                    load_on_heads(dt[rows, 0:tokens, own_heads].permute((0, 2, 1)), (tokens,)),
+                    load_on_heads(A_D[0:2, own_heads].permute((1, 0)).expand_dim(0).broadcast(0, count), (2,)),
+                    token_scores(B_columns, C_columns, heads, (first_head, heads_per_group)),
+                ),
+            )
+            within_sb = load(within_hbm.permute((1, 0, 2, 3)), nl.float32)
+            y_sb = nl.ndarray((tokens, count, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
+
+        # Step 3: what states take in. Tokens that are not accepted have dt = 0 here, and the window ends before them.
+        if has_new_states:
+            accepted_row = accepted.reshape((1, batch))[0:1, rows]
+            own_channels = (first_head * head_dim, heads * head_dim)
+            store_windows(new_conv_states[rows], windows_sb, accepted_row, own_channels, inner, d_state)
+            taken_dt_sb = _accepted_only(dt_sb, accepted_row)
+            taken_log_decay_sb = times(taken_dt_sb, for_each(A_sb, count))
+            to_end_sb = _exp_of_sums(after, taken_log_decay_sb)
+            total_sb = _exp_of_sums(everywhere, taken_log_decay_sb)  # [d_state, count, heads]
+            weights_sb = times(to_end_sb, taken_dt_sb)
+            nisa.dma_copy(dst=B_hbm.permute((3, 2, 0, 1)), src=B_columns)
+            B_sb = load(B_hbm.permute((1, 0, 2, 3)), nl.float32)
+            x_sb = load(x_heads.permute((1, 0, 2, 3)), nl.float32)
+            factors = weights_sb.expand_dim(3).broadcast(3, head_dim)
+            nisa.tensor_tensor(dst=x_sb, data1=x_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
 
         # Step 4: each state once. The tokens' C read it as it comes, then the accepted tokens enter it.
-        y_sb = nl.ndarray((tokens, count, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
         for s in range(count):
             state_sb = load(states[start + s, 0:d_state, own_heads, 0:head_dim], nl.float32)
             stored_sb = state_sb
-            if states.dtype != nl.float32:
+            if has_new_states and states.dtype != nl.float32:
                 stored_sb = nl.ndarray(state_sb.shape, dtype=states.dtype, buffer=nl.sbuf)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
                 own = nl.ds(run_start, run)
-                _read_state(
-                    y_sb[:, s, own, :], C_columns[:, group, s, :], state_sb[:, own, :], from_start_sb[:, s, own]
-                )
-                _advance_state(
-                    stored_sb[:, own, :],
-                    state_sb[:, own, :],
-                    total_sb[:, s, own],
-                    B_sb[:, s, group, :],
-                    x_sb[:, s, own, :],
-                )
-            nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=stored_sb)
+                if has_outputs:
+                    _read_state(
+                        y_sb[:, s, own, :], C_columns[:, group, s, :], state_sb[:, own, :], from_start_sb[:, s, own]
+                    )
+                if has_new_states:
+                    _advance_state(
+                        stored_sb[:, own, :],
+                        state_sb[:, own, :],
+                        total_sb[:, s, own],
+                        B_sb[:, s, group, :],
+                        x_sb[:, s, own, :],
+                    )
+            if has_new_states:
+                nisa.dma_copy(dst=new_states[start + s, 0:d_state, own_heads, 0:head_dim], src=stored_sb)
 
         # Step 5: the gate.
-        own_z = z.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
-        gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
-        nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
-        nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add)
-        gated_sb = nl.ndarray(y_sb.shape, dtype=xBC.dtype, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
-        own_y = y.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
-        nisa.dma_copy(dst=own_y.permute((1, 0, 2, 3)), src=gated_sb)
-    return y, new_states, new_conv_states
+        if has_outputs:
+            own_z = z.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
+            gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
+            nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
+            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)
+            gated_sb = nl.ndarray(y_sb.shape, dtype=xBC.dtype, buffer=nl.sbuf)
+            nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
+            own_y = y.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
+            nisa.dma_copy(dst=own_y.permute((1, 0, 2, 3)), src=gated_sb)
+
+    if not has_new_states:
+        return (y,)
+    if not has_outputs:
+        return (new_states, new_conv_states)
+    return (y, new_states, new_conv_states)
 
 
 def _accepted_only(dt_sb: nl.ndarray, accepted_row: nl.ndarray) -> nl.ndarray:

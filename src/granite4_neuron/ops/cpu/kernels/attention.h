@@ -1,10 +1,7 @@
 // Attention over a cache that is kept per slot, and writing to that cache.
 #pragma once
 
-#include "buffers.h"
-#include "common.h"
-#include "gemm.h"
-#include "parallel.h"
+#include "products.h"
 #include "views.h"
 
 namespace granite4_neuron {
@@ -39,21 +36,24 @@ inline void write_cache(
 // A block of new tokens of one sequence, all query heads of one key head, over the keys that they see.
 //
 // Keys come in blocks from the sequence's first on, and what one row of queries gives does not depend on the others: so
-// it is the same bit by bit for a token alone and for one of many.
+// it is the same bit by bit for a token alone and for one of many. In bfloat16 products are those of bfloat16, and so
+// the softmax's weights are rounded to it.
 //
 // Source: the online softmax of FlashAttention (Dao et al. 2022, algorithm 1), with blocks that stay in cache.
 template <typename T>
-struct BlockAttention {
+class BlockAttention {
+ public:
   static constexpr int64_t TOKENS = 32, KEYS = 64;
-  int64_t heads, head_dim, columns;
-  // Rows are (token, head). keys is [columns, KEYS], values is [KEYS, columns], where columns are head_dim, padded.
-  std::vector<float> query, rows_of_keys, keys, values, scores, out, top, total;
 
   // tokens: at most TOKENS.
   BlockAttention(int64_t heads, int64_t head_dim, int64_t tokens)
-      : heads(heads), head_dim(head_dim), columns((head_dim + LANES - 1) / LANES * LANES),
-        query(tokens * heads * head_dim), rows_of_keys(KEYS * columns), keys(columns * KEYS), values(KEYS * columns),
-        scores(tokens * heads * KEYS), out(tokens * heads * columns), top(tokens * heads), total(tokens * heads) {}
+      : heads_(heads), head_dim_(head_dim), width_(tiles_of(head_dim) * TILE),
+        key_steps_((steps_of<Arithmetic>(head_dim) + LANES - 1) / LANES * LANES),
+        queries_(Blocks::size(tokens * heads, head_dim)), weights_(Blocks::size(tokens * heads, KEYS)),
+        rows_of_keys_(KEYS * key_steps_ * COLUMNS), rows_of_values_(KEYS * width_),
+        rows_of_weights_(tokens * heads * KEYS), keys_(KEYS * key_steps_), values_(KEYS / COLUMNS * width_),
+        scores_(tokens * heads * KEYS),
+        out_(tokens * heads * width_), top_(tokens * heads), total_(tokens * heads), rescale_(tokens * heads) {}
 
   // q, to: rows are tokens, whose heads lie one behind another, from the first that is meant.
   // key(position), value(position): [head_dim]. Positions grow; token t sees those up to first_position + t.
@@ -61,67 +61,124 @@ struct BlockAttention {
   void run(
       MatrixView<const T> q, KeyAt key, ValueAt value, MatrixView<T> to, int64_t tokens, int64_t first_position,
       float scale) {
-    int64_t rows = tokens * heads;
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t d = 0; d < head_dim; d++)
-        query[row * head_dim + d] = scale * static_cast<float>(q.row(row / heads)[row % heads * head_dim + d]);
-    std::fill(out.begin(), out.end(), 0.0f);
-    std::fill(total.begin(), total.end(), 0.0f);
-    std::fill(top.begin(), top.end(), -INFINITY);
+    int64_t rows = tokens * heads_;
+    auto query = [&](int64_t row) { return q.row(row / heads_) + row % heads_ * head_dim_; };
+    Blocks queries = fill_blocks<Arithmetic>(query, rows, head_dim_, queries_.data());
+    std::fill(out_.begin(), out_.end(), 0.0f);
+    std::fill(total_.begin(), total_.end(), 0.0f);
+    std::fill(top_.begin(), top_.end(), -INFINITY);
     int64_t seen = first_position + tokens;
     for (int64_t start = 0; start < seen; start += KEYS) {
       int64_t count = std::min(KEYS, seen - start);
-      load(key, value, start, count);
-      gemm({rows, KEYS, head_dim}, {query.data(), head_dim}, {keys.data(), KEYS}, {scores.data(), KEYS}, false);
-      for (int64_t row = 0; row < rows; row++)
-        soften(row, std::min(count, std::max<int64_t>(0, first_position + row / heads + 1 - start)));
-      gemm({rows, columns, count}, {scores.data(), KEYS}, {values.data(), columns}, {out.data(), columns}, true);
+      load_keys(key, start, count);
+      load_values(value, start, count);
+      auto visible = [&](int64_t row) {
+        return std::clamp<int64_t>(first_position + row / heads_ + 1 - start, 0, count);
+      };
+      score(queries, scale);
+      for (int64_t row = 0; row < rows; row++) soften(row, visible(row));
+      add_values(rows, visible);
     }
     for (int64_t row = 0; row < rows; row++)
-      for (int64_t d = 0; d < head_dim; d++)
-        to.row(row / heads)[row % heads * head_dim + d] = static_cast<T>(out[row * columns + d] / total[row]);
+      for (int64_t d = 0; d < head_dim_; d++)
+        to.row(row / heads_)[row % heads_ * head_dim_ + d] = static_cast<T>(out_[row * width_ + d] / total_[row]);
   }
 
  private:
-  // What lies behind the `count` keys takes no part.
-  template <typename KeyAt, typename ValueAt>
-  void load(KeyAt& key, ValueAt& value, int64_t start, int64_t count) {
-    for (int64_t s = 0; s < KEYS; s++) {
-      float* of_key = &rows_of_keys[s * columns];
-      if (s < count) {
-        to_float(key(start + s), of_key, head_dim);
-        to_float(value(start + s), &values[s * columns], head_dim);
-      } else {
-        std::fill(of_key, of_key + head_dim, 0.0f);
-      }
-    }
-    for (int64_t s = 0; s < KEYS; s += LANES)
-      for (int64_t d = 0; d < columns; d += LANES)
-        at::vec::transpose_mxn<float>(&rows_of_keys[s * columns + d], columns, &keys[d * KEYS + s], KEYS, LANES, LANES);
+  using Arithmetic = typename ArithmeticOf<T>::type;
+  using Input = typename Arithmetic::Input;
+  using Blocks = Vectors<Arithmetic>;
+  using Tiles = PlainTiles<T>;
+  using Steps = LoadedSteps<Tiles>;
+  static constexpr int64_t COLUMNS = Arithmetic::COLUMNS;
+  static_assert(Steps::STEP_BYTES == TILE * sizeof(float) && KEYS % TILE == 0);
+
+  int64_t heads_, head_dim_, width_, key_steps_;  // width: head_dim in whole tiles
+  // Rows are (token, head). Keys and values are tiles: of keys, whose columns are head_dim, and of head_dim, whose
+  // columns are keys. A float is what a tile's row has in a step.
+  std::vector<Input> queries_, weights_, rows_of_keys_, rows_of_values_, rows_of_weights_;
+  std::vector<float> keys_, values_, scores_, out_, top_, total_, rescale_;
+
+  static const char* tile_of(const std::vector<float>& tiles, int64_t number, int64_t steps) {
+    return reinterpret_cast<const char*>(&tiles[number * steps * TILE]);
   }
 
-  // Turn a row's scores into weights, of which the first `visible` count; rescale what the row has so far.
+  // What lies behind the `count` keys takes no part.
+  template <typename KeyAt>
+  void load_keys(KeyAt& key, int64_t start, int64_t count) {
+    int64_t size = key_steps_ * COLUMNS;
+    for (int64_t s = 0; s < count; s++) convert(key(start + s), &rows_of_keys_[s * size], head_dim_);
+    std::fill(rows_of_keys_.begin() + count * size, rows_of_keys_.end(), static_cast<Input>(0.0f));
+    const auto* from = reinterpret_cast<const float*>(rows_of_keys_.data());
+    for (int64_t s = 0; s < KEYS; s += LANES)
+      for (int64_t step = 0; step < key_steps_; step += LANES)
+        at::vec::transpose_mxn<float>(
+            from + s * key_steps_ + step, key_steps_, &keys_[(s / TILE * key_steps_ + step) * TILE + s % TILE], TILE,
+            LANES, LANES);
+  }
+
+  template <typename ValueAt>
+  void load_values(ValueAt& value, int64_t start, int64_t count) {
+    for (int64_t s = 0; s < count; s++) convert(value(start + s), &rows_of_values_[s * width_], head_dim_);
+    std::fill(rows_of_values_.begin() + count * width_, rows_of_values_.end(), static_cast<Input>(0.0f));
+    auto* to = reinterpret_cast<Input*>(values_.data());
+    for (int64_t d = 0; d < width_; d += TILE)
+      for (int64_t s = 0; s < KEYS; s += COLUMNS, to += TILE * COLUMNS)
+        for (int64_t i = 0; i < TILE; i++)
+          for (int64_t c = 0; c < COLUMNS; c++) to[i * COLUMNS + c] = rows_of_values_[(s + c) * width_ + d + i];
+  }
+
+  void score(const Blocks& queries, float scale) {
+    for (int64_t first = 0; first < KEYS; first += TILE) {
+      const char* tile = tile_of(keys_, first / TILE, key_steps_);
+      multiply_vectors<Tiles, Steps>(tile, tile, queries, head_dim_, [&](int64_t row, const auto& totals) {
+        for (int v = 0; v < Arithmetic::VECTORS; v++)
+          (totals[v] * Vec(scale)).store(&scores_[row * KEYS + first + v * LANES]);
+      });
+    }
+  }
+
+  // Turn a row's scores into weights, of which the first `visible` count.
   void soften(int64_t row, int64_t visible) {
-    float* weights = &scores[row * KEYS];
-    std::fill(weights + visible, weights + KEYS, -INFINITY);
+    float* scores = &scores_[row * KEYS];
+    Input* weights = &rows_of_weights_[row * KEYS];
     if (visible == 0) {
-      std::fill(weights, weights + KEYS, 0.0f);
+      std::fill_n(weights, KEYS, static_cast<Input>(0.0f));
       return;
     }
-    Vec highest = Vec::loadu(weights);
-    for (int64_t s = LANES; s < KEYS; s += LANES) highest = at::vec::maximum(highest, Vec::loadu(weights + s));
+    std::fill(scores + visible, scores + KEYS, -INFINITY);
+    Vec highest = Vec::loadu(scores);
+    for (int64_t s = LANES; s < KEYS; s += LANES) highest = at::vec::maximum(highest, Vec::loadu(scores + s));
     auto larger = [](Vec& a, Vec& b) { return at::vec::maximum(a, b); };
-    float new_top = std::max(top[row], at::vec::vec_reduce_all<float>(larger, highest));
-    Vec rescale(std::exp(top[row] - new_top)), offset(new_top), weight_sum(0.0f);
-    for (int64_t s = 0; s < KEYS; s += LANES) {
-      Vec weight = (Vec::loadu(weights + s) - offset).exp_u20();
-      weight.store(weights + s);
-      weight_sum = weight_sum + weight;
+    float new_top = std::max(top_[row], at::vec::vec_reduce_all<float>(larger, highest));
+    Vec offset(new_top), weight_sum(0.0f);
+    for (int64_t s = 0; s < KEYS; s += PAIR) {
+      store_pair(
+          weights + s, (Vec::loadu(scores + s) - offset).exp_u20(),
+          (Vec::loadu(scores + s + LANES) - offset).exp_u20());
+      auto [first, second] = load_pair(weights + s);  // as they were rounded
+      weight_sum = weight_sum + first + second;
     }
-    total[row] = total[row] * std::exp(top[row] - new_top) + sum(weight_sum);
-    top[row] = new_top;
-    for (int64_t d = 0; d < columns; d += LANES)
-      (Vec::loadu(&out[row * columns + d]) * rescale).store(&out[row * columns + d]);
+    rescale_[row] = std::exp(top_[row] - new_top);
+    total_[row] = total_[row] * rescale_[row] + sum(weight_sum);
+    top_[row] = new_top;
+  }
+
+  // Rescale what each row has so far, and add its weights' values. Rows that see none of them stay as they are.
+  template <typename Visible>
+  void add_values(int64_t rows, const Visible& visible) {
+    auto weights = [&](int64_t row) { return &rows_of_weights_[row * KEYS]; };
+    Blocks blocks = fill_blocks<Arithmetic>(weights, rows, KEYS, weights_.data());
+    for (int64_t first = 0; first < width_; first += TILE) {
+      const char* tile = tile_of(values_, first / TILE, KEYS / COLUMNS);
+      multiply_vectors<Tiles, Steps>(tile, tile, blocks, KEYS, [&](int64_t row, const auto& totals) {
+        if (visible(row) == 0) return;
+        for (int v = 0; v < Arithmetic::VECTORS; v++) {
+          float* out = &out_[row * width_ + first + v * LANES];
+          at::vec::fmadd(Vec::loadu(out), Vec(rescale_[row]), totals[v]).store(out);
+        }
+      });
+    }
   }
 };
 

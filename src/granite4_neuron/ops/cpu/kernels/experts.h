@@ -6,7 +6,8 @@
 
 namespace granite4_neuron {
 
-// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's counts more.
+// As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's
+// counts more.
 inline std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k) {
   TORCH_CHECK(router_logits.is_contiguous() && 0 < top_k && top_k <= router_logits.size(1));
   int64_t tokens = router_logits.size(0), experts = router_logits.size(1);
@@ -71,13 +72,8 @@ inline void multiply_groups(
   std::vector<Blocks> vectors(groups.size());
   parallel_tasks(groups.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; g++) {
-      int64_t count = groups[g].choices.size(), share = Blocks::share_of(count);
-      Input* block = scratch.data() + begins[g];
-      vectors[g] = {block, count, share};
-      for (int64_t first = 0; first < count; first += share, block += Blocks::block_size(columns)) {
-        auto row = [&](int64_t v) { return inputs + groups[g].choices[first + v] / per_input * columns; };
-        fill_block<Arithmetic>(row, std::min(share, count - first), columns, block);
-      }
+      auto row = [&](int64_t v) { return inputs + groups[g].choices[v] / per_input * columns; };
+      vectors[g] = fill_blocks<Arithmetic>(row, groups[g].choices.size(), columns, scratch.data() + begins[g]);
     }
   });
   parallel_tasks(groups.size() * tiles, 1, [&](int64_t begin, int64_t end) {

@@ -48,8 +48,8 @@ inline int64_t packed_bytes(at::IntArrayRef shape, const std::string& format, at
 
 // Pack a matrix, or one of each expert, into `bytes`, which has room for `packed_bytes`.
 //
-// shape: of the matrix, [..., rows, columns]. values: of dtype and this shape, or as the format has them; scales: as the
-// format has them, or none.
+// shape: of the matrix, [..., rows, columns]. values: of dtype and this shape, or as the format has them; scales: as
+// the format has them, or none.
 inline void pack(
     const at::Tensor& any_values, const std::optional<at::Tensor>& scales, const std::string& format,
     at::ScalarType dtype, at::IntArrayRef shape, at::Tensor bytes) {

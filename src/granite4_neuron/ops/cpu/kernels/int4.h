@@ -10,13 +10,14 @@ namespace granite4_neuron {
 // lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
 //
 // GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `add_group`, which adds a
-// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common ones.
+// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common
+// ones.
 template <typename T>
 struct Int4Tiles {
   using Value = uint8_t;  // two columns of a row
   using Arithmetic = typename ArithmeticOf<T>::type;
   static constexpr int64_t GROUP = 32, ZERO = 8, HALF = TILE / 2;
-  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS;
+  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
   static constexpr bool LOADING_IS_WORK = false;

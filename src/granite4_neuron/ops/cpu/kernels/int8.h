@@ -22,7 +22,7 @@ template <typename T>
 struct Int8Tiles {
   using Value = int8_t;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = true;
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)

@@ -116,8 +116,8 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
   library.def("mlp(Tensor x, Tensor input_weight, Tensor output_weight) -> Tensor");
   library.def("logits(Tensor x, Tensor weight, float scaling) -> Tensor");
-  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min, dt_max.
-  // rounding: seed, stream, rounds.
+  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min,
+  // dt_max. rounding: seed, stream, rounds.
   library.def(
       "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
       "int[] sizes, float[] limits, int[] rounding) -> Tensor");

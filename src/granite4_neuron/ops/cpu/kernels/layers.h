@@ -34,8 +34,9 @@ struct BlockConstants {
   double eps, residual_multiplier;
 };
 
-// As ops.cpu.blocks.MambaBlock. hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or `paged_mamba_mixer`,
-// which say what leading dimensions and rows there are. Returns what becomes of hidden_states, and the mixer's inputs.
+// As ops.cpu.blocks.MambaBlock. hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or
+// `paged_mamba_mixer`, which say what leading dimensions and rows there are. Returns what becomes of hidden_states, and
+// the mixer's inputs.
 template <typename MixerFunction>
 inline std::tuple<at::Tensor, at::Tensor> mamba_block(
     const MixerFunction& mixer, const at::Tensor& hidden_states, const MambaBlockWeights& weights,

@@ -30,8 +30,8 @@ struct Rows {
 constexpr int64_t MAX_SCAN_BLOCK = 128;
 
 // groups: of B and C. chunk_size: tokens that pass through a part of a state at a time, MAX_SCAN_BLOCK at most.
-// heads_per_task: states that a thread takes at a time in steps of one token. dt_low, dt_high: the limits of step sizes.
-// rounding: of SSM states that are not float32.
+// heads_per_task: states that a thread takes at a time in steps of one token. dt_low, dt_high: the limits of step
+// sizes. rounding: of SSM states that are not float32.
 struct MixerSettings {
   int64_t groups, chunk_size, heads_per_task;
   float dt_low, dt_high;

@@ -1,5 +1,5 @@
-// The Mamba-2 mixer for a few tokens of each sequence, over states that lie in the pages of a paged cache: decode steps,
-// and the verify steps of speculation, which leave a state behind each token.
+// The Mamba-2 mixer for a few tokens of each sequence, over states that lie in the pages of a paged cache: decode
+// steps, and the verify steps of speculation, which leave a state behind each token.
 #pragma once
 
 #include <ATen/ops/zeros.h>

@@ -3,6 +3,9 @@
 // at::parallel_for gives each thread its share and waits for all threads. One that another program keeps from running
 // then holds up everything, in each loop anew: beside a single busy process a step takes fifty times as long. Here a
 // thread that is done with its share takes from the others', and nobody waits for a thread that has begun nothing.
+//
+// Between two loops, while one thread does what is not worth sharing, the others may fetch what the next loop will
+// read.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -13,6 +16,7 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace granite4_neuron {
 
@@ -34,7 +38,7 @@ class ThreadPool {
     context_ = context;
     count_ = count;
     grain_ = grain;
-    helpers_ = helpers;
+    helpers_.store(helpers, std::memory_order_relaxed);
     for (int64_t share = 0; share <= helpers; share++) shares_[share].next = share_begin(share);
     visitors_.fetch_and(~CLOSED, std::memory_order_release);
     loop_.fetch_add(1, std::memory_order_release);
@@ -44,14 +48,25 @@ class ThreadPool {
     while (visitors_.load(std::memory_order_acquire) != CLOSED) relax();
   }
 
+  // What a later loop will read, its tasks in the order of addresses: idle helpers fetch the beginnings of their
+  // shares. Nothing is read but into caches, and so the memory may be gone by then.
+  void fetch_when_idle(const char* data, int64_t bytes) {
+    fetch_data_.store(data, std::memory_order_relaxed);
+    fetch_bytes_.store(bytes, std::memory_order_relaxed);
+  }
+
  private:
   static constexpr int64_t MAX_THREADS = 256;
+  // What a helper fetches at most: more than that would push out what it fetched first.
+  static constexpr int64_t MOST_FETCHED = 1 << 20;
   static constexpr int64_t CLOSED = int64_t{1} << 32;
   // How long a helper that finds nothing to do looks on before it sleeps: longer than Python takes between two calls.
   static constexpr std::chrono::microseconds PATIENCE{200};
 
   std::mutex in_use_;
   int64_t started_ = 0;
+  std::atomic<const char*> fetch_data_{nullptr};
+  std::atomic<int64_t> fetch_bytes_{0};
   // One loop's facts: written while no helper is inside.
   void (*run_)(const void*, int64_t, int64_t) = nullptr;
   const void* context_ = nullptr;
@@ -69,7 +84,8 @@ class ThreadPool {
     return count_ * share / (helpers_ + 1);
   }
 
-  // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal from.
+  // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal
+  // from.
   void work(int64_t number) {
     int64_t shares = helpers_ + 1;
     for (int64_t turn = 0; turn < shares; turn++) {
@@ -84,21 +100,34 @@ class ThreadPool {
 
   void help(int64_t number) {
     for (uint32_t seen = 0;;) {
-      seen = wait_for_loop_after(seen);
+      seen = wait_for_loop_after(seen, number);
       if (number >= helpers_.load(std::memory_order_relaxed)) continue;
       if ((visitors_.fetch_add(1, std::memory_order_acquire) & CLOSED) == 0) work(number);
       visitors_.fetch_sub(1, std::memory_order_release);
     }
   }
 
-  uint32_t wait_for_loop_after(uint32_t seen) {
+  uint32_t wait_for_loop_after(uint32_t seen, int64_t number) {
     auto until = std::chrono::steady_clock::now() + PATIENCE;
+    auto [data, bytes] = share_to_fetch(number);
     for (int64_t turn = 1;; turn++) {
       uint32_t now = loop_.load(std::memory_order_acquire);
       if (now != seen) return now;
+      if (bytes > 0) {
+        constexpr int64_t PART = 1024, LINE = 64;
+        for (int64_t byte = 0; byte < PART; byte += LINE) __builtin_prefetch(data + byte, 0, 2);
+        data += PART;
+        bytes -= PART;
+      }
       relax();
       if (turn % 64 == 0 && std::chrono::steady_clock::now() > until) loop_.wait(seen, std::memory_order_acquire);
     }
+  }
+
+  std::pair<const char*, int64_t> share_to_fetch(int64_t number) const {
+    int64_t bytes = fetch_bytes_.load(std::memory_order_relaxed), shares = helpers_.load(std::memory_order_relaxed) + 1;
+    const char* data = fetch_data_.load(std::memory_order_relaxed);
+    return {data + bytes * number / shares, number + 1 < shares ? std::min(bytes / shares, MOST_FETCHED) : 0};
   }
 
   static void relax() {

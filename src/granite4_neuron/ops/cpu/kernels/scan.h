@@ -1,8 +1,8 @@
 // The Mamba-2 mixer's second half: the recurrence over each head's state, token by token.
 //
-// One token after another is as fast as chunks of matrix products (Dao and Gu 2024, section 6) where a part of the state
-// stays in registers while many tokens pass. And it is the same arithmetic in the same order however a sequence is cut
-// into steps: prompts, verified tokens and single tokens give the same results bit by bit.
+// One token after another is as fast as chunks of matrix products (Dao and Gu 2024, section 6) where a part of the
+// state stays in registers while many tokens pass. And it is the same arithmetic in the same order however a sequence
+// is cut into steps: prompts, verified tokens and single tokens give the same results bit by bit.
 #pragma once
 
 #include "mixer.h"
@@ -207,9 +207,9 @@ inline void round_state(const float* values, S* rounded, const Mixer& m, int64_t
   }
 }
 
-// A state in a reduced dtype is rounded where its sequence has a multiple of chunk_size tokens, and where a step ends: so
-// it does not matter at which of these places a prompt is cut. So many tokens between two such places are rounded one by
-// one, as in decode: tokens that are verified together give what they give alone.
+// A state in a reduced dtype is rounded where its sequence has a multiple of chunk_size tokens, and where a step ends:
+// so it does not matter at which of these places a prompt is cut. So many tokens between two such places are rounded
+// one by one, as in decode: tokens that are verified together give what they give alone.
 constexpr int64_t ROUNDED_ONE_BY_ONE = 16;
 
 // All tokens of one head of one sequence, for a state in a reduced dtype.

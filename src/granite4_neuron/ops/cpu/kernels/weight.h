@@ -1,8 +1,9 @@
 // A matrix of weights as products read it: tiles of 32 rows, one after another, each of which is one run of addresses.
 //
-// Within a tile columns come one step after another: a step has all rows' values of one column or of a pair. So a product
-// adds up each of its results in the order of the columns, in a lane of its own, and the sum is the same bit by bit
-// however many vectors there are and whichever thread takes the tile. A format says what a step is, see `PlainTiles`.
+// Within a tile columns come one step after another: a step has all rows' values of one column or of a pair. So a
+// product adds up each of its results in the order of the columns, in a lane of its own, and the sum is the same bit by
+// bit however many vectors there are and whichever thread takes the tile. A format says what a step is, see
+// `PlainTiles`.
 #pragma once
 
 #include "common.h"
@@ -111,16 +112,16 @@ inline Weight weight_in(const at::Tensor& bytes) {
 
 // Weights in the dtype T of the vectors.
 //
-// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES; LOADING_IS_WORK,
-// whether many vectors are better off with steps that are loaded once; `load`, a step as the arithmetic's operand;
-// `offset`, where a step has a value, in bytes; `tile_bytes`, of a whole tile; `finish`, what becomes of sums when all
-// columns are added up; `value`, one of them as a number; `add_scales`, which puts those of a tile's rows
-// into it; `check`, of the tensors that a weight is to be packed from.
+// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES, and FETCH_BYTES,
+// what a step is of weights in memory; LOADING_IS_WORK, whether many vectors are better off with steps that are loaded
+// once; `load`, a step as the arithmetic's operand; `offset`, where a step has a value, in bytes; `tile_bytes`, of a
+// whole tile; `finish`, what becomes of sums when all columns are added up; `value`, one of them as a number;
+// `add_scales`, which puts those of a tile's rows into it; `check`, of the tensors that a weight is to be packed from.
 template <typename T>
 struct PlainTiles {
   using Value = T;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T);
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), FETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = false;
 
   static typename Arithmetic::Operand load(const char* step) {

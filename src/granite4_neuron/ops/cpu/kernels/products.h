@@ -1,0 +1,152 @@
+// Products of a tile with any number of vectors: one sum for each row and vector, in the order of the columns.
+#pragma once
+
+#include "vectors.h"
+
+namespace granite4_neuron {
+
+// Bytes that weights are fetched ahead of their use where they are used once.
+constexpr int64_t AHEAD = 4096;
+
+// Weights that are fetched into the cache while others are multiplied: each step of these fetches `stride` bytes.
+struct Fetch {
+  const char* next;
+  int64_t stride;
+
+  // In pass number `pass` of `passes` over a tile. With one pass memory is read as fast as it goes. With several it is
+  // read evenly: in each of them a part of the next tile.
+  template <typename Tiles>
+  static Fetch in_pass(const char* tile, int64_t tile_bytes, int64_t pass, int64_t passes) {
+    if (passes == 1) return {tile + AHEAD, Tiles::STEP_BYTES};
+    return {tile + tile_bytes + pass * tile_bytes / passes, (Tiles::STEP_BYTES + passes - 1) / passes};
+  }
+  template <int64_t MOST>
+  void step() {
+    for (int64_t byte = 0; byte < MOST; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    next += stride;
+  }
+};
+
+// totals[v] = the sum over a tile's steps of weights times x[v], in the order of the columns.
+template <typename Steps, int COUNT>
+inline void multiply_steps(
+    const char* step, const typename Steps::Arithmetic::Input* x, int64_t columns,
+    typename Steps::Arithmetic::Total* totals, Fetch& fetch) {
+  using Arithmetic = typename Steps::Arithmetic;
+  constexpr int VECTORS = Arithmetic::VECTORS;
+  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  Vec sums[COUNT][VECTORS];
+#pragma GCC unroll 12
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
+  int64_t steps = steps_of<Arithmetic>(columns);
+  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += X_STEP) {
+    fetch.template step<Steps::FETCH_BYTES>();
+    auto weights = Steps::load(step);
+#pragma GCC unroll 12
+    for (int v = 0; v < COUNT; v++) {
+      auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; i++) sums[v][i] = Arithmetic::add(sums[v][i], weights[i], factor);
+    }
+  }
+#pragma GCC unroll 12
+  for (int v = 0; v < COUNT; v++)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; i++) totals[v][i] = sums[v][i];
+}
+
+// The same of weights that have a scale for each row and group of columns: one group's sums after another's.
+template <typename Tiles, int COUNT>
+inline void multiply_scaled_groups(
+    const char* group, const typename Tiles::Arithmetic::Input* x, int64_t columns,
+    typename Tiles::Arithmetic::Total* totals, Fetch& fetch) {
+  using Arithmetic = typename Tiles::Arithmetic;
+  constexpr int64_t STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  for (int v = 0; v < COUNT; v++) totals[v].fill(Vec(0.0f));
+  for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
+    typename Arithmetic::Total sums[COUNT];
+    const auto* of_group = x + first / Arithmetic::COLUMNS * STEP;
+    multiply_steps<Tiles, COUNT>(group, of_group, std::min(Tiles::GROUP, columns - first), sums, fetch);
+    for (int v = 0; v < COUNT; v++) Tiles::add_group(group, sums[v], totals[v]);
+  }
+}
+
+template <typename Steps, int COUNT>
+constexpr auto multiply_function() {
+  if constexpr (HAS_GROUPS<Steps>) {
+    return multiply_scaled_groups<Steps, COUNT>;
+  } else {
+    return multiply_steps<Steps, COUNT>;
+  }
+}
+
+template <typename Steps>
+using MultiplySteps = void (*)(
+    const char*, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch&);
+
+template <typename Steps, size_t... NUMBERS>
+constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
+  return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_function<Steps, NUMBERS + 1>()...};
+}
+
+// The steps of a tile when they have been loaded once: for many vectors, and weights whose loading is work.
+template <typename Tiles>
+struct LoadedSteps {
+  using Arithmetic = typename Tiles::Arithmetic;
+  using Operand = typename Arithmetic::Operand;
+  static constexpr int64_t STEP_BYTES = sizeof(Operand), FETCH_BYTES = Tiles::STEP_BYTES;
+
+  static Operand load(const char* step) {
+    Operand weights;
+    std::memcpy(&weights, step, sizeof(weights));
+    return weights;
+  }
+  static void fill(std::vector<char>& steps, const char* tile, int64_t columns) {
+    int64_t count = steps_of<Arithmetic>(columns);
+    steps.resize(count * STEP_BYTES);
+    for (int64_t s = 0; s < count; s++) {
+      Operand weights = Tiles::load(tile + s * Tiles::STEP_BYTES);
+      std::memcpy(&steps[s * STEP_BYTES], &weights, sizeof(weights));
+    }
+  }
+};
+
+// finish(v, totals) for all vectors, with totals[v] as in `multiply_steps`. steps: those of `tile`, or what has been
+// made of them.
+template <typename Tiles, typename Steps, typename Finish>
+inline void multiply_vectors(
+    const char* tile, const char* steps, Vectors<typename Steps::Arithmetic> x, int64_t columns,
+    const Finish& finish) {
+  static constexpr auto table = multiply_steps_table<Steps>(std::make_index_sequence<AT_ONCE>());
+  typename Steps::Arithmetic::Total totals[AT_ONCE];
+  const auto* block = x.data;
+  int64_t passes = (x.count + x.share - 1) / x.share, bytes = Tiles::tile_bytes(columns);
+  for (int64_t pass = 0; pass < passes; pass++, block += x.block_size(columns)) {
+    int64_t first = pass * x.share, count = std::min(x.share, x.count - first);
+    Fetch fetch = Fetch::in_pass<Tiles>(tile, bytes, pass, passes);
+    table[count - 1](steps, block, columns, totals, fetch);
+    for (int64_t v = 0; v < count; v++) finish(first + v, totals[v]);
+  }
+}
+
+// emit(v, totals) for all vectors, with totals[i] = the tile's row i . x[v]; `loaded` is for its use.
+template <typename Tiles, typename Emit>
+inline void multiply_tile(
+    const char* tile, Vectors<typename Tiles::Arithmetic> x, int64_t columns, std::vector<char>& loaded,
+    const Emit& emit) {
+  auto finish = [&](int64_t v, auto& totals) {
+    Tiles::finish(tile, columns, totals);
+    emit(v, totals);
+  };
+  if constexpr (Tiles::LOADING_IS_WORK) {
+    if (x.count > AT_ONCE) {
+      LoadedSteps<Tiles>::fill(loaded, tile, columns);
+      return multiply_vectors<Tiles, LoadedSteps<Tiles>>(tile, loaded.data(), x, columns, finish);
+    }
+  }
+  multiply_vectors<Tiles, Tiles>(tile, tile, x, columns, finish);
+}
+
+}  // namespace granite4_neuron

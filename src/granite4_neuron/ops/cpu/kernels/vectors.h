@@ -1,0 +1,84 @@
+// The other side of products with tiles: any number of vectors, side by side as a tile's steps meet them.
+#pragma once
+
+#include "buffers.h"
+#include "weight.h"
+
+namespace granite4_neuron {
+
+// Vectors that a tile is multiplied by at a time: their sums, and a step of weights, fit the registers.
+constexpr int64_t AT_ONCE = LANES == 16 ? 12 : 3;
+
+// Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
+// room for LANES of them; a block of one is that vector. Behind the last column there are zeros up to a whole step.
+template <typename Arithmetic>
+struct Vectors {
+  using Input = typename Arithmetic::Input;
+  static constexpr int64_t PLACES = LANES * Arithmetic::COLUMNS;  // inputs of a step
+
+  const Input* data;
+  int64_t count, share;
+
+  static int64_t block_size(int64_t columns) {
+    return (steps_of<Arithmetic>(columns) + LANES - 1) / LANES * LANES * PLACES;
+  }
+  // What `count` vectors take.
+  static int64_t size(int64_t count, int64_t columns) {
+    int64_t share = share_of(count);
+    return (count + share - 1) / share * block_size(columns);
+  }
+  // How many of `count` vectors are multiplied at a time.
+  static int64_t share_of(int64_t count) {
+    int64_t blocks = std::max<int64_t>(1, (count + AT_ONCE - 1) / AT_ONCE);
+    return std::max<int64_t>(1, (count + blocks - 1) / blocks);
+  }
+};
+
+// One block of `Vectors` at `to`, of `width` vectors: row(v) is the v-th, of T.
+template <typename Arithmetic, typename Row>
+inline void fill_block(const Row& row, int64_t width, int64_t columns, typename Arithmetic::Input* to) {
+  using Input = typename Arithmetic::Input;
+  static_assert(Arithmetic::COLUMNS * sizeof(Input) == sizeof(float));  // a step of one vector moves as one float
+  int64_t steps = (steps_of<Arithmetic>(columns) + LANES - 1) / LANES * LANES, stride = steps * Arithmetic::COLUMNS;
+  auto fill = [&](int64_t v, Input* vector) {
+    convert(row(v), vector, columns);
+    std::fill(vector + columns, vector + stride, static_cast<Input>(0.0f));
+  };
+  if (width == 1) return fill(0, to);
+  Scratch<Input> rows(LANES * stride);
+  for (int64_t v = 0; v < width; v++) fill(v, rows.data() + v * stride);
+  std::fill(rows.data() + width * stride, rows.data() + LANES * stride, static_cast<Input>(0.0f));
+  const auto* from = reinterpret_cast<const float*>(rows.data());
+  for (int64_t s = 0; s < steps; s += LANES)
+    at::vec::transpose_mxn<float>(from + s, steps, reinterpret_cast<float*>(to) + s * LANES, LANES, LANES, LANES);
+}
+
+// `Vectors` of row(0) to row(count - 1) in `scratch`, which has room for them.
+template <typename Arithmetic, typename Row>
+inline Vectors<Arithmetic> fill_blocks(
+    const Row& row, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
+  int64_t share = Vectors<Arithmetic>::share_of(count), size = Vectors<Arithmetic>::block_size(columns);
+  for (int64_t first = 0; first < count; first += share, scratch += size)
+    fill_block<Arithmetic>([&](int64_t v) { return row(first + v); }, std::min(share, count - first), columns, scratch);
+  return {scratch - (count + share - 1) / share * size, count, share};
+}
+
+// `Vectors` of x, [count, columns], in `scratch`, which has room for them.
+template <typename Arithmetic, typename T>
+inline Vectors<Arithmetic> as_vectors(
+    const T* x, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
+  int64_t share = Vectors<Arithmetic>::share_of(count), size = Vectors<Arithmetic>::block_size(columns);
+  if constexpr (std::is_same_v<T, typename Arithmetic::Input>) {
+    if (count == 1 && columns % Arithmetic::COLUMNS == 0) return {x, count, share};
+  }
+  parallel_tasks((count + share - 1) / share, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++) {
+      int64_t first = block * share;
+      auto row = [&](int64_t v) { return x + (first + v) * columns; };
+      fill_block<Arithmetic>(row, std::min(share, count - first), columns, scratch + block * size);
+    }
+  });
+  return {scratch, count, share};
+}
+
+}  // namespace granite4_neuron
