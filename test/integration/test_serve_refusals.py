@@ -81,6 +81,10 @@ BAD = {
     "a huge temperature": ({"temperature": 10**400}, "temperature: input should be a"),
     "a huge n": ({"n": 10**400}, "n: input should be less than or equal to 128"),
     "a huge token": ({"prompt": [10**400]}, "prompt has a token id outside the vocabulary"),
+    "a bias of a long number": (
+        {"logit_bias": {"9" * 5000: 1}},
+        "logit_bias: it must be an object of numbers by token",
+    ),
     "bias outside": ({"logit_bias": {"99999": 1}}, "logit_bias has a token id outside the vocabulary"),
     "bias of a word": ({"logit_bias": {"a": 1}}, "logit_bias: it must be an object of numbers by token id"),
     "n": ({"n": 0}, "n: input should be greater than or equal to 1"),
@@ -128,6 +132,17 @@ def test_a_long_body(post):
             yield b"x" * 2**15
 
     assert httpx.post(str(post("completions", {}).request.url), content=pieces()).status_code == 413
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(post, server, monkeypatch):
+    text = "x" * 500_000
+    with monkeypatch.context() as patch:
+        patch.setattr(server.service.maker, "_encoder", None)
+        messages = [{"role": "user", "content": text}]
+        for path, body in (("completions", {"prompt": ["x", text]}), ("chat/completions", {"messages": messages})):
+            answer = post(path, body)
+            assert answer.status_code == 400
+            assert "has 500000 characters, which are more tokens than the 512 that fit" in answer.text
 
 
 def test_keys(tiny):

@@ -70,11 +70,15 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
-    if not isinstance(value, dict) or not all(name.isascii() and name.isdecimal() for name in value):
+    if not isinstance(value, dict) or not all(map(_is_token_id, value)):
         raise UserError("it must be an object of numbers by token id.")
     for bias in value.values():
         check_sampling({"logit_bias": bias})
     return {int(name): bias for name, bias in value.items()}
+
+
+def _is_token_id(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) < 20
 
 
 class _Strict(BaseModel):

@@ -39,6 +39,9 @@ class SequenceMaker:
         self._vocab_size = runtime.config.vocab_size
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         self._limits = limits
+        # In characters; a normalizer could make a text shorter.
+        has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
+        self._longest_token = None if has_normalizer else max(map(len, tokenizer.get_vocab()))
 
     def close(self) -> None:
         self._encoder.close()
@@ -50,6 +53,7 @@ class SequenceMaker:
             RequestError, UserError: the prompt is empty, outside the vocabulary or too long, or more new tokens are
                 asked for than there is room for.
         """
+        self._check_characters("prompt", *(prompt for prompt in body.prompt if isinstance(prompt, str)))
         prompts = await asyncio.to_thread(self._encoded, body.prompt)
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
@@ -60,8 +64,20 @@ class SequenceMaker:
     async def of_chat(self, body: ChatBody) -> list[Request]:
         """As `of_completion`; with no number of new tokens given, there is room for as many as fit."""
         messages = [message.model_dump() for message in body.messages]
+        self._check_characters("messages", "".join(message["content"] for message in messages))
         tokens = await asyncio.to_thread(self._encoder.encode, messages)
         return self._requests(body, tokens, "messages", body.max_completion_tokens or body.max_tokens, False)
+
+    def _check_characters(self, which: str, *texts: str) -> None:
+        """Refuse what is too long whatever its tokens are; it would take seconds to encode a megabyte."""
+        longest = self._limits.max_length
+        for text in texts:
+            if self._longest_token is not None and len(text) > longest * self._longest_token:
+                raise RequestError(
+                    400,
+                    f"{which} has {len(text)} characters, which are more tokens than the {longest} that fit.",
+                    which,
+                )
 
     def _encoded(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
         return [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
