@@ -100,7 +100,9 @@ struct LoadedSteps {
 
   static Operand load(const char* step) {
     Operand weights;
-    std::memcpy(&weights, step, sizeof(weights));
+    // One register after another: as a whole it would go through memory, in pieces that a load has to wait for.
+    for (size_t v = 0; v < weights.size(); v++)
+      std::memcpy(&weights[v], step + v * sizeof(weights[v]), sizeof(weights[v]));
     return weights;
   }
   static void fill(std::vector<char>& steps, const char* tile, int64_t columns) {
