@@ -1,4 +1,6 @@
-"""Drafts by a model, sampled drafts, bfloat16, and machines on which the kernels cannot be compiled."""
+"""Drafts by a model, sampled drafts, bfloat16, machines on which the kernels cannot be compiled, and other plugins."""
+
+import os
 
 import pytest
 import torch
@@ -66,6 +68,33 @@ def test_without_a_compiler(folder, greedy, prompts, tmp_path):
     results = run_engines({"plain": dict(model=folder, options=options)}, prompts, tmp_path, **environment)
     assert greedy.right(prompts, results["plain"]) == [len(prompts)]
     assert results["log"].count("install a C++ compiler such as g++") == 1
+
+
+OTHER_PLUGIN = """
+def register():
+    from vllm.model_executor.models import granitemoehybrid
+
+    class OtherLayer(granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer):
+        pass
+
+    layers = granitemoehybrid.ALL_DECODER_LAYER_TYPES
+    layers.update({name: OtherLayer for name, layer in layers.items() if issubclass(OtherLayer, layer)})
+"""
+
+
+def test_a_layer_of_another_plugin(folder, greedy, prompts, tmp_path):
+    """The layers are left to vLLM, with this package's mixer in them, and one line says so."""
+    information = tmp_path / "other-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other_plugin:register\n")
+    (tmp_path / "other_plugin.py").write_text(OTHER_PLUGIN)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    engine = dict(model=folder, options=dict(enable_prefix_caching=True, speculative_config=NGRAM))
+    results = run_engines({"other": engine}, prompts, tmp_path, **ONE_PROCESS, PYTHONPATH=path)
+    assert greedy.right(prompts, results["other"]) == [len(prompts)]
+    (line,) = (line for line in results["log"].splitlines() if "does not know the layer" in line)
+    assert "WARNING" in line and "OtherLayer" in line
 
 
 def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
