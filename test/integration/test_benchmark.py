@@ -64,7 +64,7 @@ def test_quantized_weights(tmp_path):
 
 def test_beside_busy_processes(tmp_path):
     done = run(*SMALL, "--busy", "1", "--json", tmp_path / "numbers.json")
-    assert done.returncode == 0 and done.stdout.count("granite4-neuron, 1 busy ") == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count("│ granite4-neuron, 1 busy ") == 2, done.stderr
     record = json.loads((tmp_path / "numbers.json").read_text())
     assert [(r["prompt_length"], r["busy_processes"]) for r in record["results"]] == [(9, 0), (9, 1), (20, 0), (20, 1)]
 
