@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("httpx", reason="httpx is not installed; benchmark_serving.py needs it")
+
 import benchmark_serving
 from benchmarks import latency_options
 from granite4_neuron import UserError, cli
