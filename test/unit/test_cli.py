@@ -199,7 +199,10 @@ class TestBadInput:
     @pytest.mark.parametrize("backend", [("xla",), ("nxdi", "--compiled", "graphs")], ids=["xla", "nxdi"])
     @pytest.mark.parametrize(
         "option, message",
-        [(("--quantize", "int8"), "are for the backend cpu"), (("--cpu-kernels", "torch"), "belongs to the cpu backend")],
+        [
+            (("--quantize", "int8"), "are for the backend cpu"),
+            (("--cpu-kernels", "torch"), "belongs to the cpu backend"),
+        ],
         ids=["quantize", "cpu-kernels"],
     )
     def test_options_of_the_cpu(self, run, texting_folder, backend, option, message):
