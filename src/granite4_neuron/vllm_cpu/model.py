@@ -49,8 +49,8 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         if unknown is not None:
             self.refusal = f"there is {unknown}"
             _LOGGER.warning(
-                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install %s, or choose "
-                "among plugins with VLLM_PLUGINS.",
+                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install %s, or "
+                "choose among plugins with VLLM_PLUGINS.",
                 unknown,
                 DISTRIBUTION,
             )
