@@ -105,7 +105,7 @@ class TestGenerate:
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_verbose_says_which_kernels_are_not_used(self, run, texting_folder):
         common = ("generate", "--model", texting_folder, "--max-tokens", 2, "--prefill-scan", "quadratic", "text")
-        assert "the fused Mamba layers are not used: they have their own scan" in run(*common, "--verbose")[2]
+        assert "the fused decoder layers are not used: they have their own scan" in run(*common, "--verbose")[2]
         assert "not used" not in run(*common)[2]
 
     def test_dtype(self, run, texting_folder):

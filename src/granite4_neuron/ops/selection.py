@@ -46,8 +46,7 @@ def select_operators(
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)
     if tp_degree > 1:
         reason = f"they are for a whole model, and this is a part of {tp_degree}"
-        operators = _without(operators, "feed_forward_block", "the fused MLP and expert layers", reason)
-        operators = _without(operators, "mamba_block", "the fused Mamba layers", reason)
+        operators = _without_fused_layers(operators, reason)
     return operators
 
 
@@ -71,8 +70,8 @@ def _with_mamba_kernels(
     # Decode decides how the state lies: it reads and writes it for every token.
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
-    reason = f"they have their own scan, and {choice}"
-    return _without(replace(operators, mamba_prefill=prefill), "mamba_block", "the fused Mamba layers", reason)
+    operators = replace(operators, mamba_prefill=prefill)
+    return _without_fused_layers(operators, f"they have their own scan, and {choice}")
 
 
 def _require_nki() -> None:
@@ -118,7 +117,8 @@ def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[in
     return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
 
 
-def _without(operators: Operators, field: str, what: str, reason: str) -> Operators:
-    if getattr(operators, field) is None:
+def _without_fused_layers(operators: Operators, reason: str) -> Operators:
+    if operators.decoder_layers is None:
         return operators
-    return replace(operators, **{field: None}, refusals=(*operators.refusals, f"{what} are not used: {reason}."))
+    refusal = f"the fused decoder layers are not used: {reason}."
+    return replace(operators, decoder_layers=None, refusals=(*operators.refusals, refusal))
