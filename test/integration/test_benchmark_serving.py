@@ -103,9 +103,13 @@ def test_lengths():
         (["http://a/v1", "--prompt-length", "long"], "'long' is no length"),
         (["http://a/v1", "--goodput", "speed:3"], "'speed:3' is no limit"),
         (["http://a/v1", "--json", "/no/such/folder/x"], "there is no such folder"),
+        (["http://a/v1", "--plot", "/no/such/folder/x.png"], "there is no such folder"),
+        (["http://a/v1", "--plot", "x.docx"], "x.docx cannot be drawn; the name must end in one of"),
     ],
     ids=str,
 )
 def test_bad_input(capsys, arguments, message):
+    if "x.docx" in arguments:
+        pytest.importorskip("matplotlib")
     assert benchmark_serving.main(arguments) == 2
     assert message in capsys.readouterr().err
