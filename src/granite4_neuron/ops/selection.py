@@ -70,8 +70,8 @@ def _with_mamba_kernels(
     # Decode decides how the state lies: it reads and writes it for every token.
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
-    operators = replace(operators, mamba_prefill=prefill)
-    return _without_fused_layers(operators, f"they have their own scan, and {choice}")
+    reason = f"they have their own scan, and {choice}"
+    return _without_fused_layers(replace(operators, mamba_prefill=prefill), reason)
 
 
 def _require_nki() -> None:
