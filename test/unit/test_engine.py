@@ -262,6 +262,7 @@ class TestEnds:
             (Request([]), "the prompt is empty"),
             (Request([160]), "outside the vocabulary"),
             (Request([1], max_tokens=0), "max_tokens is 0"),
+            (Request([1], max_tokens=2.5), "max_tokens is 2.5, and must be a whole number"),
             (Request([1], stop=[""]), "a stop string is empty"),
             (Request([1], stop=["x"]), "need an engine with a tokenizer"),
             (Request([1], seed=-1), "seed is -1"),

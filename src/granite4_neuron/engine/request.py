@@ -1,4 +1,4 @@
-"""What goes into the engine, and what comes out."""
+"""Requests, outputs and running sequences of the engine."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Request:
     prompt_logprobs: int | None = None
 
     def check(self, vocab_size: int) -> None:
-        """See whether it can be run; the engine adds what depends on its size.
+        """Check everything that does not depend on the engine's size.
 
         Raises:
             UserError: an empty prompt, a token outside the vocabulary, or an option outside its range.
         """
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens is {self.max_tokens}, and must be at least 1.")
+        if not is_whole(self.max_tokens) or self.max_tokens < 1:
+            raise UserError(f"max_tokens is {reprlib.repr(self.max_tokens)}, and must be a whole number of at least 1.")
         if "" in self.stop:
             raise UserError("a stop string is empty; it would end every text at once.")
         check_tokens(self.tokens, vocab_size, "the prompt")
@@ -146,18 +146,18 @@ class GenerationStats:
 
 @dataclass
 class RunningSequence:
-    """A request and how far it has come.
+    """A request and its progress.
 
-    limit: its tokens, prompt and new ones, at most.
+    limit: the most tokens, prompt and new ones.
     slot: 0 until it has one.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
-    cuts: lengths of the prompt at which it is cut, and which a prefix cache keeps.
+    cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
     has_begun: whether the prefix cache has been asked, or tokens have been run.
-    prefix: what the cache had of it, if anything.
-    backoff: whether it pays to draft for it.
-    logits: [vocab_size], those after the last token that was stored; None before the first step.
-    prompt_logprobs: of the prompt's tokens that have been run, but the first, where the request asks for them.
+    prefix: the cached prefix that it started from, if any.
+    backoff: when to draft for it.
+    logits: [vocab_size], after the last stored token; None before the first step.
+    prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
     """
 
     id: int
@@ -200,30 +200,30 @@ class RunningSequence:
         return self.stored < len(self.request.tokens)
 
     def next_cut(self, chunk: int) -> int:
-        """Where the tokens to run next end: at a multiple of `chunk`, where a snapshot is asked for, or with them all.
+        """Where the tokens to run next end: at a multiple of `chunk`, at a requested snapshot, or after the last token.
 
-        Where a prompt is cut depends on the request only, so that what is computed does so too; unless a prefix cache
-        adds cuts where sequences part.
+        The cuts depend only on the request, so that the computation does too; but a prefix cache may add cuts where
+        sequences diverge.
         """
         asked = (length for length in self.cuts if length > self.stored)
         return min(len(self.tokens), (self.stored // chunk + 1) * chunk, *asked)
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
-        """The tokens to run next, up to `stop`, and drafts behind them."""
+        """The tokens to run next, up to `stop`, followed by drafts."""
         return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts])
 
     def is_kept(self, interval: int | None) -> bool:
-        """Whether a prefix cache keeps what has been stored by now, while the sequence goes on."""
+        """Whether a prefix cache keeps a snapshot at the current length of a running sequence."""
         is_multiple = interval is not None and self.stored % interval == 0
         return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.cuts
 
     def note_prompt(self, row: Row, logits: torch.Tensor) -> None:
-        """Take in what logits [tokens, vocab_size], after each of a row's tokens, say of the prompt's next ones."""
+        """Record the prompt's log-probabilities from logits [tokens, vocab_size] after each token of a row."""
         following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
     def append(self, token: int, logits: torch.Tensor) -> Output:
-        """Add a token that was chosen by logits [vocab_size]."""
+        """Add a token that was chosen from logits [vocab_size]."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
             prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)
@@ -245,10 +245,10 @@ class RunningSequence:
 
 
 def check_text(text: str, which: str) -> None:
-    """See whether a text, which messages call `which`, is one.
+    """Check that a text is valid; messages call it `which`.
 
     Raises:
-        UserError: it is not a text, or came from bytes in another encoding, which Python keeps as lone surrogates.
+        UserError: it is not a text, or has lone surrogates, which Python makes of bytes in another encoding.
     """
     if not isinstance(text, str):
         raise UserError(f"{which} is of type {type(text).__name__}, and must be text.")
@@ -257,7 +257,7 @@ def check_text(text: str, which: str) -> None:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
-    """See whether they can be a prompt, which messages call `which`.
+    """Check that tokens can be a prompt; messages call it `which`.
 
     Raises:
         UserError: there are none, or one is outside the vocabulary.

@@ -1,4 +1,4 @@
-"""The model as NxD Inference's users know one: compile, load, generate."""
+"""The model as an application of NxD Inference: compile, load, generate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NeuronModelWrapper(ModelWrapper):
     """One kind of graph, in all its buckets."""
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
-        """The smallest bucket that holds a prompt; NxD Inference takes the next one where a prompt fills it."""
+        """The smallest bucket that holds a prompt; NxD Inference would take the next one if the prompt fills it."""
         if self.tag in (CONTEXT_ENCODING_MODEL_TAG, CONTINUATION_MODEL_TAG) and input_len in buckets:
             return input_len
         return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
@@ -40,16 +40,16 @@ class NeuronModelWrapper(ModelWrapper):
 class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, NeuronBaseForCausalLM):
     """A Granite 4 hybrid for NxD Inference.
 
-    Beside the graphs for context encoding and token generation there is one more kind: a continuation takes further
-    tokens of a prompt that is longer than the largest bucket for context encoding. With it a prompt may be as long as
-    neuron_config.seq_len. What tensor_capture_config captures of such a prompt is of the last of these steps.
+    Besides the graphs for context encoding and token generation it has continuation graphs, for the further tokens of a
+    prompt that is longer than the largest context encoding bucket. So a prompt may be as long as neuron_config.seq_len.
+    Of such a prompt, tensor_capture_config captures the last step.
 
-    With continuous batching a slot's sequence can be copied to another slot, and go on there by continuations; and with
-    neuron_config.speculation_length so many tokens of each sequence can be verified and, as many as stand, committed.
+    With continuous batching a sequence can be copied to another slot and continued there. With
+    neuron_config.speculation_length, that many tokens of each sequence can be verified and the accepted ones committed.
     See `extend`, `verify`, `commit` and `copy`.
 
-    Give the attention mask: without it NxD Inference takes one from the positions, and if those of padding are 1, a
-    prompt of one token looks like one of two.
+    Always pass the attention mask. Without it NxD Inference derives one from the positions, and if padding has position
+    1, a prompt of one token looks like one of two.
     """
 
     _model_cls = NeuronGraniteMoeHybridModel
@@ -78,7 +78,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
 
     def to_cpu(self) -> None:
         """Load the weights and run on the CPU; tensor_capture_config holds there as well."""
-        # It refuses what it has no way to run: verifications, which are run by this class.
+        # NxD Inference refuses verification in this mode, which this class runs itself.
         neuron_config = self.neuron_config
         self.neuron_config = copy.copy(neuron_config)
         self.neuron_config.speculation_length = 0
@@ -135,7 +135,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         *args,
         **kwargs,
     ) -> tuple[Outputs, bool]:
-        """A graph's outputs, or what they would be if there were a graph for the whole prompt; whether on a device."""
+        """The outputs of a step, also of one that takes several graphs; and whether it ran on a device."""
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
@@ -147,7 +147,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         return self._prefill_in_pieces(per_row, rest, kwargs)
 
     def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """One token per row. A full batch is run in the order of its slots, which is how the graph finds them."""
+        """One token per row. The rows of a full batch are sorted by slot, as the graph expects them."""
         input_ids, attention_mask, _, seq_ids, sampling_params = per_row
         # The generation adapter counts from the largest position of a padded prompt, which is 1 if it has one token.
         position_ids = attention_mask.sum(1, keepdim=True)
@@ -161,7 +161,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
             return super()._get_model_outputs(*per_row, *rest, **kwargs)
         outputs, is_run_on_neuron = super()._get_model_outputs(*(tensor[order] for tensor in per_row), *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
-        # A captured tensor may be something else than one row per sequence.
+        # A captured tensor may not have one row per sequence.
         results = [result[order.argsort()] if len(result) == len(order) else result for result in results]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
@@ -202,7 +202,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
             )
             new_results, state = self._results_and_state(outputs, graph.is_neuron())
             self._copy_past_key_values([*new_results, *state])
-            # A row that ended in an earlier piece has its token and logits from there. Captured are the last piece's.
+            # A row that ended in an earlier piece keeps its token and logits. Captured tensors are the last piece's.
             for index, old in enumerate((results or [])[: self._num_results - self._get_captured_tensors_offset()]):
                 is_new = (lengths > start).view(-1, *[1] * (old.dim() - 1))
                 new_results[index] = new_results[index].where(is_new, old)
@@ -233,7 +233,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
     def _results_and_state(
         self, outputs: Outputs, is_run_on_neuron: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """On a device a graph's only result comes bare, and the state stays there: it has none to give."""
+        """Split a graph's outputs. On a device a single result is not in a list, and no state is returned."""
         outputs = [outputs] if is_run_on_neuron and self._num_results == 1 else list(outputs)
         return outputs[: self._num_results], outputs[self._num_results :]
 
@@ -249,7 +249,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
                 parameter.data = new
 
     def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """The mask [batch, n] for a caller that gives none, such as vLLM, from position_ids [batch, tokens]."""
+        """The mask [batch, n] for callers that pass none, such as vLLM, from position_ids [batch, tokens]."""
         if position_ids.shape[1] == 1 and self._is_prefill(position_ids):
             # Prompts of one token. NxD Inference takes them for decode, whose mask has the tokens before this one.
             return torch.ones_like(position_ids)
@@ -264,7 +264,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         """Weights under the traced model's names.
 
         Raises:
-            UserError: they do not fit the config. NxD Inference itself would leave what is missing as it happens to be.
+            UserError: they do not fit the config. NxD Inference itself would leave missing weights uninitialised.
         """
         check_weights(Path(model_name_or_path), config.granite)
         return super().get_state_dict(model_name_or_path, config)

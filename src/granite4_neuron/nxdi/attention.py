@@ -1,4 +1,4 @@
-"""NxD Inference's attention with Granite's scale, without copies of keys and values for heads that share them."""
+"""NxD Inference's attention with Granite's scale, and without repeated keys and values for grouped heads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _KEYS_PER_BLOCK = 2048
 class NeuronAttention(NeuronAttentionBase):
     """Projections, rotary positions, cache and context encoding kernel are NxD Inference's.
 
-    What it computes in torch is here: the query heads that share a key head are rows of one product, so that no key and
-    no value is repeated. The scores are multiplied by the config's attention_multiplier.
+    The attention in torch is here: the query heads that share a key head are rows of one product, so no key and no
+    value is repeated. The scores are multiplied by the config's attention_multiplier.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig):
@@ -100,7 +100,7 @@ class NeuronAttention(NeuronAttentionBase):
 
 
 class _Softmax:
-    """Attention of some queries over keys that come in pieces; the running sums are in float32.
+    """Attention of some queries over keys in several pieces; the running sums are in float32.
 
     Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022, algorithm 1).
 

@@ -17,7 +17,9 @@ import torch_xla
 
 @contextmanager
 def as_custom_calls() -> Iterator[None]:
-    """Every name in NxD and NxD Inference that a graph of this model may reach, in place of what the SDK puts there."""
+    """Within it, every closed operator that a graph of this model may reach in NxD and NxD Inference is a custom
+    call.
+    """
     with ExitStack() as patches:
         for module, name, stand_in in _STAND_INS:
             __import__(module)
@@ -28,7 +30,7 @@ def as_custom_calls() -> Iterator[None]:
 def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Results of an operator that is known by its name only."""
+    """The results of an operator of which only the name is known."""
     return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 

@@ -1,4 +1,4 @@
-"""What NxD Inference knows of a model: the checkpoint's config.json, and how to run it."""
+"""NxD Inference's config of the model: the checkpoint's config.json, and how to run it."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     @property
     def operators(self) -> Operators:
-        """What this package's layers compute with, with the kernels that prefill_scan and decode_kernel name."""
+        """The operators of this package's layers, with the kernels that prefill_scan and decode_kernel name."""
         return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
     def notes(self, tokens: int) -> tuple[str, ...]:
-        """What was chosen for a graph of that many tokens, and why: a sentence each."""
+        """A sentence for each choice made for a graph of that many tokens, with the reason."""
         if not self.granite.num_local_experts:
             return self.operators.refusals
         return (*self.operators.refusals, f"experts: {self._path_of_experts(tokens)}.")
@@ -97,7 +97,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         return f"{path}, in torch, as {path.reason}"
 
     def add_derived_config(self) -> None:
-        """Set what NxD Inference's layers look for beside config.json's fields."""
+        """Set the attributes that NxD Inference's layers need besides config.json's fields."""
         super().add_derived_config()
         self.head_dim = self.granite.head_dim
         # Granite's shared MLP has a width of its own, which NxD Inference's shared experts have not: it is a layer.

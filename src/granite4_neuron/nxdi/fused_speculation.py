@@ -20,13 +20,13 @@ NUM_RESULTS = 4
 
 
 class FusedSpeculationModel(NeuronFusedSpecModel):
-    """Two models of this package, of which a small one drafts and the other verifies.
+    """Two models of this package: a small one drafts and the other verifies.
 
-    How many tokens stand is known within the graph, where both models' recurrent state before the step still is: it is
-    advanced from there once more, by the tokens that stand. So no state is kept of each of them.
+    The graph itself finds out how many tokens are accepted, and still has both models' recurrent state before the step.
+    It advances that state again by the accepted tokens, so it keeps no state per token.
 
-    What a row's draft attends to is told by its own position: NxD Inference's mask for drafts is that of all rows
-    together, which is wrong where rows have different lengths.
+    The position of each row decides what its drafts attend to. NxD Inference's own mask for drafts is one for all rows,
+    which is wrong if rows have different lengths.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig):
@@ -44,10 +44,10 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         *args: object,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """Drafted tokens [batch, tokens - 1], and what the target chooses after the last certain one and each of them,
-        [batch, tokens]; all states, of which recurrent ones are not yet those after the tokens that stand.
+        """Drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch, tokens],
+        and all states; recurrent ones have not yet been advanced by the accepted tokens.
 
-        The draft model takes in its last draft, too, and nobody asks what comes then: all drafts may stand.
+        The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
         tokens, states, of_draft = [input_ids], None, []
         positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
@@ -68,9 +68,9 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     def _tkg_postprocessor(
         self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The graph's results; recurrent state in `token_gen_outs` becomes that after the accepted tokens.
+        """The graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
 
-        It is a greedy choice: the target's tokens as far as the drafts were the same, and the one behind them.
+        The choice is greedy: the target's tokens as long as the drafts equal them, and the one after those.
         """
         drafted, chosen = token_gen_outs[:2]
         stands = torch.ones_like(position_ids[:, 0], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What the graphs cost that NxD Inference compiles of a model for a device."""
+"""The cost of the graphs that NxD Inference compiles for a device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def report(
         buckets: tokens of the context encoding graphs, ascending.
         max_length: of the cache.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
-        verified_tokens: of each sequence, the last certain one and drafts; None for no such graphs.
+        verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graphs.
 
     Raises:
         ToolsMissing: jax is not installed.

@@ -1,4 +1,4 @@
-"""From a checkpoint to compiled graphs, and from both to something that generates."""
+"""Compiles a checkpoint's graphs, and loads checkpoint and graphs as a runtime."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compile_model(
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
-        verified_tokens: of a sequence, the last certain one and drafts; 0 for no graphs that verify.
+        verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
@@ -87,8 +87,8 @@ def _application(
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> NeuronRuntime:
     """A checkpoint on the device, run by graphs that `compile_model` made for it.
 
-    For SSM states in bfloat16 the Neuron runtime of this process is told to round stochastically: all that its engines
-    round from float32 to bfloat16.
+    For SSM states in bfloat16 it switches on stochastic rounding in this process's Neuron runtime, for everything that
+    its engines round from float32 to bfloat16.
 
     Raises:
         UserError: there are no such graphs, or they were made for another model.

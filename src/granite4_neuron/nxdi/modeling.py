@@ -1,4 +1,4 @@
-"""The model that NxD Inference traces: its embedding, attention, experts and head, and this package's other layers."""
+"""The model that NxD Inference traces: embedding, attention, experts and head are its own, the other layers ours."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from granite4_neuron.nxdi.state import HybridCacheManager, NeuronStep
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
-    """One step of a rank. Which one is told from the shapes of input_ids [batch, tokens] and attention_mask [batch, n]:
+    """One step of a rank. The shapes of input_ids [batch, tokens] and attention_mask [batch, n] tell which kind:
 
-    * context encoding, tokens == n: the first tokens of sequences. The mask has ones for the real ones.
-    * continuation, 1 < tokens < n: further tokens of prompts, which attend to the cache as well. The mask has ones for
-      all tokens of a sequence up to the step's last real one.
-    * verification, tokens == neuron_config.speculation_length < n: tokens that may be taken back, of sequences that
-      have begun. Recurrent state stays as it is, and `kept_inputs` has what `advance` takes. The mask has ones for the
-      tokens before the step.
+    * context encoding, tokens == n: the first tokens of sequences. The mask has ones for real tokens.
+    * continuation, 1 < tokens < n: further tokens of prompts, which also attend to the cache. The mask has ones for all
+      tokens of a sequence up to the step's last real one.
+    * verification, tokens == neuron_config.speculation_length < n: drafts of sequences that have begun. Recurrent state
+      is not changed, and `kept_inputs` has the inputs of `advance`. The mask has ones for the tokens before the step.
     * token generation, tokens == 1: the mask has ones for the tokens before this one.
 
-    keeps_inputs: whether token generation is to put into `kept_inputs` what it advances by.
+    keeps_inputs: whether token generation also fills `kept_inputs`.
     """
 
     keeps_inputs = False
@@ -75,7 +74,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         **kwargs: object,
     ) -> list[torch.Tensor]:
         """As NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
-        self.n_positions = attention_mask.shape[-1]  # a bucket's; on the CPU nobody else sets it
+        self.n_positions = attention_mask.shape[-1]  # a bucket's; in CPU mode NxD Inference does not set it
         end = self._end(input_ids, attention_mask)
         position_ids = _positions(input_ids, end, position_ids, seq_ids)
         return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args, **kwargs)
@@ -83,12 +82,12 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def advance(
         self, kept_inputs: Sequence[torch.Tensor], position_ids: torch.Tensor, accepted: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What recurrent state becomes by the first tokens of a verification: a masked replay.
+        """The recurrent state after the first tokens of a verification, by a masked replay.
 
         Args:
             kept_inputs: of each Mamba layer, [slots, tokens, conv_dim + num_heads].
             position_ids: [slots, 1], of that step's first tokens.
-            accepted: [slots], 0 to tokens; those behind have dt = 0 and leave no trace.
+            accepted: [slots], 0 to tokens; tokens after these have dt = 0 and do not change the state.
 
         Returns:
             conv_state and ssm_state of each Mamba layer.
@@ -115,7 +114,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return 1 < input_ids.shape[-1] == self.speculation_length < self.n_positions
 
     def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """[batch, 1], the position behind each row's last real token; where the mask does not tell, the cache's end."""
+        """[batch, 1], the position after each row's last real token; the cache's end if the mask does not tell."""
         if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
             return torch.full_like(attention_mask[:, :1], self.max_length)
         return attention_mask.sum(1, keepdim=True)
@@ -139,7 +138,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor.
 
-        Of a verification those of all tokens, [batch, tokens, hidden_size].
+        A verification returns the hidden states of all tokens, [batch, tokens, hidden_size].
         """
         lengths = (position_ids >= 0).sum(1)
         slots = seq_ids.long()
@@ -159,14 +158,14 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         if step.is_continuation:
             tokens = position_ids.shape[1]
             kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
-        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
+        # The residual stream is float32 for weights of any dtype: in bfloat16 it would be the largest error.
         hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer.
         kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         hidden_states, state = super().get_model_output(
             input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
         )
-        # Selected by a mask and not by an index: what a compiler for static shapes handles well.
+        # Selected by a mask instead of an index, which suits a compiler for static shapes.
         self.sliced_hidden = True
         if verifies:
             return hidden_states, state
@@ -179,7 +178,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         is_for_speculation: bool,
         is_for_context_encoding: bool,
     ) -> torch.Tensor:
-        """Tokens [batch, 1]; of a verification the greedy ones after each token, [batch, tokens]."""
+        """Tokens [batch, 1]; for a verification the greedy tokens after each token, [batch, tokens]."""
         if not is_for_speculation:
             return super()._sample_on_device(logits, sampling_params, is_for_speculation, is_for_context_encoding)
         tokens = self.sampler(logits.flatten(0, 1), sampling_params, rank_id=self.rank_util.get_rank())
@@ -188,7 +187,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors that tensor_capture_config names."""
         captured = super()._get_captured_tensors(device)
-        # That made the registry forget the names, and the next step or the next bucket's graph needs them again.
+        # The call above cleared the names in the registry, but the next step or graph needs them again.
         wanted = self.neuron_config.tensor_capture_config
         TensorRegistry.get_instance().configure(
             True, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs

@@ -1,4 +1,4 @@
-"""Runs steps of the model through NxD Inference, as `runtime.interface.Runtime` says."""
+"""The `runtime.interface.Runtime` of NxD Inference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from granite4_neuron.snapshot import Snapshot
 
 
 class NeuronRuntime:
-    """A loaded model of NxD Inference. Its state is the model's own: slot s is the model's sequence s - 1.
+    """A loaded model of NxD Inference. The model keeps the state itself: slot s is its sequence s - 1.
 
     Args:
         model: loaded, with is_continuous_batching and without on_device_sampling_config.
@@ -75,7 +75,7 @@ class NeuronRuntime:
 
     @property
     def is_quantized(self) -> bool:
-        return False  # its int8 is not among what compile_model asks for
+        return False  # `compile_model` does not use NxD Inference's int8
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -83,12 +83,12 @@ class NeuronRuntime:
 
     @property
     def fingerprint(self) -> NoReturn:
-        """Only snapshots need one, and there are none."""
+        """There is none: only snapshots need it."""
         self._refuse("snapshot")
 
     @property
     def tokens_per_step(self) -> int:
-        """All of a prompt: the model itself cuts it into what its graphs take."""
+        """A whole prompt: the model itself cuts it for its graphs."""
         return self.max_length
 
     @property
@@ -124,10 +124,10 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
-        """As `Runtime.verify`, in one graph for all slots; what it keeps stays on the device.
+        """As `Runtime.verify`, in one graph for all slots; its kept inputs stay on the device.
 
-        That graph takes sequences that have begun. The first token of one that has not is run as a prompt, which
-        changes nothing: a row at position 0 starts from zeros whatever its slot holds.
+        The graph only takes sequences that have begun. The first token of a new sequence is run as a prompt; that is
+        safe, because a row at position 0 starts from zeros whatever its slot holds.
         """
         require(self, "verify")
         check_verification(self, rows)
@@ -169,7 +169,7 @@ class NeuronRuntime:
         raise UserError(self.cannot[ability])
 
     def _starts(self, rows: Sequence[Row]) -> torch.Tensor:
-        """[slots], where the rows are verified from; 0 for others."""
+        """[slots], the position where each row's verification starts; 0 for other slots."""
         starts = torch.zeros(self.own_slots, dtype=torch.int64)
         for slot, (start, _) in _begun(rows).items():
             starts[slot - 1] = start
@@ -199,5 +199,5 @@ class NeuronRuntime:
 
 
 def _begun(rows: Sequence[Row]) -> dict[int, tuple[int, Sequence[int]]]:
-    """By slot where each row starts and its tokens, without the first token of a sequence."""
+    """Start and tokens of each row by slot, without the first token of a new sequence."""
     return {row.slot: (row.start, row.tokens) if row.start else (1, row.tokens[1:]) for row in rows}

@@ -1,4 +1,4 @@
-"""Graphs beside NxD Inference's own kinds: they verify drafts, commit them, and copy what a slot holds."""
+"""Additional kinds of graphs for NxD Inference: verify drafts, commit them, copy a slot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VerificationModel(NeuronGraniteMoeHybridModel):
 
 
 class CommitModel(NeuronGraniteMoeHybridModel):
-    """The recurrent state of all slots after the tokens of a verification that stand.
+    """The recurrent state of all slots after the accepted tokens of a verification.
 
     Results: each slot's new length, [slots]. The recurrent state tensors follow; keys and values are not touched.
     """
@@ -60,7 +60,7 @@ class CommitModel(NeuronGraniteMoeHybridModel):
 
 
 class CopyModel(NeuronGraniteMoeHybridModel):
-    """All that a slot holds, in another one as well.
+    """Copies a slot to another one.
 
     Results: the source, [1]. All state tensors follow.
     """
@@ -84,9 +84,9 @@ SlotModel = VerificationModel | CommitModel | CopyModel
 
 
 class SlotGraph(ModelWrapper):
-    """One of these kinds of graphs. It is run as it is: whoever calls it gives all slots, in their order.
+    """One of these kinds of graphs. The caller passes rows for all slots, in order.
 
-    On a device results stay there, and may go into another graph.
+    On a device, results stay there and can be inputs of another graph.
     """
 
     def input_generator(self) -> list[tuple[torch.Tensor, ...]]:
