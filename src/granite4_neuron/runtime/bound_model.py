@@ -1,4 +1,4 @@
-"""What runtimes say of the model that they hold."""
+"""Facts about a runtime's model, shared by runtimes in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausa
 
 
 class BoundModel:
-    """The part of `Runtime` that a model bound to its operators answers. Its state is what `allocate` makes."""
+    """The part of `Runtime` that follows from a model bound to its operators."""
 
     own_slots = 0
     model: GraniteMoeHybridForCausalLM

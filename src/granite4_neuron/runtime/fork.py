@@ -1,6 +1,6 @@
-"""What becomes of threads when a process that has computed is forked, as gunicorn --preload and multiprocessing do.
+"""Lets a process be forked after it has computed, as gunicorn --preload and multiprocessing do.
 
-OpenMP's threads are not in the child, and OpenMP does not know: the child would wait for them forever.
+The child has none of OpenMP's threads, but OpenMP does not know this, and the child would wait for them forever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @functools.cache
 def survive_forks() -> None:
-    """Have every child that this process is forked into compute in one thread, and say so."""
+    """Make every forked child compute in one thread, and log that."""
     os.register_at_fork(after_in_child=_compute_in_one_thread)
 
 

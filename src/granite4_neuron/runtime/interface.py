@@ -1,7 +1,7 @@
-"""What runs steps of a model somewhere: the interface that engine, accuracy and benchmark know, and nothing below it.
+"""The interface of a runtime, which runs steps of a model. Engine, accuracy check and benchmark use nothing below it.
 
-A sequence lives in a slot of a state; slots count from 1. What a runtime gives does not depend on how a sequence was
-cut into steps, on what else a step held, or on what a slot held before a row started at position 0.
+A sequence has a slot of a state; slots count from 1. A runtime's results do not depend on how a sequence is cut into
+steps, on other rows of a step, or on the contents of a slot before a row starts at position 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Ability = Literal["all_logits", "source", "verify", "copy", "snapshot"]
 class Row:
     """Tokens that a step adds to one sequence.
 
-    slot: where the sequence lives.
-    start: its length so far.
+    slot: of the sequence.
+    start: the sequence's length so far.
     tokens: at least one new token.
-    source: the slot that the recurrent state is read from, and that keeps it as it is; None for `slot`. The keys and
-        values of the first `start` tokens are read in `slot` all the same.
+    source: the slot that the recurrent state is read from, which stays unchanged; None for `slot`. The keys and values
+        of the first `start` tokens are read from `slot` in either case.
     """
 
     slot: int
@@ -40,10 +40,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `Runtime.verify` found out, for `Runtime.commit`.
+    """The result of `Runtime.verify`, for `Runtime.commit`.
 
-    logits: [rows, longest row, vocab_size], float32, after every token; unspecified where a row is shorter.
-    kept_inputs: what each Mamba layer's recurrence would have taken in; the runtime's own matter.
+    logits: [rows, longest row, vocab_size], float32, after every token; unspecified beyond a shorter row.
+    kept_inputs: the inputs of each Mamba layer's recurrence, in a form that only the runtime knows.
     """
 
     rows: Sequence[Row]
@@ -54,12 +54,12 @@ class Verification:
 class Runtime(Protocol):
     """A model with its generation defaults, ready to run steps.
 
-    tokens_per_step: how many tokens of prompts a step takes at most, padding included; no more of one prompt pay.
-    rows_per_step: how many prompts share a step at most. Single tokens of any number of sequences share one.
-    tokens_per_verification: how many tokens of a row `verify` takes at most.
-    own_slots: of a state that it keeps itself, slots 1 to that; 0 where `allocate` makes a state.
-    cannot: what it cannot do, and why, in one sentence each: "all_logits" (of `step`), "source" (of a row), "verify"
-        (and `commit`), "copy", "snapshot" (and `restore`). See `require`.
+    tokens_per_step: the most prompt tokens of a step, padding included.
+    rows_per_step: the most prompts of a step. Single tokens of any number of sequences share a step.
+    tokens_per_verification: the most tokens of a row in `verify`.
+    own_slots: the number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state.
+    cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "source" (of a row),
+        "verify" (and `commit`), "copy", "snapshot" (and `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
     """
 
@@ -75,7 +75,7 @@ class Runtime(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Of a sequence: the model's longest, or what it was compiled for."""
+        """The most tokens of a sequence: the model's longest, or what it was compiled for."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +95,7 @@ class Runtime(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Tells this model's weights from others, see `snapshot.fingerprint`."""
+        """Identifies the model's weights, see `snapshot.fingerprint`."""
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
         """State for slots 1 to `num_sequences`, each of up to `max_length` tokens; None where the model keeps its own.
@@ -116,29 +116,29 @@ class Runtime(Protocol):
         """
 
     def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
-        """What `step` with `all_logits` would give, while every sequence stays as long as it is.
+        """The logits of `step` with `all_logits`, without making the sequences longer.
 
-        Recurrent state is not written. Keys and values are, behind the sequence's end, where the next step overwrites
-        them. Rows have no source, and `tokens_per_verification` tokens at most.
+        It does not write recurrent state. It writes keys and values after the sequence's end, where the next step
+        overwrites them. Rows have no source, and at most `tokens_per_verification` tokens.
         """
 
     def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
         """Add the first `accepted[i]` tokens, 0 to all, of row i of a verification to its sequence.
 
-        Nothing may have been added to those sequences in between. What it costs does not depend on their length.
+        Nothing may have been added to those sequences since. The cost does not depend on their length.
         """
 
     def copy(self, state: HybridState | None, source: int, destination: int, length: int) -> None:
-        """Make slot `destination` hold what slot `source` holds of a sequence of `length` tokens."""
+        """Copy a sequence of `length` tokens from slot `source` to slot `destination`."""
 
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
-        """A copy of what a slot holds of a sequence of `length` tokens: the recurrent state after the last of them, and
-        the keys and values of all; of those from position `start` on where others are kept already.
+        """A copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and the keys
+        and values from position `start` on.
         """
 
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """Make a slot hold a sequence as it was: that of one snapshot, or of several where each starts at the length of
-        the one before. It goes on as the original does, bit by bit.
+        """Restore a sequence into a slot, from one snapshot or from several, each of which starts at the length of the
+        one before it. The sequence continues exactly as the original, bit by bit.
 
         Raises:
             UserError: a snapshot is of another model or dtype, or longer than the state.
@@ -146,17 +146,17 @@ class Runtime(Protocol):
 
 
 def require(runtime: Runtime, ability: Ability) -> None:
-    """See, before any work, whether a runtime can do something.
+    """Check, before any work, that a runtime has an ability.
 
     Raises:
-        UserError: it cannot; the message says why.
+        UserError: it lacks it; the message says why.
     """
     if ability in runtime.cannot:
         raise UserError(runtime.cannot[ability])
 
 
 def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows as the model takes them, padded on the right: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
+    """The model's inputs for rows, padded on the right: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
     input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
     positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
     lengths = torch.tensor([len(row.tokens) for row in rows])
@@ -171,7 +171,7 @@ def sources(rows: Sequence[Row]) -> torch.Tensor | None:
 
 
 def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
-    """See whether a runtime verifies these rows.
+    """Check that a runtime can verify these rows.
 
     Raises:
         ValueError: one has a source, or too many tokens.

@@ -1,9 +1,9 @@
 """Runs steps of the model as compiled XLA graphs, over state that stays on the device.
 
-There is a fixed set of graphs: one for each length bucket of prefill and one for decode, each for every bucket of the
-cache's length. All work on the same state buffers: a step's new state takes the memory of the old one
-(`HybridState.input_output_aliases`), and nothing of it passes through the host. Prefill looks its one sequence up in
-the state. Decode takes all sequences in the order of their slots, and advances their recurrent state where it lies.
+The set of graphs is fixed: one for each length bucket of prefill and one for decode, each for every bucket of the
+cache's length. All use the same state buffers: a step's new state takes the memory of the old one
+(`HybridState.input_output_aliases`), and none of it passes through the host. Prefill looks up its one sequence in the
+state. Decode takes all sequences in the order of their slots and advances their recurrent state in place.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class XLARuntime(BoundModel):
     """The `Runtime` of an XLA device.
 
     Args:
-        model: with weights, which are copied to the device; it stays as it is.
+        model: with weights, which are copied to the device; it is not changed.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
             one, a longer one is cut.
@@ -91,9 +91,8 @@ class XLARuntime(BoundModel):
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """As `Runtime.allocate`, on the device; the cache is as long as the next bucket of its length.
-
-        So states for texts of different lengths share their graphs.
+        """As `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
+        different lengths share their graphs.
         """
         dtype, degree = self.model.dtype, self.model.parallel.degree
         length = _bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
@@ -104,10 +103,10 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `Runtime.step`. Rows that go on by one token are decoded together; others are prefilled one by one.
+        """As `Runtime.step`. Rows that continue by one token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is a prefill, also if it comes alone: the decode graph starts nothing from zeros,
-        and reads each state where it writes it.
+        The first token of a sequence is always a prefill: the decode graph cannot start from zeros or read another
+        slot.
         """
         decoded = self._decode(state, [row for row in rows if _is_decode(row)])
         logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]

@@ -1,4 +1,4 @@
-"""Granite 4 in vLLM on a CPU: Mamba-2 layers that are right with prefix caching and speculation, and fused kernels."""
+"""Granite 4 in vLLM on a CPU: correct Mamba-2 layers with prefix caching and speculation, and fused kernels."""
 
 from __future__ import annotations
 

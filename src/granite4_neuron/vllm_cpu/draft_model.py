@@ -1,4 +1,4 @@
-"""A small Granite 4 that drafts for vLLM, hybrid or not, with states of its own outside vLLM's cache.
+"""Drafts for vLLM from a small Granite 4, hybrid or not, whose states are outside vLLM's cache.
 
 LLM(model, speculative_config={"method": "custom_class", "num_speculative_tokens": 3,
                                "model": "granite4_neuron.vllm_cpu.draft_model.DraftModelProposer"},
@@ -26,9 +26,7 @@ FOLDER_KEY = "granite4_draft_model"
 
 
 class DraftModelProposer:
-    """What vLLM's speculative method "custom_class" is given.
-
-    Drafts are greedy; which of them stand is vLLM's to say.
+    """The proposer for vLLM's speculative method "custom_class". Drafts are greedy; vLLM accepts or rejects them.
 
     Raises:
         UserError: the small model's folder is not given, or has another vocabulary.
@@ -56,11 +54,11 @@ class DraftModelProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Drafts of each row of the batch; none of those whose prompt is not done.
+        """Drafts for each row of the batch; none for rows whose prompt is not done.
 
         Args:
-            sampled_token_ids: what each row has just been given.
-            num_tokens_no_spec: [rows], how long each is.
+            sampled_token_ids: the new tokens of each row.
+            num_tokens_no_spec: [rows], the length of each row in tokens.
             token_ids_cpu: [rows, max_model_len], the tokens.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -82,13 +80,13 @@ class _Seen:
 
 
 class Sequences:
-    """Tells which sequence a text continues. vLLM gives texts without saying whose they are.
+    """Recognises the sequences of a batch by their tokens, because vLLM passes tokens without ids.
 
-    Two sequences with one text may be taken for one another, which does no harm: their states are the same.
+    Two sequences with the same tokens may be confused, which does no harm: their states are the same.
 
     Args:
-        most: sequences that are remembered.
-        forget: is told the id of one that no longer is.
+        most: how many sequences are remembered.
+        forget: called with the id of a sequence that is no longer remembered.
     """
 
     def __init__(self, most: int, forget: Callable[[int], None]):
@@ -97,7 +95,7 @@ class Sequences:
         self._next_id = self._step = 0
 
     def identify(self, texts: Sequence[np.ndarray]) -> list[int]:
-        """An id for each text: that of the longest known one that it begins with, or a new one."""
+        """An id for each text: that of its longest known prefix, or a new one."""
         self._step += 1
         return [self._longest_beginning(text).id for text in texts]
 
@@ -122,7 +120,7 @@ def _begins_with(text: np.ndarray, tokens: np.ndarray) -> bool:
 
 
 class _Greedy:
-    """`speculation.TokenChooser` of the likeliest token."""
+    """A `speculation.TokenChooser` that chooses the likeliest token."""
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         return int(logits.argmax())

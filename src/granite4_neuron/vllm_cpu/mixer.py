@@ -25,10 +25,10 @@ from granite4_neuron.vllm_cpu.mixing import (
 
 
 class Granite4MambaMixer2(MambaMixer2):
-    """MambaMixer2 of Granite 4; of another model it is MambaMixer2 itself.
+    """The mixer of Granite 4. For other models it behaves as MambaMixer2.
 
     Raises:
-        ValueError: ReplaySSM, or vLLM's method draft_model, is asked for.
+        ValueError: ReplaySSM or vLLM's method draft_model is requested.
     """
 
     def __init__(self, *args, **kwargs):
@@ -62,7 +62,7 @@ class Granite4MambaMixer2(MambaMixer2):
     def mix(self, xBC_dt: torch.Tensor) -> torch.Tensor:
         """[tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""
         metadata = self._metadata()
-        if metadata is None:  # vLLM measures how much memory a step takes
+        if metadata is None:  # vLLM is measuring the memory of a step
             return xBC_dt.new_zeros(len(xBC_dt), self.tped_intermediate_size, dtype=torch.float32)
         decodes, real = metadata.num_decode_tokens, metadata.num_decode_tokens + metadata.num_prefill_tokens
         parts = []
@@ -75,7 +75,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def decode_rows(self, tokens: int) -> tuple[Pages, DecodeRows] | None:
-        """States and rows of a step whose tokens are all decoded ones, a few of each sequence; None of other steps."""
+        """States and rows of a step that only decodes, a few tokens of each sequence; None for other steps."""
         metadata = self._metadata()
         if metadata is None or metadata.num_decode_tokens != tokens:
             return None
@@ -96,7 +96,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return DecodeRows(starts, pages, metadata.num_accepted_tokens)
 
     def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
-        """One sequence after another, each up to the place whose state the prefix cache keeps and from there on."""
+        """One sequence after another, each in two parts if the prefix cache keeps a state in the middle."""
         weights, pages = self.mixer_weights, self._pages()
         starts = metadata.query_start_loc_p.tolist()
         own_pages = metadata.state_indices_tensor_p.tolist()
@@ -119,7 +119,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return parts
 
     def _pages(self) -> Pages:
-        """Of the cache that vLLM has bound last."""
+        """The pages of the cache that vLLM has bound last."""
         if self._paged_cache is not self.kv_cache:
             conv, ssm = self.kv_cache[:2]
             self._views = Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)
@@ -127,7 +127,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return self._views
 
     def forget_weights(self) -> None:
-        """They have been loaded, perhaps anew."""
+        """Drop the cached weights, after vLLM has loaded new ones."""
         self.__dict__.pop("mixer_weights", None)
 
     @cached_property
@@ -136,7 +136,7 @@ class Granite4MambaMixer2(MambaMixer2):
             self.conv_weights,
             self.conv1d.bias,
             self.dt_bias,
-            self.A.abs().log(),  # it is never positive, but where weights are random numbers for a test of speed
+            self.A.abs().log(),  # A is negative, except with vLLM's random weights for benchmarks
             self.D,
             self.n_groups // self.tp_size,
             self.time_step_limit,

@@ -1,5 +1,5 @@
-"""What a Mamba-2 layer does between its projections, over states in the pages of vLLM's cache: by fused kernels, or in
-plain torch where there is no compiler.
+"""The part of a Mamba-2 layer between its projections, over states in the pages of vLLM's cache: with fused kernels, or
+in plain torch without a compiler.
 
 Nothing here imports vLLM.
 """
@@ -20,7 +20,7 @@ from granite4_neuron.ops.launch_parameters import HEURISTIC
 
 @dataclass(frozen=True)
 class MixerWeights:
-    """A layer's weights between its projections, those of one rank.
+    """A layer's weights between its projections, for one rank.
 
     conv_weight: [conv_dim, d_conv]; conv_bias: [conv_dim] or None.
     dt_bias, A_log, D: [num_heads].
@@ -45,7 +45,7 @@ class MixerWeights:
 @dataclass(frozen=True)
 class Pages:
     """A layer's states. conv: [pages, conv_dim, columns] in the model's dtype, any strides; ssm: [pages, num_heads,
-    head_dim, d_state] in float32, a page contiguous. Pages 0 and -1 are nobody's.
+    head_dim, d_state] in float32, a page contiguous. Pages 0 and -1 belong to no sequence.
     """
 
     conv: torch.Tensor
@@ -88,7 +88,7 @@ def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
 def fused_prefill(
     weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
 ) -> torch.Tensor:
-    """`Prefill` as one call of a kernel, on a copy of the state: beside a prompt's work that is nothing."""
+    """`Prefill` as one call of a kernel, on a copy of the state, whose cost is negligible beside a prompt's."""
     conv, ssm = _dense(weights, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
     rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)

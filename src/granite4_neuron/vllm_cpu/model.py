@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger("vllm.granite4_neuron.model")
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
-    """vLLM's model. Where `refusal` is not None its layers stay vLLM's, but for the mixer, and it says why."""
+    """vLLM's model with fused layers. If `refusal` is not None, it says why all layers but the mixer stay vLLM's."""
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, torch.dtype]:
@@ -67,12 +67,12 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
             self.make_empty_intermediate_tensors = self._empty_intermediate_tensors
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Those of this rank's layers: vLLM's looks for all layers of a pipeline on each rank."""
+        """Load the weights of this rank's layers only; vLLM would look for all layers of a pipeline on each rank."""
         prefixes = tuple(get_pp_missing_layer_names(self))
         return super().load_weights((name, weight) for name, weight in weights if not name.startswith(prefixes))
 
     def process_weights_after_loading(self) -> None:
-        """vLLM calls it when all weights are there."""
+        """vLLM calls this when all weights are loaded."""
         for module in self.modules():
             if isinstance(module, Granite4MambaMixer2):
                 module.forget_weights()
@@ -132,9 +132,9 @@ class FusedLayer:
     """One decoder layer of vLLM's model, run by this package's kernels.
 
     Args:
-        layer: whose matrices are taken out of it.
+        layer: its matrices are moved out of it.
         config: the model's.
-        packed: what is packed already, by the parameter's id.
+        packed: matrices that are already packed, by the parameter's id.
     """
 
     def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
@@ -189,15 +189,15 @@ class FusedLayer:
         if attention.rotary_emb is not None:
             query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
         of_layers = get_forward_context().attn_metadata
-        if of_layers is None:  # vLLM measures how much memory a step takes
+        if of_layers is None:  # vLLM is measuring the memory of a step
             return torch.zeros_like(query)
         metadata = of_layers[attention.attn.layer_name]
         rows = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table]
         return cpu.paged_attention(query, key, value, *self._pages(), rows, attention.attn.impl.scale)
 
     def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the cache that vLLM has bound last, [pages, kv_heads, page_size, 2 * head_dim]: keys, and behind them
-        values, each [pages, kv_heads, page_size, head_dim].
+        """Keys and values, each [pages, kv_heads, page_size, head_dim], in the cache that vLLM has bound last. The
+        cache is [pages, kv_heads, page_size, 2 * head_dim].
         """
         cache = self._attention.attn.kv_cache
         if cache is not self._cache:
@@ -207,7 +207,7 @@ class FusedLayer:
 
 
 def why_not_fused(vllm_config: VllmConfig) -> str | None:
-    """What keeps the layers vLLM's, but for the mixer, in a clause; or None."""
+    """Why all layers but the mixer must stay vLLM's, as a clause; None if they need not."""
     cases = {
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "quantization": vllm_config.quant_config is not None,
@@ -221,7 +221,7 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
 
 
 def unknown_layer(model: nn.Module) -> str | None:
-    """The class of a part of a decoder layer that this package does not know, if any."""
+    """The class of a decoder layer or mixer that this package does not know, if any."""
     known = {
         upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
         upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
@@ -255,7 +255,7 @@ class _KeptExperts(UnquantizedFusedMoEMethod):
 
 
 def _keep_matrices(model: nn.Module) -> None:
-    """Keep vLLM from packing them in its own way, beside which ours would be second copies."""
+    """Keep vLLM from packing matrices itself, which would leave two copies of each."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, RoutedExperts):
@@ -267,12 +267,12 @@ def _keep_matrices(model: nn.Module) -> None:
 
 
 def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Of this rank of a pipeline."""
+    """The layers of this rank of a pipeline."""
     return iter(model.layers[model.start_layer : model.end_layer])
 
 
 def _pack(module: nn.Module, packed: dict[int, PackedWeight], name: str = "weight") -> PackedWeight:
-    """A module's matrix, which is taken out of it; of two modules that share one, the same."""
+    """A module's matrix, packed and moved out of the module; two modules that share a matrix get the same one."""
     parameter = getattr(module, name)
     key = id(parameter)
     if key not in packed:

@@ -1,4 +1,4 @@
-"""What is put in the place of vLLM's own."""
+"""Replaces vLLM's own classes and functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def taken_by() -> str | None:
 
 
 def register_all() -> None:
-    """Does nothing the second time."""
+    """Replace them; a second call does nothing."""
     if MambaMixer2.__name__ in op_registry_oot:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)

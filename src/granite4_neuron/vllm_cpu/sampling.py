@@ -1,4 +1,4 @@
-"""What vLLM's sampler of verified drafts lacks on a CPU."""
+"""A function that vLLM's rejection sampler gets wrong on a CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def expand_kernel(
     replace_to: int,
     MAX_NUM_TOKENS: int,
 ) -> None:
-    """One value of each request for each of its tokens, in any dtype: what vLLM's kernel of this name does.
+    """Repeat each request's value for each of its tokens, in any dtype, as vLLM's Triton kernel of this name does.
 
     Args:
         output: [tokens], written.
-        input: [requests]; `replace_from` among them becomes `replace_to`.
-        cu_num_tokens: [requests], where each request's tokens end.
-        MAX_NUM_TOKENS: of Triton's, without effect.
+        input: [requests]; `replace_from` becomes `replace_to`.
+        cu_num_tokens: [requests], the end of each request's tokens.
+        MAX_NUM_TOKENS: Triton's; not used.
     """
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(input == replace_from, replace_to, input)
@@ -28,10 +28,10 @@ def expand_kernel(
 
 
 def register() -> None:
-    """Put it where vLLM's CPU platform looks for its kernels when a worker starts.
+    """Replace vLLM's function, which its CPU platform looks up when a worker starts.
 
-    Its own writes to a copy where dtypes are not int64, so that temperatures of sampled requests are whatever was in
-    memory.
+    For dtypes other than int64 vLLM's own writes to a copy, and leaves the temperatures of sampled requests
+    uninitialised.
     """
     from vllm.utils import cpu_triton_utils
 

@@ -1,8 +1,8 @@
-"""Copies of Mamba states between blocks of vLLM's cache, which prefix caching with speculation needs and vLLM has for
+"""Copies Mamba states between blocks of vLLM's cache. Prefix caching with speculation needs this, and vLLM has it for
 Triton only.
 
-Each function has the name and the arguments of the Triton kernel that it stands for (vllm/v1/worker/mamba_utils.py),
-and does what all of its programs do together. On a CPU addresses of tensors are addresses of memory.
+Each function has the name and arguments of the Triton kernel that it replaces (vllm/v1/worker/mamba_utils.py), and does
+the work of all its programs. On a CPU, addresses of tensors are addresses of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class _States:
-    """Where all layers' states lie, as vLLM describes them: one entry per state in each of these tensors."""
+    """Where the states of all layers are, in vLLM's form: each tensor has one entry per state."""
 
     block_table_ptrs: torch.Tensor  # per group
     block_table_stride: int  # elements from request to request
@@ -30,9 +30,9 @@ class _States:
     conv_is_dim_first: bool
 
     def copy(self, request: int, source: int, destination: int, bias: int) -> None:
-        """Of all layers, from one column of a request's block table to another: the state of `bias` tokens later.
+        """Copy the states of all layers after `bias` more tokens from one column of a request's block table to another.
 
-        A temporal state of so many tokens later lies as many columns further; a window is shifted by as many columns.
+        A temporal state of `bias` tokens later is `bias` columns further; a window is shifted by `bias` columns.
         """
         for state in range(len(self.base_addrs)):
             self._copy_one(state, request, source, destination, bias)
@@ -55,7 +55,7 @@ class _States:
             ctypes.memmove(to, origin + bias * column, (width - bias) * column)
 
     def _address(self, state: int, request: int, column: int) -> int:
-        """Of a state's block."""
+        """The address of a state's block."""
         table = _unsigned(self.block_table_ptrs[int(self.group_indices[state])])
         entry = table + (request * self.block_table_stride + column) * ctypes.sizeof(ctypes.c_int32)
         block = ctypes.c_int32.from_address(entry).value
@@ -72,7 +72,7 @@ def precopy_mamba_align_fused_kernel(
     state_group_indices_ptr, state_dim_row_count_ptr, state_dim_row_stride_ptr, idx_mapping_ptr, num_reqs,
     COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
 ) -> None:  # fmt: skip
-    """Before a step: the state of each request that enters a new block goes there."""
+    """Before a step, copy the state of each request that enters a new block to that block."""
     states = _States(
         block_table_ptrs_ptr, block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr,
         state_elem_sizes_ptr, state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr,
@@ -92,7 +92,7 @@ def postprocess_mamba_fused_kernel(
     block_size, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=False, PRECOMPUTED_NEW_COMPUTED=False,
     TEMPORAL_TILES=1,
 ) -> None:  # fmt: skip
-    """After a step: the state at the end of a block that accepted tokens have filled is kept in that block."""
+    """After a step, copy the state at the end of each block that accepted tokens have filled to that block."""
     states = _States(
         block_table_ptrs_ptr, block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr,
         state_elem_sizes_ptr, state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr,
@@ -122,7 +122,7 @@ def _requests(num_reqs: int, idx_mapping: torch.Tensor | None) -> list[int]:
 
 
 def register() -> None:
-    """Put them in the place of vLLM's, unless Triton runs here."""
+    """Replace vLLM's kernels, unless Triton is available."""
     from vllm.triton_utils import HAS_TRITON
     from vllm.triton_utils.dispatcher import register_kernels
 

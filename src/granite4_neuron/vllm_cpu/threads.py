@@ -1,4 +1,4 @@
-"""Where the kernels' threads run in a process whose threads vLLM binds to processors. Nothing here imports vLLM."""
+"""Places the kernels' threads in a process whose threads vLLM binds to processors. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 from granite4_neuron.ops import cpu
 
-# By which vLLM binds OpenMP's threads when it starts a worker, each with numbers of processors.
+# Variables with processor numbers that vLLM sets for a worker, to bind OpenMP's threads.
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
 def bound_processors(environment: Mapping[str, str]) -> set[int]:
-    """Those that OpenMP's threads are bound to; none where they are not bound."""
+    """The processors that OpenMP's threads are bound to; empty if they are not bound."""
     return {int(number) for name in _BINDINGS for number in re.findall(r"\d+", environment.get(name, ""))}
 
 
 def spread_threads() -> None:
-    """Start the kernels' threads beside the main thread.
+    """Start the kernels' threads on the processors that the main thread does not use.
 
-    OpenMP binds the main thread to the first processor, and a thread that it starts inherits that: all of them would
-    share one. They get the others.
+    OpenMP binds the main thread to the first processor, and threads that it starts inherit this, so that all of them
+    would share one processor.
     """
     if not hasattr(os, "sched_getaffinity"):
         return
