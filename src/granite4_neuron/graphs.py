@@ -1,7 +1,7 @@
-"""What the compiled graphs of a model cost, from the graphs themselves: nothing is run and no weight is allocated.
+"""The cost of a model's compiled graphs, from the graphs themselves: nothing is run and no weight is allocated.
 
-A graph is traced with one layer of each kind, and with one more of each: all layers of a kind cost the same, so that
-this gives the cost of any number of them.
+A graph is traced with one layer of each kind, and once more for each kind with a second layer of it. All layers of a
+kind cost the same, so this gives the cost of any number of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PREFILL, _DECODE, _VERIFY, _COMMIT = "prefill", "decode", "verify", "commit"
 class Traced:
     """A graph and its parts, as serialised HLO modules; sizes in bytes.
 
-    donated: the number of each parameter whose memory an output takes, and that of the output.
+    donated: the output that takes the memory of a parameter, by the parameter's number.
     components: of one layer each, by their names in `COMPONENTS`, each traced from placeholders of its own.
     """
 
@@ -97,17 +97,17 @@ def report(
 ) -> Iterator[GraphReport]:
     """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
 
-    With speculation also verification of the whole batch, and its commit, which is of the recurrences alone.
+    With `verified_tokens` also verification of the whole batch and its commit, which is only the recurrences.
 
-    The minimum of prefill is that of a prompt's first tokens, the one of decode that of full caches.
+    The minimum of prefill is for a prompt's first tokens, the minimum of decode for full caches.
 
     Args:
         config, dtype: the model.
-        tp_degree: ranks; the graphs are those of one of them, without what the ranks say to each other.
+        tp_degree: ranks; the graphs are those of one rank, without communication.
         batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
         buckets: tokens of the prefill graphs.
-        max_length: of the cache, and what attention visits.
-        verified_tokens: of each sequence, the last certain one and drafts; None for no such graph.
+        max_length: of the cache, all of which attention visits.
+        verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
@@ -141,7 +141,7 @@ def graph_report(
     Args:
         layer_types: of the model.
         trace: makes the graph of a model with other `layer_types`.
-        least: what the graph has to do.
+        least: the minimum cost of the graph.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -180,7 +180,7 @@ def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict
 
 
 class _Tracing:
-    """One graph of a rank: a step of so many tokens of one sequence, or of each in decode, verification and commit."""
+    """Traces one graph of a rank: for one sequence in prefill, or for all in decode, verification and commit."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Tracing:
         )
 
     def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Logits, and what is kept for the commit."""
+        """Logits, and the inputs kept for the commit."""
         kept_inputs = self._kept_inputs()
         logits = self.model(
             self._ids(),
@@ -235,7 +235,7 @@ class _Tracing:
         return [logits], kept_inputs or []
 
     def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Neither of them."""
+        """No logits and no kept inputs: a commit only writes state."""
         kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
         self.model.advance(kept_inputs, *self._where(), state)
         return [], []
@@ -274,7 +274,7 @@ class _Tracing:
         return [] if self.kind == _VERIFY else None
 
     def _kept_input(self) -> torch.Tensor:
-        """Of one layer: x, B, C and dt of each token."""
+        """The kept inputs of one layer: x, B, C and dt of each token."""
         sizes = self.model.config.rank_dimensions(self.model.parallel.degree)
         return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
 

@@ -1,8 +1,8 @@
-"""How long a step takes a Trainium2 at least, and what it is predicted to take. Nothing here is a measurement.
+"""Lower bound and prediction of a step's time on a Trainium2. Nothing here is measured.
 
-A step's bound is a roofline: HBM, TensorE, VectorE and the links between cores work at the same time, each at its full
-rate, and the one with most to do decides. A device does not keep that up. What it loses is two constants here: the
-latency of a collective, and what it takes to launch a layer's work. Bound and losses together are the prediction.
+The bound is a roofline: HBM, TensorE, VectorE and the links between cores work at the same time, each at its full rate,
+and the busiest decides. A real device loses time, which two constants describe here: the latency of a collective, and
+the time to launch a layer's work. The prediction is the bound plus these losses.
 
 Rates are of one logical core, which is two physical ones (LNC=2) and a quarter of a chip.
 """
@@ -32,9 +32,9 @@ VECTOR_ELEMENTS_PER_SECOND = 2 * 128 * 0.96e9
 # are; a hop takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
 # (neuron-runtime/explore/intranode-collective-comm).
 COLLECTIVE_SECONDS = 4 * 2e-6
-# What a layer takes beside its bound and its collectives: launches of its parts, and waits for one another. Nothing is
-# published about it. It is the least squares fit of the logarithms of eight published times per token of other models,
-# in `benchmarks/predicted_latency.py`; a constant per step beside it comes out as zero.
+# The time of a layer besides its bound and its collectives: launches of its parts, and waits between them. Nothing is
+# published about it. The value is the least squares fit of the logarithms of eight published times per token of other
+# models, in `benchmarks/predicted_latency.py`; a constant per step, fitted beside it, is zero.
 LAUNCH_SECONDS = 157e-6
 
 ALL_REDUCES_PER_LAYER = 2
@@ -44,10 +44,10 @@ CHUNK = 128  # tokens that the prefill kernel takes at a time
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in one step.
+    """The work of one rank in one step.
 
-    flops: of matrix products. bytes_accessed: of HBM. vector_elements: that VectorE visits in Mamba layers' kernels.
-    link_bytes: sent to other ranks. collectives: how many. layers: that are launched.
+    flops: of matrix products. bytes_accessed: in HBM. vector_elements: processed by VectorE in Mamba layers' kernels.
+    link_bytes: sent to other ranks. collectives: their number. layers: number of layers launched.
     """
 
     flops: float
@@ -58,20 +58,20 @@ class Work:
     layers: float
 
     def __add__(self, other: Work) -> Work:
-        """One after the other."""
+        """The work of two steps, one after the other."""
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one step: of each unit by itself, and of what is lost to collectives and to launches."""
+    """Seconds of one step: of each unit by itself, and lost to collectives and launches."""
 
     units: dict[str, float]
     losses: dict[str, float]
 
     @property
     def bound(self) -> float:
-        """The least: what the busiest unit takes."""
+        """The lower bound in seconds: the time of the busiest unit."""
         return max(self.units.values())
 
     @property
@@ -80,14 +80,14 @@ class Latency:
 
     @property
     def limit(self) -> str:
-        """What most of the prediction is: the busiest unit, "collectives" or "launches"."""
+        """The largest part of the prediction: the busiest unit, "collectives" or "launches"."""
         busiest = max(self.units, key=self.units.__getitem__)
         parts = {busiest: self.bound, **self.losses}
         return max(parts, key=parts.__getitem__)
 
 
 def latency(work: Work) -> Latency:
-    """The roofline of a step, and its losses."""
+    """The roofline and the losses of a step."""
     units = {
         "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
         "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
@@ -99,12 +99,12 @@ def latency(work: Work) -> Latency:
 
 
 def num_collectives(layers: int, tp_degree: int) -> int:
-    """All-reduces of a step."""
+    """The number of all-reduces in a step."""
     return ALL_REDUCES_PER_LAYER * layers if tp_degree > 1 else 0
 
 
 def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
-    """What a rank sends in a step: an all-reduce of the hidden states after mixer and after MLP, as a ring does it."""
+    """Bytes that a rank sends in a step: ring all-reduces of the hidden states after mixer and MLP of each layer."""
     ring = 2 * (tp_degree - 1) / tp_degree
     return ALL_REDUCES_PER_LAYER * layers * tokens * hidden_size * itemsize * ring
 
@@ -121,9 +121,9 @@ def step_work(
 ) -> Work:
     """The work of a step, from `minimum` and the NKI kernels.
 
-    VectorE's share is what the kernels of this package have it do: in decode the decay and the update of every entry of
-    the state, and a pass over what is read of it, which fills few of the partitions; in a verification that pass, and
-    two for each pair of tokens; in prefill, for each head and 128 tokens, the weights of 128 pairs, and three passes
+    The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
+    state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
+    two for each pair of tokens. In prefill, for each head and 128 tokens: the weights of 128 pairs, and three passes
     over the head.
 
     Raises:
@@ -151,7 +151,7 @@ def step_work(
 def commit_work(
     config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
 ) -> Work:
-    """The work of a verification's commit: of each Mamba layer's recurrence alone, which is launched as half a layer.
+    """The work of a verification's commit: only each Mamba layer's recurrence, which is launched as half a layer.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -172,10 +172,10 @@ def _work(least: Minimum, **others: float) -> Work:
 
 
 def counted_bound(cost: Cost) -> float:
-    """Seconds of a graph by XLA's count of it, which takes every operand of every instruction for one that moves.
+    """Seconds of a graph by XLA's count, in which every operand of every instruction moves.
 
-    A compiler fuses most of that away: what it really takes is between the bound of `latency` and this one, as far as
-    bytes and arithmetic go.
+    A compiler fuses most of that away: as far as bytes and arithmetic go, the real time is between the bound of
+    `latency` and this one.
     """
     return max(cost.bytes_accessed / HBM_BYTES_PER_SECOND, cost.flops / TENSOR_FLOPS_PER_SECOND)
 
@@ -184,8 +184,8 @@ def counted_bound(cost: Cost) -> float:
 class Prediction:
     """One line of a prediction.
 
-    tokens: that a step gives to each sequence on average.
-    counted: `counted_bound` of its graph, if it was counted.
+    tokens: per step and sequence, on average.
+    counted: `counted_bound` of its graph in seconds, if it was counted.
     """
 
     step: str
@@ -204,8 +204,8 @@ class Prediction:
 
 
 def tokens_per_verification(drafted: int, acceptance: float) -> float:
-    """Tokens that a verification of `drafted` drafts gives, each being accepted with the same probability if those
-    before it are: the accepted ones, and the one that the verification itself finds.
+    """The expected number of tokens of a verification of `drafted` drafts, each of which is accepted with the same
+    probability if those before it are: the accepted drafts, and one token from the verification itself.
 
     Source: Leviathan, Kalman and Matias 2023, equation 1.
     """
@@ -228,9 +228,9 @@ def predictions(
         tp_degree: ranks, one per logical core.
         prompt: tokens of the prompt, which is one step.
         context: tokens of each sequence while it is continued.
-        drafted, acceptance: tokens verified beside the certain one, and how probable it is that one of them holds; 0
-            drafted tokens for no such lines, which are of a verification and its commit. Drafts cost nothing here:
-            n-grams are looked up on the host.
+        drafted, acceptance: number of drafts per verification, and the probability that one is accepted. 0 drafts for
+            no such lines, each of which is a verification with its commit. Drafts cost nothing here: n-grams are looked
+            up on the host.
 
     Raises:
         UserError: tp_degree does not divide the model, or a number is out of range.
@@ -265,7 +265,7 @@ def with_counted_graphs(
     context: int,
     drafted: int,
 ) -> list[Prediction]:
-    """`predictions` with what this package's own graphs count: of the prompt, of a token, of verification and commit.
+    """`predictions` with the counts of this package's own graphs: for the prompt, a token, verification and commit.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.

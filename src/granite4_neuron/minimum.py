@@ -1,4 +1,4 @@
-"""The least that a rank can do for a step: the FLOPs of the mathematics, and what has to be read and written once."""
+"""The minimum cost of a step on one rank: the FLOPs of the mathematics, and the bytes that must move once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from granite4_neuron.sizes import mamba_state_shapes, sequence_bytes, token_byte
 
 @dataclass(frozen=True)
 class Minimum:
-    """Of one rank and one step. All but flops are in bytes.
+    """The minimum of one rank and one step. All but flops are in bytes.
 
-    weights: what the step's tokens need, read once. state: of the Mamba layers, read and written. key_values: read for
-    the context, written for the step's tokens. activations: the residual stream in float32.
+    weights: those that the step's tokens need, read once. state: of the Mamba layers, read and written. key_values:
+    read for the context, written for the step's tokens. activations: the residual stream in float32.
     """
 
     flops: float
@@ -41,20 +41,21 @@ def minimum(
     verifies: bool = False,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """What a step of `tokens` tokens in each of `batch_size` sequences costs a rank at least.
+    """The minimum cost of a step of `tokens` tokens in each of `batch_size` sequences.
 
-    What is assumed:
+    Assumptions:
 
-    * FLOPs are two per weight and token, of a token's top_k experts only; of the head for one token per sequence, and
-      for all of a verification. A token's attention takes four per head, head_dim and entry that it sees; its
-      recurrence six per entry of the state (the decay, two for dt * x * B, the sum, two for the product with C).
-    * Every weight is read once. Of the experts those that any token chose: if choices are independent and uniform, n
-      tokens choose num_experts * (1 - (1 - top_k / num_experts) ** n) distinct ones on average. Of the embedding
-      nothing is counted.
-    * States are read and written once, and so are keys and values: `context` entries per sequence are read, those of
-      the step's tokens written. A verification reads states and writes none.
-    * Of all activations only the residual stream moves, in float32: it is read and written three times a layer, around
-      mixer, MLP and norms.
+    * Each token takes two FLOPs per weight, counting only its top_k experts. The head is applied to one token per
+      sequence, or to all tokens of a verification. Attention takes four FLOPs per token, head, element of head_dim and
+      visible entry. The recurrence takes six per token and entry of the state (the decay, two for dt * x * B, the sum,
+      two for the product with C).
+    * Every weight is read once, but only those experts that some token chose: if choices are independent and uniform,
+      n tokens choose num_experts * (1 - (1 - top_k / num_experts) ** n) distinct ones on average. The embedding is not
+      counted.
+    * States are read and written once. Of the keys and values, `context` entries per sequence are read and those of the
+      step's tokens are written. A verification reads states and writes none.
+    * Only the residual stream moves among the activations, in float32: it is read and written three times per layer,
+      around mixer, MLP and norms.
 
     Args:
         tp_degree: ranks, over which the model is split.
@@ -106,9 +107,9 @@ def minimum_of_commit(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The least that a rank does to commit what it verified; arguments as in `minimum`.
+    """The minimum cost of a commit; arguments as in `minimum`.
 
-    The state is read and written once, and what the step kept is read: x, B, C and dt of each token. An entry of the
+    The state is read and written once, and the kept inputs are read: x, B, C and dt of each token. An entry of the
     state takes two FLOPs for its decay and two for each token.
     """
     layers, dimensions = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree)
@@ -131,7 +132,7 @@ def minimum_of_copy(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The least that a rank does to copy all of a slot of `length` tokens: to read it and to write it."""
+    """The minimum cost of copying a slot of `length` tokens: reading and writing it once."""
     return Minimum(
         flops=0,
         weights=0,
@@ -143,7 +144,7 @@ def minimum_of_copy(
 
 @dataclass(frozen=True)
 class _Weights:
-    """How many a rank has of each matrix; what is no matrix is not counted."""
+    """The number of weights of each matrix on a rank; vectors are not counted."""
 
     mamba: int
     attention: int

@@ -1,4 +1,4 @@
-"""What of a model fits into the memory of a Trainium2 core: weights, state, cache, and what a step needs besides."""
+"""What fits into the memory of a Trainium2 core: a model's weights, state, cache, and the temporaries of a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausa
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 
-# Of a logical core.
+# Memory of a logical core.
 CORE_BYTES = 24 * 10**9
-# A step of prefill; what it needs besides grows linearly with it.
+# Tokens of a prefill step, with which its temporaries grow linearly.
 PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Temporaries:
-    """The most that a step needs beside what stays, in bytes: of prefill, and of decode by the number of sequences."""
+    """The largest temporaries of a step in bytes: of prefill, and of decode by the number of sequences."""
 
     prefill: int
     decode: int
@@ -38,12 +38,12 @@ class Temporaries:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes that one logical core holds.
+    """Bytes on one logical core.
 
-    state: of a sequence, whatever its length. token: keys and values of one token of a sequence. logits: of one token
-    of a sequence, over the whole vocabulary, in float32, and as gathered from all ranks. scores: what NxD Inference's
-    attention keeps for each token of context while a prompt is continued. temporaries: of this package's own graphs, or
-    None where torch_xla is not there to tell.
+    state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
+    the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. scores: per token of
+    context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs; None
+    without torch_xla.
     """
 
     max_context: int
@@ -77,7 +77,7 @@ class Plan:
         return _largest(enough, lambda batch_size: self._bytes(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
-        """One sentence: it fits, or why not and what would."""
+        """One sentence: it fits, or why it does not and what would fit."""
         gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
         if self.fits:
             return f"It fits: {gigabytes} per core."
@@ -104,7 +104,7 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 def plan(
     config: GraniteMoeHybridConfig, dtype: torch.dtype, instance: str, tp_degree: int, batch_size: int, context: int
 ) -> Plan:
-    """What a core of `instance` holds of a model.
+    """The memory of a model on a core of `instance`.
 
     Args:
         config, dtype: the model and the dtype of its weights, activations and cache.
@@ -141,19 +141,20 @@ def plan(
 
 
 def check_ranks(instance: str, tp_degree: int) -> None:
-    """
+    """Check that an instance has a logical core for each rank.
+
     Raises:
-        UserError: the instance has fewer logical cores than there are ranks.
+        UserError: it does not.
     """
     if tp_degree > INSTANCES[instance]:
         raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
 
 
 def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:
-    """From the graphs of one layer of each kind: layers run one after another, and share what they need.
+    """From the graphs of one layer of each kind: layers run one after another and share their temporaries.
 
-    In float32, in which most of a step's arithmetic is whatever the dtype; XLA's CPU compiler would count float32
-    copies of bfloat16 weights.
+    The graphs are in float32, as is most of a step's arithmetic with any dtype; in bfloat16, XLA's CPU compiler would
+    count float32 copies of weights.
     """
     kinds = tuple(dict.fromkeys(config.layer_types))
     layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)

@@ -1,4 +1,4 @@
-"""Grouped-query attention over a cache kept per slot."""
+"""Grouped-query attention over a cache with one row per slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(nn.Module):
-    """Projections, rotary positions where the model has them, attention, projection; heads are split over the ranks.
+    """Projections, rotary positions if the model has them, attention, projection; heads are split over the ranks.
 
     The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
     """

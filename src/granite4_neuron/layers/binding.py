@@ -1,4 +1,4 @@
-"""The same weights, computed with other operators."""
+"""Binds a module's weights to other operators."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def bind(module: Module, operators: Operators) -> Module:
-    """`module` as it computes with `operators`, which its own submodules get too.
+    """A copy of `module` whose submodules all compute with `operators`.
 
-    What comes back is a second tree of modules over the same parameters, buffers and hooks: whatever replaces one of
-    them replaces it in both. `module` itself stays as it is.
+    It is a second tree of modules over the same parameters, buffers and hooks: replacing one of them replaces it in
+    both. `module` itself is not changed.
     """
     bound = copy.copy(module)
     bound.operators = operators
@@ -27,7 +27,7 @@ def bind(module: Module, operators: Operators) -> Module:
 
 
 def weights(module: nn.Module) -> Weights:
-    """A module's own parameters by name, as they are at each look: reading one here takes a tenth of what reading the
-    module's attribute does, and for a short kernel that is much.
+    """A live view of a module's own parameters by name. Reading one here takes a tenth of the time of the module's
+    attribute, which matters for a short kernel.
     """
     return module._parameters

@@ -59,9 +59,9 @@ class Mamba2(nn.Module):
         return self.out_proj(gated, None, self.norm)
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        """Advance `state` in place by the inputs that a step kept, as far as this one's lengths say.
+        """Advance `state` in place by the first inputs that a step kept, as many as `step.lengths` says.
 
-        Those behind are padding, whose dt is 0. What it costs does not depend on the context's length.
+        Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
         few_tokens = self._few_tokens(inputs)
         if few_tokens is None:
@@ -76,7 +76,7 @@ class Mamba2(nn.Module):
     def _mix_few(
         self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
     ) -> torch.Tensor | None:
-        """Convolution, scan and gate [batch, tokens, d_inner], if there is a z; and the state, unless it is to stay."""
+        """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state unless it verifies."""
         xBC, dt = self._inputs(xBC_dt, step)
         constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
         before = step.read(state.conv_state), step.read(state.ssm_state)
@@ -98,10 +98,10 @@ class Mamba2(nn.Module):
         return self._scan(kernels, xBC, dt, step, state)
 
     def _inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the convolution takes in, and dt as the scan does, [batch, tokens, num_heads], float32."""
+        """The convolution's input, and the scan's dt, [batch, tokens, num_heads], float32."""
         dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
         dt = F.softplus(dt).clamp(*self.time_step_limit)
-        # A padded token must not touch the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
+        # A padded token must not change the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
         return xBC_dt[..., : self.conv_dim], dt.masked_fill(~step.is_real[..., None], 0.0)
 
     def _A(self) -> torch.Tensor:
@@ -134,10 +134,10 @@ class _ConvWeights(nn.Module):
 
 
 class _NormedProjection(Linear):
-    """out_proj behind the gated norm. Where a norm's channels are spread over ranks, one all-reduce serves both.
+    """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves both.
 
-    The norm divides a token by a scalar, and that commutes with the projection: the sum of squares travels with the
-    partial sums, in float32 like them, and the division comes after.
+    The norm divides a token by a scalar, which commutes with the projection. So the sum of squares is reduced together
+    with the partial sums, in float32 like them, and the division comes afterwards.
     """
 
     def __init__(self, config: GraniteMoeHybridConfig, in_features: int, parallel: Parallel):
@@ -147,7 +147,7 @@ class _NormedProjection(Linear):
         self.norm_channels = config.mamba_intermediate_size
 
     def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
-        """y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is gated."""
+        """y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
         if self.parallel.degree == 1:
             return super().forward(norm(y, z))
         if not self.norm_is_split:

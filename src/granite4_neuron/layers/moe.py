@@ -1,4 +1,4 @@
-"""Feed-forward layers: the MLP that every token takes, and the experts of which each token takes a few."""
+"""Feed-forward layers: the shared MLP of every token, and the experts, of which each token chooses a few."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def feed_forward(
     experts: Callable[[torch.Tensor], torch.Tensor] | None,
     residual_multiplier: float,
 ) -> torch.Tensor:
-    """The second half of a decoder layer: what the MLP and the experts make of its normalised input is added to it.
+    """The second half of a decoder layer: adds the MLP and the experts of the normalised input to the residual stream.
 
     This is the definition. It is written twice more: as one call for a CPU in ops/cpu/kernels/layers.h, and in
     nxdi/modeling.py, where the ranks add MLP and experts in one message.
@@ -81,7 +81,7 @@ class _Router(nn.Module):
 
 
 class _RouterWeights(Linear):
-    """`ops.router_logits` does the work. What experts a token goes to is not left to rounding."""
+    """Weights for `ops.router_logits`, never quantized: rounding must not change which experts a token gets."""
 
     may_be_quantized = False
 

@@ -1,4 +1,4 @@
-"""Normalisation layers: the weights of the functions in ops.norm."""
+"""Normalisation layers: weights for the functions in ops.norm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RMSNormGated(nn.Module):
         self.n_groups = n_groups
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """Without a gate hidden states are gated already."""
+        """Normalised [..., channels]; without a gate, hidden_states are already gated."""
         if gate is None:
             return rms_norm(hidden_states, self.weight, self.eps, self.n_groups)
         return self.operators.rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how ranks share a model, and what they exchange."""
+"""Tensor parallelism: how ranks split a model, and how they communicate."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from granite4_neuron.ops import TORCH, Operators
 class Parallel:
     """One rank's place among `degree` ranks.
 
-    With `group` None and a degree above 1 the rank is alone: it computes its own partial sums, to which no others
-    are added. That is for inspecting a rank's graph, not for results.
+    With `group` None and a degree above 1 the rank is alone: it computes its own partial sums, and no others are added.
+    This is for inspecting a rank's graph, not for results.
     """
 
     rank: int = 0
@@ -26,7 +26,7 @@ class Parallel:
     group: torch.distributed.ProcessGroup | None = None
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; may be taken in place."""
+        """The sum over all ranks; `partial` may be overwritten."""
         if self.group is not None:
             torch.distributed.all_reduce(partial, group=self.group)
         return partial
@@ -49,7 +49,7 @@ class Parallel:
 
 
 class RowParallelLinear(Linear):
-    """A projection whose input is split over the ranks: float32 partial sums are added, then the bias, once."""
+    """A projection whose input is split over the ranks: float32 partial sums are added, and then the bias once."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel):
         super().__init__(in_features, out_features, bias=bias)
@@ -64,7 +64,7 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Matrix, nn.Embedding):
-    """An embedding of which each rank holds an equal run of rows."""
+    """An embedding whose rows are split over the ranks in equal, consecutive parts."""
 
     operators: Operators = TORCH
     may_be_quantized = False

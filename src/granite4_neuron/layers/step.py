@@ -1,4 +1,4 @@
-"""What all layers of one step share."""
+"""A step's tokens and slots, which all layers share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from granite4_neuron.state import NULL_SLOT
 
 @dataclass(frozen=True)
 class Step(ABC):
-    """Which tokens a step adds to which sequences. Its kinds differ in where the rows' recurrent state lies.
+    """Which tokens a step adds to which sequences. Subclasses differ in the layout of the recurrent state.
 
-    positions: [batch, tokens], each token's place in its sequence, consecutive within a row.
-    lengths: [batch], how many of a row's tokens are real; the rest is padding on the right.
-    slots: [batch], each row's slot in the caches of keys and values.
+    positions: [batch, tokens], integer, each token's position in its sequence, consecutive within a row.
+    lengths: [batch], integer, how many of a row's tokens are real; the rest is padding on the right.
+    slots: [batch], integer, each row's slot in the caches of keys and values.
     kv_length: how many cache entries attention visits; above every real position.
-    launch_parameters: how the kernels of a CPU cut up the step; other devices have their own constants.
-    kept_inputs: None, or of a step that verifies: recurrent state stays as it is, and what the recurrence of each Mamba
-        layer would take in is collected here, for `Mamba2.advance`.
+    launch_parameters: of the CPU kernels; other devices have their own constants.
+    kept_inputs: None, or a list in a step that verifies. Such a step does not change recurrent state; it collects the
+        inputs of each Mamba layer's recurrence here, for `Mamba2.advance`.
     """
 
     positions: torch.Tensor
@@ -42,41 +42,41 @@ class Step(ABC):
 
     @cached_property
     def is_last(self) -> torch.Tensor:
-        """[batch, tokens], true for each row's last real token; for the first where a row has none."""
+        """[batch, tokens], true for each row's last real token, or for its first token if none is real."""
         tokens = torch.arange(self.positions.shape[1], device=self.positions.device)
         return tokens == (self.lengths - 1).clamp(min=0)[:, None]
 
     @cached_property
     def last_positions(self) -> torch.Tensor:
-        """[batch], of each row's last real token."""
+        """[batch], the position of each row's last real token."""
         return self.positions[:, 0] + self.lengths - 1
 
     @abstractmethod
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Each row's own part of a recurrent state, [batch, ...], to be overwritten at will if `write` follows."""
+        """Each row's part of a recurrent state, [batch, ...]; it may be overwritten if `write` follows."""
 
     def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows [batch, ...] back to where they live, in place, unless the step only verifies."""
+        """Write rows [batch, ...] back into the state in place, unless the step only verifies."""
         if self.kept_inputs is None:
             self._write(state, rows)
 
     def keep(self, inputs: torch.Tensor) -> None:
-        """Remember a Mamba layer's inputs if the step only verifies."""
+        """Keep a Mamba layer's inputs if the step only verifies."""
         if self.kept_inputs is not None:
             self.kept_inputs.append(inputs)
 
     @abstractmethod
     def _write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put rows back."""
+        """Write rows [batch, ...] back into the state."""
 
 
 @dataclass(frozen=True)
 class NullSlotStep(Step):
-    """Over recurrent state [slots, ...] whose null slot holds zeros: rows at position 0 read it.
+    """A step over recurrent state [slots, ...] whose null slot holds zeros. Rows at position 0 read the null slot.
 
-    Rows of length 0 have the null slot for their own, at any position: they write back the zeros that they read.
+    Rows of length 0 read and write the null slot at any position: they write back the zeros that they read.
 
-    sources: [batch], the slots that rows at other positions read; None for their own.
+    sources: [batch], integer, the slots that rows at other positions read; None for their own.
     """
 
     sources: torch.Tensor | None = field(default=None, kw_only=True)
@@ -85,15 +85,15 @@ class NullSlotStep(Step):
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """Each row's length, where its recurrent state is read, and written or -1, and its first token's position, as
-        fused kernels take them.
+        """The arguments of fused kernels: each row's length, the slot it reads, the slot it writes or -1, and its first
+        token's position; each [batch].
         """
         write_slots = self.slots if self.kept_inputs is None else torch.full_like(self.slots, -1)
         return self.lengths, self.read_slots, write_slots, self.positions[:, 0].contiguous()
 
     @cached_property
     def read_slots(self) -> torch.Tensor:
-        """[batch], where each row's recurrent state is read."""
+        """[batch], the slot that each row's recurrent state is read from."""
         begun = (self.positions[:, 0] > 0) & (self.lengths > 0)
         return (self.slots if self.sources is None else self.sources).where(begun, NULL_SLOT)
 
@@ -106,18 +106,17 @@ class NullSlotStep(Step):
 
 @dataclass(frozen=True)
 class DenseStep(Step):
-    """Over recurrent state [sequences, ...], without a null slot.
+    """A step over recurrent state [sequences, ...] without a null slot.
 
-    Rows of length 0 have a sequence of their own too, and leave its state as it is, bit by bit: with dt = 0 it becomes
+    Rows of length 0 also have their own sequence and leave its state unchanged, bit by bit: with dt = 0 it becomes
     1 * state + 0.
 
-    Decode takes all sequences in their order, one token of each, and works on the state where it lies. Its contract:
-    each row has begun (its position is above 0), or it is of length 0. To start a row from zeros is to select between
-    them and its state, which costs as much as to advance it: that is left to steps of several tokens, and to those that
-    look their sequences up.
+    Decode takes one token of every sequence, in order, and updates the state in place. Its contract: each row has begun
+    (its position is above 0) or has length 0. Starting a row from zeros means selecting between zeros and its state,
+    which costs as much as advancing it; so only steps of several tokens, or those that look up their sequences, do it.
 
-    sequences: [batch], no two the same; None if row i is sequence i.
-    sources: [batch], the sequences whose state rows read; None for their own.
+    sequences: [batch], integer, all different; None if row i is sequence i.
+    sources: [batch], integer, the sequences whose state rows read; None for their own.
     """
 
     sequences: torch.Tensor | None
@@ -130,17 +129,17 @@ class DenseStep(Step):
 
     @cached_property
     def is_fresh(self) -> torch.Tensor:
-        """[batch], true for rows that start from zeros, whatever their sequence's state holds."""
+        """[batch], true for rows that start from zeros, whatever the state of their sequence."""
         return (self.positions[:, 0] == 0) & (self.lengths > 0)
 
     def rows_of(self, state: torch.Tensor) -> torch.Tensor:
-        """What any state [sequences, ...] holds of each row, [batch, ...]."""
+        """Each row's part [batch, ...] of a state [sequences, ...]."""
         return state if self.sequences is None else state.index_select(0, self.sequences)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         rows = self.rows_of(state) if self.sources is None else state.index_select(0, self.sources)
         if self.is_decode:
-            # In a graph no copy. torch_xla donates what is written as a whole, and loses track of views of it.
+            # Not a copy in a graph. torch_xla donates tensors that are written as a whole, and loses track of views.
             return rows.clone()
         return rows.where(~self.is_fresh.view(-1, *[1] * (state.dim() - 1)), 0.0)
 
