@@ -63,6 +63,10 @@ class StoredTensors:
         with _open(self._files[name], framework="pt") as tensors:
             return tensors.get_tensor(self._stored_names[name])
 
+    def has(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether there is a tensor of this name and dtype."""
+        return _dtype_name(dtype) == _QUANTIZED_DTYPES.get(self._dtypes.get(name))
+
     def dtype(self) -> str:
         """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
         quantized, that of the last norm.
@@ -85,7 +89,7 @@ class StoredTensors:
         for name, layout in (layouts or {}).items():
             expected.pop(name, None)
             expected |= {f"{name}{ending}": tuple(shape) for ending, (shape, _) in layout.items()}
-            dtypes |= {f"{name}{ending}": str(dtype).removeprefix("torch.") for ending, (_, dtype) in layout.items()}
+            dtypes |= {f"{name}{ending}": _dtype_name(dtype) for ending, (_, dtype) in layout.items()}
         may_be_there = {HEAD} if config.tie_word_embeddings and not layouts else set()
         strange = [
             f"{name} is {dtype}"
@@ -136,6 +140,10 @@ class StoredTensors:
         ]
         if wrong:
             raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong, 3)}.")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def published_name(name: str) -> str:
