@@ -15,16 +15,18 @@ from torch import nn
 
 from granite4_neuron import memory
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, quantization_config, stored_quantization
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
 from granite4_neuron.ops.operators import Pack
 from granite4_neuron.output_folder import complete_or_absent
+from granite4_neuron.quantization_config import quantization_config, stored_quantization
+from granite4_neuron.stored_forms import stored_forms
 from granite4_neuron.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
 from granite4_neuron.weight_memory import WeightMemory
-from granite4_neuron.weight_plan import WeightPlan, formats_for, formats_in, model_format, weight_shapes
+from granite4_neuron.weight_plan import WeightPlan, formats_for, model_format
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -56,7 +58,8 @@ def load_model(
     convolutions, norms and biases are not. With "int8" a head that is tied to the embedding gets values of its own,
     and the embedding is not quantized; with "int4" both are in int8 together.
 
-    A checkpoint that `save_model` wrote of a quantized model is read as it is.
+    A checkpoint that is quantized is read as it is: one that `save_model` wrote of a quantized model, or that
+    compressed-tensors wrote, where it has one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -76,26 +79,27 @@ def load_model(
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     stored, quantization = StoredTensors(folder), stored_quantization(folder / "config.json")
-    if quantization is not None and quantize not in (None, quantization):
-        raise UserError(f"the weights in {folder} are in {quantization}; {quantize} is made from the original.")
-    quantize = quantize or quantization
-    if quantize is not None and parallel.degree > 1:
-        raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+    if quantization is not None and quantize not in (None, quantization.name):
+        raise UserError(f"the weights in {folder} are in {quantization.name}; {quantize} is made from the original.")
+    if parallel.degree > 1 and (quantize or quantization):
+        name = quantize or quantization.name
+        raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    stored_formats = {} if quantization is None else formats_in(stored, model, quantization)
-    shapes = weight_shapes(model)
-    stored.check(config, {name: format.layout(shapes[name]) for name, format in stored_formats.items()})
+    forms = stored_forms(stored, model, quantization)
+    stored.check(config, {name: form.layout(model.get_parameter(name).shape) for name, form in forms.items()})
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    plan = WeightPlan(model, dtype, stored_formats or formats_for(model, quantize), pack)
+    stored_formats = {name: form.format for name, form in forms.items()}
+    formats = formats_for(model, quantize) if quantization is None else stored_formats
+    plan = WeightPlan(model, dtype, formats, pack)
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
         for name in plan.shapes:
-            if name in stored_formats:
-                weight = _read_quantized(name, stored, stored_formats[name], plan.shapes[name])
+            if name in forms:
+                weight = forms[name].read(name, plan.shapes[name], stored)
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
@@ -107,17 +111,14 @@ def load_model(
     return model.eval()
 
 
-def _read_quantized(name: str, stored: StoredTensors, format: Format, shape: torch.Size) -> QuantizedWeight:
-    tensors = (stored.read(f"{name}{ending}").contiguous() for ending in format.layout(shape))
-    return QuantizedWeight(format, *tensors, shape)
-
-
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
     Raises:
-        UserError: they are not those of the model; the message lists what is wrong.
+        UserError: they are not those of the model, which the message lists what is wrong with, or quantized.
     """
+    if (quantization := stored_quantization(folder / "config.json")) is not None:
+        raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
     StoredTensors(folder).check(config)
 
 

@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from granite4_neuron.errors import UserError
 from granite4_neuron.layers.linear import Matrix
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, Weight
 from granite4_neuron.ops.int4 import INT4
 from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.operators import Pack
-from granite4_neuron.stored_tensors import EMBEDDING, HEAD, StoredTensors
+from granite4_neuron.stored_tensors import EMBEDDING, HEAD
 from granite4_neuron.weight_memory import WeightMemory
 
 
@@ -27,40 +26,16 @@ def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dic
     """
     if quantize is None:
         return {}
-    formats = {name: FORMATS[quantize] for name, module in _matrices(model).items() if module.may_be_quantized}
+    named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
+    formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
     # Four bits are too few for it: one of its rows is all by which a token enters or leaves the model.
     is_tied = model.config.tie_word_embeddings and quantize != INT8.name
     return formats | {EMBEDDING if is_tied else HEAD: INT8}
 
 
-def formats_in(stored: StoredTensors, model: GraniteMoeHybridForCausalLM, quantization: str) -> dict[str, Format]:
-    """The format of each weight that is stored quantized, by name.
-
-    Args:
-        quantization: what the config says of all of them, see `model_format`.
-
-    Raises:
-        UserError: they are in others.
-    """
-    formats = {
-        name: format
-        for name, shape in weight_shapes(model).items()
-        for format in FORMATS.values()
-        if name in _matrices(model) and stored.has(name, format.layout(shape)[""][1])
-    }
-    if not formats or model_format(formats.values()).name != quantization:
-        raise UserError(f"the weights in {stored.folder} do not fit its config.json, by which they are {quantization}.")
-    return formats
-
-
 def model_format(formats: Collection[Format]) -> Format:
     """The one by which a model is called whose weights have these: that with the fewest bits."""
     return INT4 if INT4 in formats else INT8
-
-
-def weight_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:
-    """Of all parameters; a head that is the embedding is there under both names."""
-    return {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 class WeightPlan:
@@ -115,8 +90,3 @@ class WeightPlan:
         if self._is_packed(name):
             return {"": (torch.Size([self._pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
         return {"": (shape, self._dtype)} if format is None else format.layout(shape)
-
-
-def _matrices(model: GraniteMoeHybridForCausalLM) -> dict[str, Matrix]:
-    """By the names of their weights."""
-    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Matrix)}
