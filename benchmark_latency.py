@@ -26,36 +26,32 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.errors import reports_errors
 from benchmarks.implementations import LLAMA_CPP
 from benchmarks.latency import measure_all
 from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.reuse_report import measure_reuse
-from granite4_neuron import UserError, checkpoint
+from granite4_neuron import checkpoint
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.random_weights import random_model
 
 
+@reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
     options = parser(__doc__).parse_args(arguments)
-    try:
-        check(options)
-        with _checkpoint(options) as folder:
-            check_lengths(folder, options)
-            if is_reuse(options):
-                measure_reuse(folder, options)
-                return 0
-            with _gguf(folder, options):
-                points = measure_all(folder, options)
-        report(points, options)
-    except UserError as error:
-        print(f"benchmark_latency.py: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    check(options)
+    with _checkpoint(options) as folder:
+        check_lengths(folder, options)
+        if is_reuse(options):
+            measure_reuse(folder, options)
+            return 0
+        with _gguf(folder, options):
+            points = measure_all(folder, options)
+    report(points, options)
     return 0
 
 

@@ -28,8 +28,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.errors import reports_errors
 from benchmarks.load import Answer, Lengths, Run, ask_all, questions, random_tokens
-from granite4_neuron.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from benchmarks.plots import check_plot, save_plot
 from granite4_neuron.commands.options import at_least, check_folder_of, number_in, write_json
 from granite4_neuron.errors import UserError
 
@@ -57,19 +58,14 @@ class Result:
     goodput_requests_per_second: float
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and print. Returns the process's exit code: 1 if a request failed."""
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code, 1 if a request failed."""
     options = _parser().parse_args(arguments)
-    try:
-        check_folder_of(options.json)
-        check_folder_of(options.plot)
-        limits = _goodput_limits(options.goodput)
-        runs = asyncio.run(_measure(_servers(options.servers), options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    check_folder_of(options.json)
+    check_plot(options.plot)
+    limits = _goodput_limits(options.goodput)
+    runs = asyncio.run(_measure(_servers(options.servers), options))
     results = [_result(server, of_server, limits) for server, of_server in runs.items()]
     _print(results)
     answers = [answer for of_server in runs.values() for run in of_server for answer in run.answers]
@@ -187,14 +183,10 @@ def _print(results: Sequence[Result]) -> None:
 
 
 def _plot(results: Sequence[Result], file: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plot needs matplotlib; install it with: pip install granite4-neuron[plot].") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(1, 4, figsize=(14, 4), layout="constrained")
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
     width = 0.8 / len(results)
     for number, result in enumerate(results):
         places = [place + number * width for place in range(len(STATISTICS))]
@@ -206,7 +198,7 @@ def _plot(results: Sequence[Result], file: Path) -> None:
     axes[3].set_xticks(range(len(results)), [result.server for result in results])
     axes[3].set_title("output tokens/s")
     axes[0].legend()
-    figure.savefig(file)
+    save_plot(figure, file)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.cli import EXIT_BAD_INPUT
+from benchmarks.errors import reports_errors
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.sizes import parameter_shapes
@@ -141,17 +141,14 @@ def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) ->
     yield f"{prefix}{written}{ending}", tensor
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write it; returns the process's exit code."""
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the file; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("file", type=Path, help="to write")
     options = parser.parse_args(arguments)
-    try:
-        write_gguf(options.folder, options.file)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    write_gguf(options.folder, options.file)
     return 0
 
 

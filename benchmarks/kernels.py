@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,9 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.errors import reports_errors
 from granite4_neuron import UserError
-from granite4_neuron.cli import EXIT_BAD_INPUT
-from granite4_neuron.commands.options import check_folder_of
+from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.expert_blocks import expert_blocks
 from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
@@ -90,18 +90,15 @@ class Row:
     traffic_ratio: float
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the report. Returns the process's exit code."""
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        check_folder_of(options.json)
-        rows = list(report(options.model, options.tp_degree))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    check_folder_of(options.json)
+    rows = list(report(options.model, options.tp_degree))
     _print(rows, f"{options.model}, one rank of {options.tp_degree}, bfloat16; one core of {PROGRAMS}")
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_json(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0
 
 

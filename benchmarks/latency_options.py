@@ -10,6 +10,7 @@ import transformers
 
 from benchmarks.implementations import LLAMA_CPP, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH
+from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.commands.options import add_cpu_options, check_folder_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
@@ -78,8 +79,8 @@ def check(options: argparse.Namespace) -> None:
     _check_llama_cpp(options)
     if options.compare == TRANSFORMERS and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
-    for file in (options.json, options.plot):
-        check_folder_of(file)
+    check_folder_of(options.json)
+    check_plot(options.plot)
     if (options.backend == "nxdi") != (options.compiled is not None):
         raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
     if options.backend == "nxdi":
@@ -96,14 +97,6 @@ def check(options: argparse.Namespace) -> None:
         _check_reuse(options)
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
-    if options.plot:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise UserError("--plot needs matplotlib; install it with: pip install -e '.[plot]'.") from None
-        formats = Figure().canvas.get_supported_filetypes()
-        if options.plot.suffix[1:] not in formats:
-            raise UserError(f"{options.plot} cannot be drawn; the name must end in one of {', '.join(formats)}.")
 
 
 def _check_llama_cpp(options: argparse.Namespace) -> None:

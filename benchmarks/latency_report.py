@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.latency import Result
+from benchmarks.plots import save_plot
 from benchmarks.states import compare_in_states
-from granite4_neuron import UserError
 from granite4_neuron.commands.options import write_json
 from granite4_neuron.ops.launch_parameters import processor_name
 
@@ -159,10 +159,7 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
         panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
         panel.legend()
     figure.suptitle(", ".join(machine.values()), fontsize="small")
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}).") from None
+    save_plot(figure, file)
 
 
 def source(options: argparse.Namespace) -> str:

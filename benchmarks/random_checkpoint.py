@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint import save_model
-from granite4_neuron.cli import EXIT_BAD_INPUT
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.random_weights import random_model
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write it; returns the process's exit code."""
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the checkpoint; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the family member")
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    try:
-        model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=getattr(torch, options.dtype))
-        save_model(model, options.folder, files_from=bundled_checkpoint())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=getattr(torch, options.dtype))
+    save_model(model, options.folder, files_from=bundled_checkpoint())
     return 0
 
 

@@ -9,16 +9,15 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
-from granite4_neuron.cli import EXIT_BAD_INPUT
+from benchmarks.errors import reports_errors
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
@@ -26,19 +25,15 @@ from granite4_neuron.runtime.interface import Row
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table; returns the process's exit code."""
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each dtype (default: %(default)s)")
     options = parser.parse_args(arguments)
-    try:
-        config = GraniteMoeHybridConfig.from_family(options.random_weights)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    model = random_model(config, dtype=torch.bfloat16)
+    model = random_model(GraniteMoeHybridConfig.from_family(options.random_weights), dtype=torch.bfloat16)
     steps = [_step(CPURuntime(model, GenerationConfig(), state_dtype=each), options) for each in STATE_DTYPES]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(options.steps):

@@ -22,17 +22,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.errors import reports_errors
+
 PREFILL, BATCHES, PROMPT, TOKENS = (512, 2048), (1, 4, 16), 16, 32
 WAYS = ("this package", "vLLM", "own engine")
 _MAX_LENGTH = 2304
 Generate = Callable[[Sequence[Sequence[int]], int], None]
 
 
-def main() -> None:
-    options = _parser().parse_args()
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    options = _parser().parse_args(arguments)
     if options.turn:
         print(json.dumps(_measure(_generate(options.turn, options.model), options.repeats)))
-        return
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or _random_model(options.random_weights, Path(folder) / "model")
         results: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
@@ -43,6 +47,7 @@ def main() -> None:
     for name in results[options.ways[0]][0]:
         table.add_row(name, *(f"{statistics.median(turn[name] for turn in results[way]):.4g}" for way in options.ways))
     Console().print(table)
+    return 0
 
 
 def _turn(way: str, model: str, repeats: int) -> dict[str, float]:
@@ -145,4 +150,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

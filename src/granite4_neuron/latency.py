@@ -237,6 +237,11 @@ def predictions(
     """
     if not 0 <= acceptance <= 1:
         raise UserError(f"the acceptance is {acceptance}; it is a probability, from 0 to 1.")
+    longest = config.max_position_embeddings
+    if max(prompt, context) > longest:
+        raise UserError(
+            f"{max(prompt, context):,} tokens are asked for; the model's longest sequence is {longest:,} tokens."
+        )
 
     def of(name: str, batch_size: int, tokens: int, before: int) -> Prediction:
         return Prediction(name, batch_size, latency(step_work(config, tp_degree, dtype, batch_size, tokens, before)))

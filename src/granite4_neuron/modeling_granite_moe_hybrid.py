@@ -5,7 +5,7 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from granite4_neuron.layers.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.layers.step import DenseStep, NullSlotStep, Step
 from granite4_neuron.ops import TORCH, LaunchParameters, Operators, Weight, is_quantized, rotary_tables
 from granite4_neuron.ops.launch_parameters import HEURISTIC
-from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights, Operator, Pack
+from granite4_neuron.ops.operators import AttentionWeights, DecoderLayerWeights, FeedForwardWeights, MambaWeights, Pack
 from granite4_neuron.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
@@ -96,8 +96,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         bound = bind(self, operators)
         if operators.pack is not None:
             bound._pack(operators.pack)
-        for layer in bound.model.layers:
-            layer.make_blocks()
+        bound.model.fuse_layers()
         if device is not None:
             for module in bound.modules():
                 module._parameters = dict(module._parameters)
@@ -194,9 +193,12 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             state, launch_parameters: as for `forward`.
         """
         step = step_of(positions, lengths, slots, 0, state, launch_parameters)
+        if self.model.fuses(step):
+            self.model.fused_layers.advance(kept_inputs, list(state.tensors()), step.rows, launch_parameters)
+            return
         mamba = [pair for pair in zip(self.model.layers, state.layers, strict=True) if pair[0].is_mamba]
         for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
-            layer.advance(inputs, step, layer_state)
+            layer.mamba.advance(inputs, step, layer_state)
 
 
 def step_of(
@@ -224,7 +226,12 @@ def step_of(
 
 
 class _Decoder(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm.
+
+    The layers are computed one after another by their parts, or as one call where the operators have one that takes it.
+    """
+
+    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
@@ -233,6 +240,16 @@ class _Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(_DecoderLayer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fused_layers: Callable[..., list[torch.Tensor]] | None = None
+
+    def fuse_layers(self) -> None:
+        """Take the one call for all layers, if the operators have it."""
+        make = self.operators.decoder_layers
+        self.fused_layers = make and make([layer.weights() for layer in self.layers], self.config)
+
+    def fuses(self, step: Step) -> bool:
+        """Whether that call takes the step."""
+        return self.fused_layers is not None and step.has_null_slot
 
     def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
@@ -240,8 +257,15 @@ class _Decoder(nn.Module):
         # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
         hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         rotary = self.rotary(step)
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            hidden_states = layer(hidden_states, step, layer_state, rotary)
+        if self.fuses(step):
+            rows = (*step.rows, step.slots, *(rotary or ()))
+            of_step = step.launch_parameters, step.kept_inputs is not None
+            hidden_states, *inputs = self.fused_layers(hidden_states, list(state.tensors()), rows, *of_step)
+            for each in inputs:
+                step.keep(each)
+        else:
+            for layer, layer_state in zip(self.layers, state.layers, strict=True):
+                hidden_states = layer(hidden_states, step, layer_state, rotary)
         return self.norm(hidden_states)
 
     def rotary(self, step: Step) -> RotaryTables | None:
@@ -252,10 +276,7 @@ class _Decoder(nn.Module):
 
 
 class _DecoderLayer(nn.Module):
-    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
-
-    A half is computed as its parts one after the other, or as one block where the operators have one that takes it.
-    """
+    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier."""
 
     operators: Operators = TORCH
 
@@ -271,13 +292,6 @@ class _DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = SparseMoe(config, parallel) if config.num_local_experts else None
         self.shared_mlp = SharedMLP(config, parallel)
-        self.mamba_block: Operator | None = None
-        self.feed_forward_block: Operator | None = None
-
-    def make_blocks(self) -> None:
-        """Take those that the operators have."""
-        self.mamba_block = self._mamba_block() if self.is_mamba and self.operators.mamba_block else None
-        self.feed_forward_block = self._feed_forward_block() if self.operators.feed_forward_block else None
 
     def forward(
         self,
@@ -286,15 +300,9 @@ class _DecoderLayer(nn.Module):
         state: MambaState | KeyValueState,
         rotary: RotaryTables | None,
     ) -> torch.Tensor:
-        if self.mamba_block is not None and step.has_null_slot:
-            hidden_states, inputs = self.mamba_block(
-                hidden_states, state.conv_state, state.ssm_state, step.rows, step.launch_parameters
-            )
-            step.keep(inputs)
-        else:
-            hidden_states = self._mix(hidden_states, step, state, rotary)
-        if self.feed_forward_block is not None:
-            return self.feed_forward_block(hidden_states)
+        x = self.input_layernorm(hidden_states)
+        mixed = self.mamba(x, step, state) if self.is_mamba else self.self_attn(x, step, state, rotary)
+        hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
         return feed_forward(
             hidden_states,
             self.post_attention_layernorm,
@@ -303,41 +311,22 @@ class _DecoderLayer(nn.Module):
             self.residual_multiplier,
         )
 
-    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        """As `Mamba2.advance`."""
-        if self.mamba_block is not None and step.has_null_slot:
-            self.mamba_block.advance(inputs, state.conv_state, state.ssm_state, step.rows, step.launch_parameters)
-        else:
-            self.mamba.advance(inputs, step, state)
+    def weights(self) -> DecoderLayerWeights:
+        """Of all parts."""
+        mlp, experts = self.shared_mlp, self.block_sparse_moe
+        matrices = [mlp.input_linear.weight, mlp.output_linear.weight]
+        if experts is not None:
+            matrices += [each.weight for each in (experts.router.layer, experts.input_linear, experts.output_linear)]
+        mixer = self._mamba_weights() if self.is_mamba else self._attention_weights()
+        return DecoderLayerWeights(mixer, FeedForwardWeights(weights(self.post_attention_layernorm), matrices))
 
-    def _mix(
-        self,
-        hidden_states: torch.Tensor,
-        step: Step,
-        state: MambaState | KeyValueState,
-        rotary: RotaryTables | None,
-    ) -> torch.Tensor:
-        x = self.input_layernorm(hidden_states)
-        mixed = self.mamba(x, step, state) if self.is_mamba else self.self_attn(x, step, state, rotary)
-        return self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
-
-    def _mamba_block(self) -> Operator:
+    def _mamba_weights(self) -> MambaWeights:
         mamba = self.mamba
         parts = (self.input_layernorm, mamba.in_proj, mamba.conv1d, mamba, mamba.norm, mamba.out_proj)
-        return self.operators.mamba_block(
-            MambaWeights(mamba.in_proj.weight, mamba.out_proj.weight, *map(weights, parts)),
-            mamba.n_groups,
-            mamba.time_step_limit,
-            mamba.norm.eps,
-            self.residual_multiplier,
-            mamba.rounding,
-        )
+        return MambaWeights([mamba.in_proj.weight, mamba.out_proj.weight], *map(weights, parts))
 
-    def _feed_forward_block(self) -> Operator:
-        norm, mlp, experts = self.post_attention_layernorm, self.shared_mlp, self.block_sparse_moe
-        parts, top_k = [mlp.input_linear, mlp.output_linear], 0
-        if experts is not None:
-            parts += [experts.router.layer, experts.input_linear, experts.output_linear]
-            top_k = experts.top_k
-        of_parts = FeedForwardWeights(weights(norm), [part.weight for part in parts])
-        return self.operators.feed_forward_block(of_parts, top_k, norm.eps, self.residual_multiplier)
+    def _attention_weights(self) -> AttentionWeights:
+        attention = self.self_attn
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        matrices, biases = [each.weight for each in projections], [weights(each) for each in projections]
+        return AttentionWeights(matrices, weights(self.input_layernorm), biases)

@@ -29,6 +29,7 @@ INT4, INT8 = Scheme(4, 32), Scheme(8)
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 MODELS = [case for case in CASES if case.name in ("moe", "untied_head", "projection_bias")]
 TOLERANCE = 1e-4
+LICENSE = bundled_checkpoint() / "LICENSE.txt"
 
 
 def is_projection(name, tensor):
@@ -159,6 +160,7 @@ class TestCommands:
         [
             (["check"], "are in compressed-tensors; check the original with --quantize"),
             (["generate", "A", "--quantize", "int4"], "are in compressed-tensors; int4 is made from the original"),
+            (["evaluate", str(LICENSE), "--compare", "int8"], "in compressed-tensors; --compare needs the original"),
             (["generate", "A", "--backend", "xla"], "compressed-tensors weights are for the backend cpu; xla runs"),
         ],
     )

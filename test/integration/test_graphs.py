@@ -158,7 +158,8 @@ class TestWholeGraphs:
     """h-small, a rank of 4, bfloat16: what a step costs as a multiple of the least that it can."""
 
     @pytest.fixture(scope="class")
-    def graphs(self):
+    @classmethod
+    def graphs(cls):
         config = GraniteMoeHybridConfig.from_family("h-small")
         reports = report(config, torch.bfloat16, 4, 1, (128, 512), 2048)
         return dict(zip(("128", "512", "decode"), reports, strict=True))

@@ -4,8 +4,10 @@
 import asyncio
 import json
 import math
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,6 +107,16 @@ class TestCompletions:
         assert [choice.text for choice in answer.choices] == generate(*tiny, texts, max_tokens=12)
         one = client.completions.create(model=MODEL, prompt=prompts[1], max_tokens=12)
         assert one.choices[0].text == answer.choices[1].text
+
+    def test_without_a_limit_of_its_own(self, client, tiny):
+        """16 tokens, as with OpenAI, or as many as there is room for."""
+        assert client.completions.create(model=MODEL, prompt=PROMPT).usage.completion_tokens == 16
+        near_the_end = tiny[1].encode(PROMPT) * 200
+        usage = client.completions.create(model=MODEL, prompt=near_the_end[:505], extra_body={"ignore_eos": True}).usage
+        assert usage.completion_tokens == 512 - 505
+        with serving(*tiny, max_tokens=3) as server:
+            answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": PROMPT}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
 
     def test_the_end_of_a_text(self, client, tiny):
         prompt = chat_prompt(tiny[1], QUESTION)
@@ -368,3 +380,35 @@ class TestLoad:
             answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": "x"}, timeout=60)
             assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]
             until(lambda: server.should_exit and server._has_failed)
+
+    def test_a_request_that_is_encoded_while_the_engine_fails_is_answered(self, tiny, monkeypatch):
+        class Failing(Engine):
+            def step(self):
+                raise RuntimeError("a bug")
+
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        with serving(*tiny, engine_class=Failing) as server, ThreadPoolExecutor() as pool:
+            encode, is_encoding = server.service.maker.of_completion, threading.Event()
+
+            async def slow(body):
+                is_encoding.set()
+                while not server._has_failed:
+                    await asyncio.sleep(0.01)
+                return await encode(body)
+
+            url = f"{server.address}/v1/completions"
+            monkeypatch.setattr(server.service.maker, "of_completion", slow)
+            late = pool.submit(httpx.post, url, json={"prompt": "x"}, timeout=10)
+            assert is_encoding.wait(60)
+            monkeypatch.setattr(server.service.maker, "of_completion", encode)
+            assert httpx.post(url, json={"prompt": "y"}, timeout=60).status_code == 500
+            answer = late.result()
+            assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]
+
+    def test_a_client_that_goes_away_within_its_request(self, tiny, capfd):
+        with serving(*tiny) as server:
+            with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            answered = 'http_requests_total{path="/v1/completions",status="499"} 1.0'
+            until(lambda: answered in httpx.get(f"{server.address}/metrics").text, seconds=20)
+        assert "Traceback" not in capfd.readouterr().err

@@ -80,6 +80,7 @@ class TestRefusals:
             port = str(taken.getsockname()[1])
             self.refused(capsys, f"cannot have the address 127.0.0.1:{port} ", "--port", port)
         self.refused(capsys, "cannot have the address no.such.host.invalid:8000 ", "--host", "no.such.host.invalid")
+        self.refused(capsys, "cannot have the address a..b:8000 ", "--host", "a..b")
         self.refused(capsys, "the port is 70000, and must be at most 65535", "--port", "70000")
 
     def test_options(self, capsys):

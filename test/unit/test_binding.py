@@ -108,11 +108,10 @@ class TestSideBySide:
         expected = logits(fused)
         calls = []
         plain = CPURuntime(model, GenerationConfig(), kernels="torch")
-        for kind in (cpu.MambaBlock, cpu.FeedForwardBlock):
-            original = kind.__call__
-            monkeypatch.setattr(kind, "__call__", lambda *a, f=original, kind=kind: calls.append(kind) or f(*a))
+        original = cpu.DecoderLayers.__call__
+        monkeypatch.setattr(cpu.DecoderLayers, "__call__", lambda *a: calls.append(a) or original(*a))
         assert torch.allclose(logits(plain), expected, atol=1e-4) and not calls
-        assert torch.equal(logits(fused), expected) and set(calls) == {cpu.MambaBlock, cpu.FeedForwardBlock}
+        assert torch.equal(logits(fused), expected) and calls
 
     def test_a_bound_model_can_be_bound_again(self, model):
         fused = model.bind(cpu.operators())
@@ -151,24 +150,21 @@ class TestRefusals:
         runtime = CPURuntime(model, GenerationConfig(), prefill_scan="quadratic")
         (refusal,) = runtime.refusals
         assert refusal == (
-            "the fused Mamba layers are not used: they have their own scan, and the prefill scan quadratic and the "
+            "the fused decoder layers are not used: they have their own scan, and the prefill scan quadratic and the "
             "decode kernel torch are asked for."
         )
-        assert all(layer.mamba_block is None for layer in runtime.model.model.layers)
+        assert runtime.model.model.fused_layers is None
         assert torch.allclose(logits(runtime), logits(CPURuntime(model, GenerationConfig())), atol=1e-4)
 
     @needs_compiler
     def test_a_part_of_a_model(self):
         config = small_config()
         operators = select_operators(cpu.operators(), config, tp_degree=2)
-        assert operators.mamba_block is None and operators.feed_forward_block is None
-        assert [refusal.partition(" are not used: ")[0] for refusal in operators.refusals] == [
-            "the fused MLP and expert layers",
-            "the fused Mamba layers",
-        ]
-        assert all("a part of 2" in refusal for refusal in operators.refusals)
+        assert operators.decoder_layers is None
+        (refusal,) = operators.refusals
+        assert refusal.startswith("the fused decoder layers are not used: ") and "a part of 2" in refusal
         part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
-        assert all(layer.mamba_block is None for layer in part.bind(operators).model.layers)
+        assert part.bind(operators).model.fused_layers is None
 
     def test_no_compiler(self, model, monkeypatch):
         monkeypatch.setattr(cpu, "load_kernels", lambda: "no C++ compiler (c++) was found")

@@ -105,7 +105,7 @@ class TestGenerate:
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_verbose_says_which_kernels_are_not_used(self, run, texting_folder):
         common = ("generate", "--model", texting_folder, "--max-tokens", 2, "--prefill-scan", "quadratic", "text")
-        assert "the fused Mamba layers are not used: they have their own scan" in run(*common, "--verbose")[2]
+        assert "the fused decoder layers are not used: they have their own scan" in run(*common, "--verbose")[2]
         assert "not used" not in run(*common)[2]
 
     def test_dtype(self, run, texting_folder):
@@ -197,9 +197,17 @@ class TestBadInput:
         self.refused(run("generate", "--model", texting_folder, *prompt, f"{option}={value}"), message)
 
     @pytest.mark.parametrize("backend", [("xla",), ("nxdi", "--compiled", "graphs")], ids=["xla", "nxdi"])
-    def test_quantize_belongs_to_the_cpu(self, run, texting_folder, backend):
-        options = ("--quantize", "int8", "--backend", *backend)
-        self.refused(run("generate", "--model", texting_folder, "x", *options), "are for the backend cpu")
+    @pytest.mark.parametrize(
+        "option, message",
+        [
+            (("--quantize", "int8"), "are for the backend cpu"),
+            (("--cpu-kernels", "torch"), "belongs to the cpu backend"),
+        ],
+        ids=["quantize", "cpu-kernels"],
+    )
+    def test_options_of_the_cpu(self, run, texting_folder, backend, option, message):
+        options = (*option, "--backend", *backend)
+        self.refused(run("generate", "--model", texting_folder, "x", *options), message)
 
     def test_prompt_twice(self, run, folder):
         self.refused(run("generate", "--model", folder, "x", "--file", folder / "config.json"), "not both")

@@ -124,6 +124,14 @@ def test_what_is_refused(evaluate, file, tmp_path):
     assert evaluate(tmp_path / "long", "--window", 600)[0] == 0
 
 
+def test_a_quantized_checkpoint_has_no_float32_to_compare_with(tmp_path, file, texting_folder, capsys):
+    assert main(["convert", "--model", str(texting_folder), "--quantize", "int8", "--output", str(tmp_path / "q")]) == 0
+    assert main(["evaluate", str(file), "--model", str(tmp_path / "q")]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(file), "--model", str(tmp_path / "q"), "--compare", "bfloat16"]) == 2
+    assert "has its weights in int8; --compare needs the original" in capsys.readouterr().err
+
+
 def test_closed_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)
     for arguments in (["evaluate"], ["evaluate", "-"]):

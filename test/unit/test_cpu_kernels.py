@@ -17,7 +17,7 @@ from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
 from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
-from granite4_neuron.ops.operators import FeedForwardWeights, MambaWeights
+from granite4_neuron.ops.operators import FeedForwardWeights
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
@@ -418,40 +418,6 @@ class TestMambaMixer:
         history = mamba.inputs(1, tokens)
         y = mamba.run(history, [tokens], [0])
         assert relative_error(y[0], mamba.exact(history[0])[0]) <= 1e-5
-
-
-@every_dtype
-@every_format
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_mamba_block_is_its_parts(dtype, tokens, format):
-    """Norm, projection, mixer, gated norm, projection and sum, each of which has its own test."""
-    whole, parts = (Mamba(2, dtype=dtype) for _ in range(2))
-    d_inner, rows, lengths = 32, 2, [tokens, tokens - 1]
-    width = d_inner + whole.channels + whole.sizes[0]
-    x = torch.randn(rows, tokens, 24)
-    before, b_in, norm, b_out = (torch.randn(size).to(dtype) for size in (24, width, d_inner, 24))
-    w_in, _ = weights(width, 24, dtype=dtype, format=format)
-    w_out, _ = weights(24, d_inner, dtype=dtype, format=format)
-    projected = cpu.linear(cpu.rms_norm(x, before, 1e-5), w_in, b_in)
-    y = parts.run(projected[..., d_inner:], lengths, [0, 0])
-    mixed = cpu.linear(cpu.rms_norm_gated(y, projected[..., :d_inner], norm, 1e-5, 1), w_out, b_out)
-    block_weights = MambaWeights(
-        in_proj=w_in,
-        out_proj=w_out,
-        norm={"weight": before},
-        in_bias={"bias": b_in},
-        conv1d={"weight": whole.weights[0], "bias": whole.weights[1]},
-        mixer={"dt_bias": whole.dt_bias, "A_log": whole.A_log, "D": whole.D},
-        gated_norm={"weight": norm},
-        out_bias={"bias": b_out},
-    )
-    block = cpu.MambaBlock(block_weights, 1, whole.limit, eps=1e-5, residual_multiplier=0.3, rounding=whole.rounding)
-    slots = whole.slots.where(torch.tensor(lengths) > 0, 0)
-    rows = (torch.tensor(lengths), torch.zeros_like(slots), slots, torch.zeros_like(slots))
-    output, _ = block(x, whole.conv_state, whole.ssm_state, rows, HEURISTIC)
-    assert torch.equal(output, cpu.residual_add(x, mixed, 0.3))
-    for ours, theirs in ((whole.ssm_state, parts.ssm_state), (whole.conv_state, parts.conv_state)):
-        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 @every_dtype

@@ -141,7 +141,16 @@ def test_command(capsys):
     assert main(["plan", "--latency", "--model", "h-small", "--tp-degree", "8"]) == 2
     assert "has 4 logical cores" in capsys.readouterr().err
     assert main(["plan", "--latency", "--model", "h-small", "--acceptance", "2"]) == 2
-    assert "from 0 to 1" in capsys.readouterr().err
+    assert "2 is not a number at least 0 and at most 1" in capsys.readouterr().err
+    for option in ("--prompt", "--context"):
+        assert main(["plan", "--latency", "--model", "h-small", option, "131073"]) == 2
+        assert "the model's longest sequence is 131,072 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--prompt", "9"], ["--drafted", "0"], ["--acceptance", "0.5"], ["--count-graphs"]])
+def test_options_of_the_latency_need_it(option, capsys):
+    assert main(["plan", "--model", "h-small", *option]) == 2
+    assert f"{option[0]} belongs to --latency" in capsys.readouterr().err
 
 
 def test_counted_graphs(monkeypatch):

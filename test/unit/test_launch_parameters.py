@@ -297,14 +297,14 @@ class TestRuntime:
         runtime = CPURuntime(
             random_model(small_config()), GenerationConfig(), kernels="fused", tuned_configs=places[0].parent
         )
-        layer, given = runtime.model.model.layers[0], []
-        block = layer.mamba_block
+        decoder, given = runtime.model.model, []
+        fused_layers = decoder.fused_layers
 
         def record(*arguments):
-            given.append((arguments[-1].chunk_size, arguments[-1].heads_per_task))
-            return block(*arguments)
+            given.append((arguments[-2].chunk_size, arguments[-2].heads_per_task))
+            return fused_layers(*arguments)
 
-        layer.mamba_block = record
+        decoder.fused_layers = record
         self.step(runtime, 1)
         self.step(runtime, 2)
         assert given == [(32, 16), (128, 1)]

@@ -97,14 +97,14 @@ def test_a_row_without_tokens_keeps_its_state(tokens):
 
 
 def test_dimensions_that_no_kernel_takes():
-    with pytest.raises(UserError, match="here are 8 heads, head_dim 16 and d_state 16"):
+    with pytest.raises(UserError, match="head_dim 32, 64 or 128; here are 8 heads in 1 groups, and head_dim 16"):
         select_operators(TORCH, small_config(), prefill_scan="ssd")
     with pytest.raises(UserError, match="a multiple of 2 heads"):
         select_operators(TORCH, CONFIGS["one group"], tp_degree=4, decode_kernel="nki")
     select_operators(TORCH, small_config(layer_types=("attention",)), decode_kernel="nki")
     narrow = small_config(**(SIZES | dict(mamba_d_state=32)))
     select_operators(TORCH, narrow, decode_kernel="nki")
-    with pytest.raises(UserError, match="and d_state 32"):
+    with pytest.raises(UserError, match="take d_state 64 or 128 and up to 340 heads; here are d_state 32"):
         select_operators(TORCH, narrow, prefill_scan="scan", decode_kernel="nki")
     select_operators(TORCH, small_config())
 

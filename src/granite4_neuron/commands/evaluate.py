@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint_folder import CONFIG, find
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -26,6 +26,7 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.config import DTYPES, MAMBA
 from granite4_neuron.errors import UserError
+from granite4_neuron.quantization_config import stored_quantization
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,6 +111,10 @@ def run(options: argparse.Namespace) -> int:
     text = read_text(options.file, "there is no text; give a file, or the text on standard input.")
     formats = list(dict.fromkeys([REFERENCE, *options.compare])) if options.compare else [None]
     folder = find(model_or_bundled(options))
+    if options.compare and (stored := stored_quantization(folder / CONFIG)) is not None:
+        raise UserError(
+            f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
+        )
     # Not at the top: what follows takes seconds to import, and --help does not need it.
     from granite4_neuron import perplexity
 

@@ -165,7 +165,12 @@ def load_runtime(
 
     Args:
         compiled: where the model's graphs are if not where --compiled says.
+
+    Raises:
+        UserError: as `load`; or --cpu-kernels is given for another backend.
     """
+    if options.cpu_kernels != CPU_KERNELS[0] and options.backend != "cpu":
+        raise UserError(f"--cpu-kernels belongs to the cpu backend; leave it out with --backend {options.backend}.")
     folder = find(model)
     # Not at the top, nor before the folder is there: it takes seconds to import.
     from granite4_neuron.generation import load
@@ -205,7 +210,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
-        default="fused",
+        default=CPU_KERNELS[0],
         help="what the cpu backend computes with: kernels compiled for this processor at first use, or plain torch "
         "(default: %(default)s)",
     )

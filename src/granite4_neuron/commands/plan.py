@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from granite4_neuron import plan
 
 EXIT_DOES_NOT_FIT = 1
+_LATENCY_DEFAULTS = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
+_LATENCY_CONTEXT = 2048
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -32,29 +34,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
     add_ranks_and_sequences(planner, tp_degree=4)
     planner.add_argument(
-        "--context", type=at_least(1), metavar="N", help="tokens of a sequence (default: the model's longest)"
+        "--context",
+        type=at_least(1),
+        metavar="N",
+        help=f"tokens of a sequence (default: the model's longest, or {_LATENCY_CONTEXT} with --latency)",
     )
     planner.add_argument("--latency", action="store_true", help="predict times instead; needs --model")
     planner.add_argument(
         "--prompt",
         type=at_least(1),
-        default=128,
         metavar="N",
-        help="--latency: tokens of a prompt (default: %(default)s)",
+        help=f"--latency: tokens of a prompt (default: {_LATENCY_DEFAULTS['prompt']})",
     )
     planner.add_argument(
         "--drafted",
         type=at_least(0),
-        default=3,
         metavar="K",
-        help="--latency: tokens drafted ahead (default: %(default)s)",
+        help=f"--latency: tokens drafted ahead (default: {_LATENCY_DEFAULTS['drafted']})",
     )
     planner.add_argument(
         "--acceptance",
-        type=number_in(0),
-        default=0.7,
+        type=number_in(0, 1),
         metavar="P",
-        help="--latency: how probable it is that a drafted token holds (default: %(default)s)",
+        help="--latency: the probability that a drafted token is accepted "
+        f"(default: {_LATENCY_DEFAULTS['acceptance']})",
     )
     planner.add_argument(
         "--count-graphs",
@@ -67,6 +70,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.latency:
         return _plan_latency(options)
+    given = {name: getattr(options, name) is not None for name in _LATENCY_DEFAULTS}
+    for name, is_given in {**given, "count_graphs": options.count_graphs}.items():
+        if is_given:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --latency; give that too, or leave it out.")
     return _plan_family(options) if options.model is None else _plan_model(options)
 
 
@@ -83,19 +90,14 @@ def _plan_latency(options: argparse.Namespace) -> int:
     dtype = dtype_of(options.dtype or stored_dtype)
     plan.check_ranks(options.instance, options.tp_degree)
     batch_sizes = sorted({1, 4, 8, options.batch_size})
-    context = plan.PREFILL_TOKENS if options.context is None else options.context
-    lines = latency.predictions(
-        config,
-        options.tp_degree,
-        dtype,
-        options.prompt,
-        context,
-        batch_sizes,
-        options.drafted,
-        options.acceptance,
+    prompt, drafted, acceptance = (
+        default if getattr(options, name) is None else getattr(options, name)
+        for name, default in _LATENCY_DEFAULTS.items()
     )
+    context = _LATENCY_CONTEXT if options.context is None else options.context
+    lines = latency.predictions(config, options.tp_degree, dtype, prompt, context, batch_sizes, drafted, acceptance)
     if options.count_graphs:
-        steps = (options.tp_degree, dtype, options.prompt, context, options.drafted)
+        steps = (options.tp_degree, dtype, prompt, context, drafted)
         lines = latency.with_counted_graphs(lines, config, *steps)
     table = Table(
         "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"

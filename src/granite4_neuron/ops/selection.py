@@ -10,7 +10,7 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
-from granite4_neuron.ops.operators import Operator, Operators
+from granite4_neuron.ops.operators import Operators
 
 
 def select_operators(
@@ -46,8 +46,7 @@ def select_operators(
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)
     if tp_degree > 1:
         reason = f"they are for a whole model, and this is a part of {tp_degree}"
-        operators = _without(operators, "feed_forward_block", "the fused MLP and expert layers", reason)
-        operators = _without(operators, "mamba_block", "the fused Mamba layers", reason)
+        operators = _without_fused_layers(operators, reason)
     return operators
 
 
@@ -59,63 +58,67 @@ def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:
 def _with_mamba_kernels(
     base: Operators, config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str, decode_kernel: str
 ) -> Operators:
-    nki: dict[str, MambaKernels] = {}
-    refusals = base.refusals
+    operators = base
     if uses_nki(prefill_scan, decode_kernel):
-        _check_dimensions(config, tp_degree, prefill_scan)
-        nki, reasons = _nki_kernels(config, tp_degree)
-        refusals += reasons if decode_kernel == "nki" else ()
-    prefill = {"chunked": base.mamba_prefill, "quadratic": base.mamba_quadratic, **nki}[prefill_scan]
-    decode = {"torch": base.mamba_decode, **nki}[decode_kernel]
-    # Decode decides how the state lies: it reads and writes it for every token.
-    prefill = with_layout(prefill, decode.has_kernel_layout)
-    operators = replace(base, mamba_prefill=prefill, mamba_decode=decode, refusals=refusals)
+        _require_nki()
+    if prefill_scan in NKI_PREFILL_SCANS:
+        operators = replace(operators, mamba_prefill=_nki_prefill(config, tp_degree, prefill_scan))
+    elif prefill_scan == "quadratic":
+        operators = replace(operators, mamba_prefill=base.mamba_quadratic)
     if decode_kernel == "nki":
-        operators = replace(operators, round_state=_rounding_in_hardware())
+        operators = _with_nki_decode(operators, config, tp_degree)
+    # Decode decides how the state lies: it reads and writes it for every token.
+    prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
-    return _without(operators, "mamba_block", "the fused Mamba layers", f"they have their own scan, and {choice}")
+    reason = f"they have their own scan, and {choice}"
+    return _without_fused_layers(replace(operators, mamba_prefill=prefill), reason)
 
 
-def _without(operators: Operators, field: str, what: str, reason: str) -> Operators:
-    if getattr(operators, field) is None:
-        return operators
-    return replace(operators, **{field: None}, refusals=(*operators.refusals, f"{what} are not used: {reason}."))
-
-
-def _nki_kernels(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[dict[str, MambaKernels], tuple[str, ...]]:
-    """By the names of the choices, and why decode is not by one kernel, if it is not."""
+def _require_nki() -> None:
     try:
         importlib.import_module("nki")
     except ImportError:
         raise UserError("NKI kernels need the package nki of the Neuron SDK, which is not installed.") from None
-    # Not at the top: the package works without nki.
-    from granite4_neuron.ops.nki.mamba import DECODE, SCAN, SSD, decode_kernels
 
+
+def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str) -> MambaKernels:
+    # Not at the top: the package works without nki.
+    from granite4_neuron.ops.nki.limits import check_convolution, check_scan
+    from granite4_neuron.ops.nki.mamba import SCAN, SSD
+
+    if MAMBA in config.layer_types:
+        check_scan(*_scan_dimensions(config, tp_degree), LOGICAL_CORE_SIZE)
+        channels = config.rank_dimensions(tp_degree).mamba_conv_dim
+        check_convolution(channels, config.mamba_d_conv, 1, LOGICAL_CORE_SIZE)
+    return {"scan": SCAN, "ssd": SSD}[prefill_scan]
+
+
+def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_degree: int) -> Operators:
+    """One kernel for the layer where it takes the dimensions; else two, and the reason among the refusals."""
+    # Not at the top: the package works without nki.
+    from granite4_neuron.ops.nki.limits import check_ssm_decode
+    from granite4_neuron.ops.nki.mamba import DECODE, decode_kernels, round_in_hardware
+
+    operators = replace(operators, mamba_decode=DECODE, round_state=round_in_hardware)
     if MAMBA not in config.layer_types:
-        return {"scan": SCAN, "ssd": SSD, "nki": DECODE}, ()
-    rank = config.rank_dimensions(tp_degree)
+        return operators
+    dimensions = _scan_dimensions(config, tp_degree)
     try:
-        decode = decode_kernels(rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state)
+        return replace(operators, mamba_decode=decode_kernels(*dimensions))
     except UserError as error:
+        check_ssm_decode(*dimensions, LOGICAL_CORE_SIZE)
         reason = f"A Mamba layer's decode takes a kernel for its convolution and one for its recurrence. {error}"
-        return {"scan": SCAN, "ssd": SSD, "nki": DECODE}, (reason,)
-    return {"scan": SCAN, "ssd": SSD, "nki": decode}, ()
+        return replace(operators, refusals=(*operators.refusals, reason))
 
 
-def _rounding_in_hardware() -> Operator:
-    # Not at the top: the package works without nki.
-    from granite4_neuron.ops.nki.mamba import round_in_hardware
+def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:
+    """(num_heads, head_dim, n_groups, d_state) of a rank."""
+    rank = config.rank_dimensions(tp_degree)
+    return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
 
-    return round_in_hardware
 
-
-def _check_dimensions(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: str) -> None:
-    if MAMBA not in config.layer_types:
-        return
-    num_heads, head_dim = config.rank_dimensions(tp_degree).mamba_heads, config.mamba_d_head
-    d_state, d_states = config.mamba_d_state, (64, 128) if prefill_scan in NKI_PREFILL_SCANS else (32, 64, 128)
-    if num_heads % LOGICAL_CORE_SIZE or head_dim not in (32, 64, 128) or d_state not in d_states:
-        raise UserError(
-            f"the NKI kernels take a multiple of {LOGICAL_CORE_SIZE} heads a rank, head_dim 32, 64 or 128 and d_state "
-            f"64 or 128, or 32 for decode; here are {num_heads} heads, head_dim {head_dim} and d_state {d_state}."
-        )
+def _without_fused_layers(operators: Operators, reason: str) -> Operators:
+    if operators.decoder_layers is None:
+        return operators
+    refusal = f"the fused decoder layers are not used: {reason}."
+    return replace(operators, decoder_layers=None, refusals=(*operators.refusals, refusal))

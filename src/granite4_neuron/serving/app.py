@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,10 +28,6 @@ from granite4_neuron.serving.protocol import ChatBody, CompletionBody, Generatio
 from granite4_neuron.serving.sequences import SequenceMaker
 
 _PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
-
-
-class ClientGone(Exception):
-    """Nobody is there to answer."""
 
 
 @dataclass
@@ -67,7 +64,7 @@ def make_app(service: Service) -> ASGIApp:
 
     # Without pages of documentation, which would load scripts from elsewhere.
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    for kind in (RequestError, UserError, HTTPException, ClientGone):
+    for kind in (RequestError, UserError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
     app.add_route("/v1/models", routes.models, methods=["GET"])
@@ -191,8 +188,8 @@ class _EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _unless_gone(receive, self._send_all(send))
-        except ClientGone:
-            pass  # and with it the connection
+        except ClientDisconnect:
+            pass  # there is nobody to tell
         finally:
             self._on_end()
 
@@ -206,10 +203,10 @@ Result = TypeVar("Result")
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """What the work comes to.
+    """The result of the work.
 
     Raises:
-        ClientGone: the client went away first, and the work was cancelled.
+        ClientDisconnect: the client went away first, and the work was cancelled.
     """
 
     async def gone() -> None:
@@ -223,7 +220,7 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in tasks:
@@ -267,7 +264,7 @@ class _Gate:
 
 
 async def _error_response(_: HTTPRequest, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         wrong = "there is no such path" if error.status_code == 404 else "the path has no such method"

@@ -64,6 +64,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; the thread's only
         self._live: set[Generation] = set()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine")
 
     def start(self) -> None:
@@ -84,8 +85,11 @@ class EngineThread:
         """Have sequences run.
 
         Raises:
-            RequestError: 400, they are more than there is ever room for; 429, there is none now.
+            RequestError: 400, they are more than there is ever room for; 429, there is no room now; 500, the thread has
+                ended.
         """
+        if self._has_ended:
+            raise _engine_has_stopped()
         if len(requests) > self._most:
             raise RequestError(
                 400, f"the request asks for {len(requests)} texts; this server takes {self._most} at most."
@@ -163,6 +167,11 @@ class EngineThread:
         self._live.discard(generation)
 
     def _ended(self) -> None:
+        self._has_ended = True
         for generation in list(self._live):
-            self._fail(generation, RequestError(500, "the server's engine has stopped."))
+            self._fail(generation, _engine_has_stopped())
         self._on_end()
+
+
+def _engine_has_stopped() -> RequestError:
+    return RequestError(500, "the server's engine has stopped.")

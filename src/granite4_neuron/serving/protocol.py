@@ -143,7 +143,7 @@ class CompletionBody(GenerationBody):
     """Of /v1/completions."""
 
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
 

@@ -16,6 +16,9 @@ from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 
+# New tokens of a completion that does not say how many, as with OpenAI.
+DEFAULT_COMPLETION_TOKENS = 16
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -49,6 +52,8 @@ class SequenceMaker:
     async def of_completion(self, body: CompletionBody) -> list[Request]:
         """For each prompt in turn, as many sequences as choices are asked for.
 
+        Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
+
         Raises:
             RequestError, UserError: the prompt is empty, outside the vocabulary or too long, or more new tokens are
                 asked for than there is room for.
@@ -58,15 +63,17 @@ class SequenceMaker:
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
-            requests += self._requests(body, tokens, which, body.max_tokens, body.echo)
+            max_tokens = self._max_tokens(len(tokens), which, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+            requests += self._requests(body, tokens, which, max_tokens, body.echo)
         return requests
 
     async def of_chat(self, body: ChatBody) -> list[Request]:
-        """As `of_completion`; with no number of new tokens given, there is room for as many as fit."""
+        """As `of_completion`; without `max_tokens`, as many new tokens as there is room for."""
         messages = [message.model_dump() for message in body.messages]
         self._check_characters("messages", "".join(message["content"] for message in messages))
         tokens = await asyncio.to_thread(self._encoder.encode, messages)
-        return self._requests(body, tokens, "messages", body.max_completion_tokens or body.max_tokens, False)
+        asked = body.max_completion_tokens or body.max_tokens
+        return self._requests(body, tokens, "messages", self._max_tokens(len(tokens), "messages", asked), False)
 
     def _check_characters(self, which: str, *texts: str) -> None:
         """Refuse what is too long whatever its tokens are; it would take seconds to encode a megabyte."""
@@ -83,13 +90,13 @@ class SequenceMaker:
         return [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _requests(
-        self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int | None, reports_prompt: bool
+        self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int, reports_prompt: bool
     ) -> list[Request]:
         check_tokens(tokens, self._vocab_size, which)
         if body.logit_bias:
             check_tokens(list(body.logit_bias), self._vocab_size, "logit_bias")
         options = dict(
-            max_tokens=self._max_tokens(len(tokens), which, max_tokens),
+            max_tokens=max_tokens,
             sampling=with_overrides(
                 self._defaults, body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty
             ),
@@ -104,7 +111,7 @@ class SequenceMaker:
         seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(body.n)]
         return [Request(tokens, seed=seed, **options) for seed in seeds]
 
-    def _max_tokens(self, prompt_length: int, which: str, asked: int | None) -> int:
+    def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
         """At least 1: where a client wants none, one is generated and not shown."""
         longest, most = self._limits.max_length, self._limits.max_tokens
         if prompt_length >= longest:
@@ -118,4 +125,6 @@ class SequenceMaker:
                 f"max_tokens is {asked}; behind a prompt of {prompt_length} tokens at most {room} new ones fit.",
                 "max_tokens",
             )
-        return room if asked is None else max(1, asked)
+        if asked is None:
+            return room if default is None else min(room, default)
+        return max(1, asked)

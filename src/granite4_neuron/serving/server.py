@@ -35,11 +35,19 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(f"the port is {port}, and must be at most 65535.")
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family)
+        return _listener(family, address)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be encoded for the look-up
+        raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
+
+
+def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
+    listener = socket.socket(family)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

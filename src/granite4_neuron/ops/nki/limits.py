@@ -9,6 +9,8 @@ from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS
 from granite4_neuron.ops.nki.ssm_decode import MAX_ROW
 
 HEAD_DIMS = (32, 64, 128)
+SCAN_D_STATES = (64, 128)
+DECODE_D_STATES = (32, 64, 128)  # of `mamba_decode`
 SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
 
 
@@ -20,10 +22,10 @@ def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, progr
     """
     _check_heads(num_heads, head_dim, n_groups, programs)
     most_heads = PSUM_BANK // SUMS_OF_A_CHUNK * programs
-    if d_state not in (64, 128) or num_heads > most_heads:
+    if d_state not in SCAN_D_STATES or num_heads > most_heads:
         raise UserError(
-            f"The NKI kernels for prefill take d_state 64 or 128 and up to {most_heads} heads; here are d_state "
-            f"{d_state} and {num_heads} heads."
+            f"The NKI kernels for prefill take d_state {_listed(SCAN_D_STATES)} and up to {most_heads} heads; here are "
+            f"d_state {d_state} and {num_heads} heads."
         )
 
 
@@ -51,13 +53,14 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
     heads, heads_per_group = num_heads // programs, num_heads // n_groups
     takes_heads = num_heads % programs == 0 and num_heads % n_groups == 0 and 1 <= heads <= MAX_PARTITIONS
     takes_groups = takes_heads and (heads % heads_per_group == 0 or heads_per_group % heads == 0)
-    takes_sizes = head_dim in HEAD_DIMS and d_state in (32, 64, 128) and heads * head_dim <= MAX_ROW_OF_TOKENS
+    takes_sizes = head_dim in HEAD_DIMS and d_state in DECODE_D_STATES and heads * head_dim <= MAX_ROW_OF_TOKENS
     if not (1 <= tokens <= MAX_TOKENS and heads * tokens <= PSUM_BANK and takes_groups and takes_sizes):
         raise UserError(
             f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
             f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW_OF_TOKENS} channels, "
-            f"and {PSUM_BANK} for heads times tokens; and head_dim and d_state of 32, 64 or 128. Here are {num_heads} "
-            f"heads in {n_groups} groups, head_dim {head_dim}, d_state {d_state}, and steps of {tokens}."
+            f"and {PSUM_BANK} for heads times tokens; head_dim {_listed(HEAD_DIMS)}, and d_state "
+            f"{_listed(DECODE_D_STATES)}. Here are {num_heads} heads in {n_groups} groups, head_dim {head_dim}, "
+            f"d_state {d_state}, and steps of {tokens}."
         )
 
 
@@ -77,6 +80,12 @@ def check_convolution(channels: int, d_conv: int, batch: int, programs: int) -> 
 def _check_heads(num_heads: int, head_dim: int, n_groups: int, programs: int) -> None:
     if num_heads % programs or num_heads % n_groups or head_dim not in HEAD_DIMS:
         raise UserError(
-            f"The NKI kernels take a multiple of {programs} heads, in groups of one size, and head_dim 32, 64 or 128; "
-            f"here are {num_heads} heads in {n_groups} groups, and head_dim {head_dim}."
+            f"The NKI kernels take a multiple of {programs} heads, in groups of one size, and head_dim "
+            f"{_listed(HEAD_DIMS)}; here are {num_heads} heads in {n_groups} groups, and head_dim {head_dim}."
         )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    """(32, 64, 128) as "32, 64 or 128"."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}"

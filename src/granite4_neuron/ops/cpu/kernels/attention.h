@@ -7,7 +7,7 @@
 namespace granite4_neuron {
 
 // As ops.write_cache, for one cache. cache: [slots, kv_heads, max_length, head_dim]; values: [batch, tokens, kv_heads,
-// head_dim]. Padded tokens are written nowhere.
+// head_dim]; positions: [batch, 1 or more], the first token's. Padded tokens are written nowhere.
 inline void write_cache(
     at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
     const at::Tensor& slots) {
@@ -21,15 +21,13 @@ inline void write_cache(
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(cache.mutable_data_ptr());
   for (int64_t row = 0; row < batch; row++) {
-    const int64_t* position = positions.const_data_ptr<int64_t>() + row * positions.stride(0);
-    for (int64_t token = 0; token < length[row]; token++) {
-      TORCH_CHECK(
-          0 <= position[token] && position[token] < max_length, "position ", position[token], " is beyond the cache");
+    int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)], last = first + length[row] - 1;
+    TORCH_CHECK(first >= 0 && last < max_length, "position ", first < 0 ? first : last, " is beyond the cache");
+    for (int64_t token = 0; token < length[row]; token++)
       for (int64_t head = 0; head < kv_heads; head++)
         std::memcpy(
-            to + ((slot[row] * kv_heads + head) * max_length + position[token]) * bytes,
+            to + ((slot[row] * kv_heads + head) * max_length + first + token) * bytes,
             from + ((row * tokens + token) * kv_heads + head) * bytes, bytes);
-    }
   }
 }
 
@@ -183,7 +181,8 @@ class BlockAttention {
 };
 
 // As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
-// max_length, head_dim]; positions: [batch, tokens]. Only the entries that a row has written are read; padding gives 0.
+// max_length, head_dim]; positions: [batch, 1 or more], the first token's. Only the entries that a row has written are
+// read; padding gives 0.
 inline at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale) {

@@ -76,15 +76,17 @@ inline void multiply_groups(
       vectors[g] = fill_blocks<Arithmetic>(row, groups[g].choices.size(), columns, scratch.data() + begins[g]);
     }
   });
-  parallel_tasks(groups.size() * tiles, 1, [&](int64_t begin, int64_t end) {
+  parallel_tasks(groups.size() * tiles, TOGETHER, [&](int64_t begin, int64_t end) {
     std::vector<char> loaded;
-    for (int64_t task = begin; task < end; task++) {
-      const auto& [expert, choices] = groups[task / tiles];
-      int64_t row = task % tiles * TILE, count = std::min(TILE, rows - row);
-      auto store = [&](int64_t v, const auto& totals) {
+    for (int64_t task = begin, next = 0; task < end; task = next) {
+      int64_t g = task / tiles;
+      const auto& [expert, choices] = groups[g];
+      next = std::min(end, (g + 1) * tiles);
+      auto store = [&](int64_t number, int64_t v, const auto& totals) {
+        int64_t row = number * TILE, count = std::min(TILE, rows - row);
         store_totals<T>(totals, 1.0f, nullptr, out + choices[v] * rows + row, count);
       };
-      multiply_tile<Tiles>(weight.tile(expert, task % tiles), vectors[task / tiles], columns, loaded, store);
+      multiply_tiles<Tiles>(weight, expert, task - g * tiles, next - g * tiles, vectors[g], loaded, store);
     }
   });
 }

@@ -2,40 +2,17 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "decoder.h"
 #include "experts.h"
 #include "layers.h"
 #include "linear.h"
+#include "lists.h"
 #include "mamba.h"
 #include "norm.h"
 #include "paged.h"
 #include "paged_attention.h"
 
 namespace granite4_neuron {
-
-// An operator's list of weights that are no matrices, read in its order.
-class WeightList {
- public:
-  using List = c10::List<std::optional<at::Tensor>>;
-
-  explicit WeightList(const List& list) : list_(list) {}
-
-  std::optional<at::Tensor> next_if_any() {
-    TORCH_CHECK(next_ < list_.size(), "there are only ", list_.size(), " weights");
-    return list_.get(next_++);
-  }
-  at::Tensor next() {
-    std::optional<at::Tensor> weight = next_if_any();
-    TORCH_CHECK(weight.has_value(), "weight ", next_ - 1, " is None");
-    return *weight;
-  }
-  MixerWeights mixer() {
-    return {next(), next_if_any(), next(), next(), next()};
-  }
-
- private:
-  const List& list_;
-  size_t next_ = 0;
-};
 
 // sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
 inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
@@ -59,52 +36,42 @@ at::Tensor paged_mamba_mixer_operator(
       projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, {0, 0, 0}));
 }
 
-// matrices: in_proj, out_proj.
-MambaBlockWeights mamba_block_weights(at::TensorList matrices, const WeightList::List& list) {
-  TORCH_CHECK(matrices.size() == 2);
-  WeightList of(list);
-  at::Tensor norm = of.next();
-  Linear in_proj{weight_in(matrices[0]), of.next_if_any()};
-  MixerWeights mixer = of.mixer();
-  at::Tensor gated_norm = of.next();
-  return {norm, in_proj, mixer, gated_norm, {weight_in(matrices[1]), of.next_if_any()}};
-}
-
-std::tuple<at::Tensor, at::Tensor> mamba_block_operator(
-    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
-    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants,
-    at::IntArrayRef rounding) {
-  TORCH_CHECK(states.size() == 2 && constants.size() == 4);
-  return mamba_block(
-      mamba_mixer, hidden_states, mamba_block_weights(matrices, list), {states[0], states[1]}, rows,
-      settings(sizes, constants.slice(0, 2), rounding), {constants[2], constants[3]});
+// sizes: groups, chunk_size, heads_per_task, top_k, seed, rounds. constants: dt_low, dt_high, eps,
+// residual_multiplier, attention_scale.
+std::vector<at::Tensor> decoder_layers_operator(
+    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list, at::TensorList states,
+    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants, bool keep_inputs) {
+  TORCH_CHECK(sizes.size() == 6 && constants.size() == 5);
+  DecoderSettings settings{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                           constants[0], constants[1], constants[2], constants[3], constants[4]};
+  return decoder_layers(
+      hidden_states, Matrices(matrices), WeightList(list), states, rows, settings, keep_inputs);
 }
 
 at::Tensor paged_mamba_block_operator(
     const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
     at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
   TORCH_CHECK(states.size() == 2 && constants.size() == 4);
+  Matrices of_matrices(matrices);
+  WeightList weights(list);
   auto [result, inputs] = mamba_block(
-      paged_mamba_mixer, hidden_states, mamba_block_weights(matrices, list), {states[0], states[1]}, rows,
+      paged_mamba_mixer, hidden_states, mamba_weights(of_matrices, weights), {states[0], states[1]}, rows,
       settings(sizes, constants.slice(0, 2), {0, 0, 0}), {constants[2], constants[3]});
   return result;
 }
 
-// matrices: input and output of the MLP; with experts router, input and output of these.
 at::Tensor feed_forward_block_operator(
     const at::Tensor& hidden_states, at::TensorList matrices, const at::Tensor& norm, int64_t top_k, double eps,
     double residual_multiplier) {
-  TORCH_CHECK(matrices.size() == 2 || matrices.size() == 5);
-  FeedForwardWeights weights{norm, weight_in(matrices[0]), weight_in(matrices[1]), std::nullopt};
-  if (matrices.size() == 5)
-    weights.experts = {weight_in(matrices[2]), weight_in(matrices[3]), weight_in(matrices[4])};
+  Matrices of_matrices(matrices);
+  FeedForwardWeights weights = feed_forward_weights(of_matrices, norm, top_k > 0);
   return feed_forward_block(hidden_states, weights, top_k, {eps, residual_multiplier});
 }
 
 }  // namespace granite4_neuron
 
-// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D. Of mamba_block, besides its matrices: norm, bias of
-// in_proj, mixer, gated_norm, bias of out_proj. Matrices are tensors of bytes, see `weight_in`.
+// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D; of blocks: see lists.h. Matrices are tensors of
+// bytes, see `weight_in`.
 TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "pack(Tensor values, Tensor? scales, str format, ScalarType dtype, int[] shape, Tensor(a!) bytes) -> ()");
@@ -125,10 +92,11 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "paged_mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
       "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
-  // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
+  // See `decoder_layers`, and the operator above for sizes and constants. States are advanced in place.
   library.def(
-      "mamba_block(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
-      "Tensor[] rows, int[] sizes, float[] constants, int[] rounding) -> (Tensor, Tensor)");
+      "decoder_layers(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, Tensor[] rows, "
+      "int[] sizes, float[] constants, bool keep_inputs) -> Tensor[]");
+  // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
   library.def(
       "paged_mamba_block(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
       "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
@@ -169,7 +137,7 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   });
   library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
   library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
-  library.impl("mamba_block", &granite4_neuron::mamba_block_operator);
+  library.impl("decoder_layers", &granite4_neuron::decoder_layers_operator);
   library.impl("paged_mamba_block", &granite4_neuron::paged_mamba_block_operator);
   library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);

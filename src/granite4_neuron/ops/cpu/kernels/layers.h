@@ -1,13 +1,16 @@
-// Half a decoder layer as one call each: what takes 100 microseconds of Python between kernels takes a few here.
+// The halves of decoder layers.
 //
-// The definitions are in Python: layers.mamba2.Mamba2 behind a norm, and layers.moe.feed_forward.
+// The definitions are in Python: layers.mamba2.Mamba2 and layers.attention.Attention, each behind a norm, and
+// layers.moe.feed_forward.
 #pragma once
 
+#include "attention.h"
 #include "experts.h"
 #include "linear.h"
 #include "mamba.h"
 #include "norm.h"
 #include "paged.h"
+#include "rotary.h"
 
 namespace granite4_neuron {
 
@@ -34,9 +37,11 @@ struct BlockConstants {
   double eps, residual_multiplier;
 };
 
-// As ops.cpu.blocks.MambaBlock. hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or
-// `paged_mamba_mixer`, which say what leading dimensions and rows there are. Returns what becomes of hidden_states, and
-// the mixer's inputs.
+// hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(xBC, dt) and (z, xBC, dt) =
+// in_proj(rms_norm(hidden_states)).
+//
+// hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or `paged_mamba_mixer`, which say what leading
+// dimensions and rows there are. Returns what becomes of hidden_states, and the mixer's inputs.
 template <typename MixerFunction>
 inline std::tuple<at::Tensor, at::Tensor> mamba_block(
     const MixerFunction& mixer, const at::Tensor& hidden_states, const MambaBlockWeights& weights,
@@ -49,6 +54,43 @@ inline std::tuple<at::Tensor, at::Tensor> mamba_block(
   at::Tensor y = mixer(xBC_dt, weights.mixer, state, rows, settings);
   at::Tensor gated = rms_norm(y, z, weights.gated_norm, eps, settings.groups);
   return {residual_add(hidden_states, linear(gated, weights.out_proj), residual_multiplier), xBC_dt};
+}
+
+struct AttentionBlockWeights {
+  at::Tensor norm;  // [hidden_size]
+  Linear q_proj, k_proj, v_proj, o_proj;
+};
+
+// Keys and values of a layer, each [slots, kv_heads, max_length, head_dim].
+struct Cache {
+  at::Tensor key, value;
+};
+
+// Each row's number of real tokens and its slot of the cache, [batch]; its first token's position, [batch, 1]; and
+// cosines and sines of the tokens' positions where the model has rotary ones, [batch, tokens, head_dim / 2].
+struct AttentionRows {
+  at::Tensor lengths, slots, starts;
+  std::optional<RotaryTables> rotary;
+};
+
+// hidden_states + residual_multiplier * o_proj(attention(q, k, v)), where these are projections of
+// rms_norm(hidden_states). hidden_states: [batch, tokens, hidden_size], float32. scale: of the scores.
+inline at::Tensor attention_block(
+    const at::Tensor& hidden_states, const AttentionBlockWeights& weights, const Cache& cache,
+    const AttentionRows& rows, double scale, const BlockConstants& constants) {
+  auto [eps, residual_multiplier] = constants;
+  int64_t batch = hidden_states.size(0), tokens = hidden_states.size(1), head_dim = cache.key.size(3);
+  at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
+  auto heads = [&](const Linear& projection) { return linear(x, projection).view({batch, tokens, -1, head_dim}); };
+  at::Tensor query = heads(weights.q_proj), key = heads(weights.k_proj), value = heads(weights.v_proj);
+  if (rows.rotary.has_value()) {
+    apply_rotary(query, *rows.rotary);
+    apply_rotary(key, *rows.rotary);
+  }
+  write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
+  write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
+  at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
+  return residual_add(hidden_states, linear(y.view({batch, tokens, -1}), weights.o_proj), residual_multiplier);
 }
 
 // As ops.mlp.

@@ -21,74 +21,80 @@ struct Fetch {
     return {tile + tile_bytes + pass * tile_bytes / passes, (Tiles::STEP_BYTES + passes - 1) / passes};
   }
   template <int64_t MOST>
-  void step() {
-    for (int64_t byte = 0; byte < MOST; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-    next += stride;
+  void step(int64_t offset) const {
+    for (int64_t byte = 0; byte < MOST; byte += 64) __builtin_prefetch(next + offset + byte, 0, 2);
   }
 };
 
-// totals[v] = the sum over a tile's steps of weights times x[v], in the order of the columns.
-template <typename Steps, int COUNT>
+// totals[t * COUNT + v] = the sum over steps of weights times x[v], in the order of the columns, for TILES tiles that are
+// `stride` bytes apart.
+template <typename Steps, int COUNT, int TILES>
 inline void multiply_steps(
-    const char* step, const typename Steps::Arithmetic::Input* x, int64_t columns,
+    const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
     typename Steps::Arithmetic::Total* totals, Fetch& fetch) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int VECTORS = Arithmetic::VECTORS;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
-  Vec sums[COUNT][VECTORS];
+  Vec sums[TILES * COUNT][VECTORS];
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++)
+  for (int v = 0; v < TILES * COUNT; v++)
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
   int64_t steps = steps_of<Arithmetic>(columns);
   for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += X_STEP) {
-    fetch.template step<Steps::FETCH_BYTES>();
-    auto weights = Steps::load(step);
-#pragma GCC unroll 12
-    for (int v = 0; v < COUNT; v++) {
-      auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
 #pragma GCC unroll 4
-      for (int i = 0; i < VECTORS; i++) sums[v][i] = Arithmetic::add(sums[v][i], weights[i], factor);
+    for (int t = 0; t < TILES; t++) {
+      fetch.template step<Steps::FETCH_BYTES>(t * stride);
+      auto weights = Steps::load(step + t * stride);
+#pragma GCC unroll 12
+      for (int v = 0; v < COUNT; v++) {
+        auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
+#pragma GCC unroll 4
+        for (int i = 0; i < VECTORS; i++)
+          sums[t * COUNT + v][i] = Arithmetic::add(sums[t * COUNT + v][i], weights[i], factor);
+      }
     }
+    fetch.next += fetch.stride;
   }
 #pragma GCC unroll 12
-  for (int v = 0; v < COUNT; v++)
+  for (int v = 0; v < TILES * COUNT; v++)
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS; i++) totals[v][i] = sums[v][i];
 }
 
 // The same of weights that have a scale for each row and group of columns: one group's sums after another's.
-template <typename Tiles, int COUNT>
+template <typename Tiles, int COUNT, int TILES>
 inline void multiply_scaled_groups(
-    const char* group, const typename Tiles::Arithmetic::Input* x, int64_t columns,
+    const char* group, int64_t stride, const typename Tiles::Arithmetic::Input* x, int64_t columns,
     typename Tiles::Arithmetic::Total* totals, Fetch& fetch) {
   using Arithmetic = typename Tiles::Arithmetic;
   constexpr int64_t STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
-  for (int v = 0; v < COUNT; v++) totals[v].fill(Vec(0.0f));
+  for (int v = 0; v < TILES * COUNT; v++) totals[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
-    typename Arithmetic::Total sums[COUNT];
+    typename Arithmetic::Total sums[TILES * COUNT];
     const auto* of_group = x + first / Arithmetic::COLUMNS * STEP;
-    multiply_steps<Tiles, COUNT>(group, of_group, std::min(Tiles::GROUP, columns - first), sums, fetch);
-    for (int v = 0; v < COUNT; v++) Tiles::add_group(group, sums[v], totals[v]);
+    multiply_steps<Tiles, COUNT, TILES>(group, stride, of_group, std::min(Tiles::GROUP, columns - first), sums, fetch);
+    for (int t = 0; t < TILES; t++)
+      for (int v = 0; v < COUNT; v++) Tiles::add_group(group + t * stride, sums[t * COUNT + v], totals[t * COUNT + v]);
   }
 }
 
-template <typename Steps, int COUNT>
+template <typename Steps, int COUNT, int TILES>
 constexpr auto multiply_function() {
   if constexpr (HAS_GROUPS<Steps>) {
-    return multiply_scaled_groups<Steps, COUNT>;
+    return multiply_scaled_groups<Steps, COUNT, TILES>;
   } else {
-    return multiply_steps<Steps, COUNT>;
+    return multiply_steps<Steps, COUNT, TILES>;
   }
 }
 
 template <typename Steps>
 using MultiplySteps = void (*)(
-    const char*, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch&);
+    const char*, int64_t, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch&);
 
-template <typename Steps, size_t... NUMBERS>
+template <typename Steps, int TILES, size_t... NUMBERS>
 constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
-  return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_function<Steps, NUMBERS + 1>()...};
+  return std::array<MultiplySteps<Steps>, sizeof...(NUMBERS)>{multiply_function<Steps, NUMBERS + 1, TILES>()...};
 }
 
 // The steps of a tile when they have been loaded once: for many vectors, and weights whose loading is work.
@@ -121,14 +127,14 @@ template <typename Tiles, typename Steps, typename Finish>
 inline void multiply_vectors(
     const char* tile, const char* steps, Vectors<typename Steps::Arithmetic> x, int64_t columns,
     const Finish& finish) {
-  static constexpr auto table = multiply_steps_table<Steps>(std::make_index_sequence<AT_ONCE>());
+  static constexpr auto table = multiply_steps_table<Steps, 1>(std::make_index_sequence<AT_ONCE>());
   typename Steps::Arithmetic::Total totals[AT_ONCE];
   const auto* block = x.data;
   int64_t passes = (x.count + x.share - 1) / x.share, bytes = Tiles::tile_bytes(columns);
   for (int64_t pass = 0; pass < passes; pass++, block += x.block_size(columns)) {
     int64_t first = pass * x.share, count = std::min(x.share, x.count - first);
     Fetch fetch = Fetch::in_pass<Tiles>(tile, bytes, pass, passes);
-    table[count - 1](steps, block, columns, totals, fetch);
+    table[count - 1](steps, 0, block, columns, totals, fetch);
     for (int64_t v = 0; v < count; v++) finish(first + v, totals[v]);
   }
 }
@@ -149,6 +155,45 @@ inline void multiply_tile(
     }
   }
   multiply_vectors<Tiles, Tiles>(tile, tile, x, columns, finish);
+}
+
+// Tiles that few vectors are multiplied by at a time: they have sums to go on with while others are being added up.
+constexpr int TOGETHER = 2;
+constexpr int64_t FEW = 4;
+
+// As `multiply_tile`, emit(t, v, totals), for TOGETHER tiles, one behind the other, and FEW vectors at most.
+template <typename Tiles, typename Emit>
+inline void multiply_together(
+    const char* tiles, Vectors<typename Tiles::Arithmetic> x, int64_t columns, const Emit& emit) {
+  static constexpr auto table = multiply_steps_table<Tiles, TOGETHER>(std::make_index_sequence<FEW>());
+  typename Tiles::Arithmetic::Total totals[TOGETHER * FEW];
+  int64_t bytes = Tiles::tile_bytes(columns);
+  Fetch fetch = Fetch::in_pass<Tiles>(tiles, bytes, 0, 1);
+  table[x.count - 1](tiles, bytes, x.data, columns, totals, fetch);
+  for (int64_t t = 0; t < TOGETHER; t++)
+    for (int64_t v = 0; v < x.count; v++) {
+      auto& of_vector = totals[t * x.count + v];
+      Tiles::finish(tiles + t * bytes, columns, of_vector);
+      emit(t, v, of_vector);
+    }
+}
+
+// emit(number, v, totals) for tiles `first` to `last` of an expert's matrix and all vectors, with totals[i] = the
+// tile's row i . x[v].
+template <typename Tiles, typename Emit>
+inline void multiply_tiles(
+    const Weight& weight, int64_t expert, int64_t first, int64_t last, Vectors<typename Tiles::Arithmetic> x,
+    std::vector<char>& loaded, const Emit& emit) {
+  int64_t number = first;
+  if (x.count <= FEW)
+    for (; number + TOGETHER <= last; number += TOGETHER) {
+      auto of_tile = [&](int64_t t, int64_t v, const auto& totals) { emit(number + t, v, totals); };
+      multiply_together<Tiles>(weight.tile(expert, number), x, weight.columns, of_tile);
+    }
+  for (; number < last; number++) {
+    auto of_tile = [&](int64_t v, const auto& totals) { emit(number, v, totals); };
+    multiply_tile<Tiles>(weight.tile(expert, number), x, weight.columns, loaded, of_tile);
+  }
 }
 
 }  // namespace granite4_neuron

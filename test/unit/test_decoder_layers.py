@@ -1,0 +1,164 @@
+"""The one call for all decoder layers is the layers one after another, each by kernels that have tests of their own."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from granite4_neuron import ops
+from granite4_neuron.modeling_granite_moe_hybrid import step_of
+from granite4_neuron.ops import cpu
+from granite4_neuron.ops.launch_parameters import HEURISTIC
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.state import HybridState
+from test.support.checkpoints import CASES
+
+pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+
+NAMED = {case.name: case for case in CASES}
+
+
+def bound_model(name, dtype, format=None):
+    model = random_model(NAMED[name].config(), dtype=dtype)
+    for module in model.matrices().values():
+        if module.may_be_quantized and format is not None:
+            module.set_compact_weight(ops.FORMATS[format].quantize(module.weight))
+    return model.bind(cpu.operators())
+
+
+def poisoned_state(model, num_sequences, max_length):
+    state = HybridState.allocate(model.config, num_sequences, max_length, model.dtype)
+    for tensor in state.tensors():
+        tensor.fill_(float("nan"))
+        tensor[0] = 0
+    return state
+
+
+def mix(layer, x, step, state, config):
+    """A Mamba-2 layer between its norm and the sum: its result, and what its mixer takes in."""
+    mamba = layer.mamba
+    projected = cpu.linear(x, mamba.in_proj.weight, mamba.in_proj.bias)
+    z, inputs = projected.split([mamba.d_inner, projected.shape[-1] - mamba.d_inner], dim=-1)
+    weights = mamba.conv1d.weight, mamba.conv1d.bias, mamba.dt_bias, mamba.A_log, mamba.D
+    sizes = config.mamba_n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
+    states, limits = (state.conv_state, state.ssm_state), config.time_step_limit
+    y = cpu.mamba_mixer(inputs, weights, *states, step.rows, sizes, limits, mamba.rounding)
+    gated = cpu.rms_norm_gated(y, z, mamba.norm.weight, config.rms_norm_eps, config.mamba_n_groups)
+    return cpu.linear(gated, mamba.out_proj.weight, mamba.out_proj.bias), inputs
+
+
+def attend(layer, x, step, state, config):
+    attention, where = layer.self_attn, (step.positions, step.lengths, step.slots)
+    parts = attention.q_proj, attention.k_proj, attention.v_proj
+    query, key, value = (cpu.linear(x, p.weight, p.bias).unflatten(-1, (-1, config.head_dim)) for p in parts)
+    if config.uses_rope:
+        tables = ops.rotary_tables(step.positions, config.head_dim, config.rope_theta)
+        query, key = ops.apply_rotary(query, tables), ops.apply_rotary(key, tables)
+    cpu.write_cache(state.key, key, *where)
+    cpu.write_cache(state.value, value, *where)
+    mixed = cpu.cached_attention(query, state.key, state.value, *where, config.attention_multiplier, step.kv_length)
+    return cpu.linear(mixed.flatten(-2), attention.o_proj.weight, attention.o_proj.bias)
+
+
+def feed_forward(layer, hidden_states, config):
+    top_k = config.num_experts_per_tok if layer.block_sparse_moe else 0
+    weights = layer.weights().feed_forward
+    return cpu.FeedForwardBlock(weights, top_k, config.rms_norm_eps, config.residual_multiplier)(hidden_states)
+
+
+def one_after_another(model, hidden_states, step, state):
+    """[batch, tokens, hidden_size], and the inputs of the Mamba layers' mixers."""
+    config, inputs = model.config, []
+    for layer, of_layer in zip(model.model.layers, state.layers, strict=True):
+        x = cpu.rms_norm(hidden_states, layer.input_layernorm.weight, config.rms_norm_eps)
+        if layer.is_mamba:
+            mixed, of_mixer = mix(layer, x, step, of_layer, config)
+            inputs.append(of_mixer)
+        else:
+            mixed = attend(layer, x, step, of_layer, config)
+        hidden_states = cpu.residual_add(hidden_states, mixed, config.residual_multiplier)
+        hidden_states = feed_forward(layer, hidden_states, config)
+    return hidden_states, inputs
+
+
+def steps(state, only_verifies=False):
+    """A prompt of two rows, one of which is shorter, then a token of each; the rows are not in the order of slots."""
+    slots, kept_inputs = torch.tensor([2, 1]), [] if only_verifies else None
+    for tokens, start in ((20, [0, 0]), (1, [20, 13])) if not only_verifies else ((5, [0, 0]),):
+        positions = torch.tensor(start)[:, None] + torch.arange(tokens)
+        lengths = torch.tensor([tokens, 13 if tokens == 20 else tokens])
+        yield step_of(positions, lengths, slots, 21, state, kept_inputs=kept_inputs)
+
+
+def rows_of(step, config):
+    if not config.uses_rope:
+        return *step.rows, step.slots
+    return *step.rows, step.slots, *ops.rotary_tables(step.positions, config.head_dim, config.rope_theta)
+
+
+def same(tensors, others):
+    return all(torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)) for a, b in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMED)
+@torch.inference_mode()
+def test_layers_one_after_another(name, dtype):
+    check(bound_model(name, dtype))
+
+
+@pytest.mark.parametrize("format", ops.FORMATS)
+@torch.inference_mode()
+def test_quantized_layers(format):
+    check(bound_model("moe", torch.bfloat16, format))
+
+
+def check(model):
+    ours, theirs = (poisoned_state(model, 2, 30) for _ in range(2))
+    for step, other in zip(steps(ours), steps(theirs), strict=True):
+        x = torch.randn(2, step.positions.shape[1], model.config.hidden_size).masked_fill(~step.is_real[..., None], 0)
+        rows = rows_of(step, model.config)
+        (output,) = model.model.fused_layers(x, list(ours.tensors()), rows, HEURISTIC, False)
+        expected, _ = one_after_another(model, x, other, theirs)
+        assert torch.equal(output, expected)
+        assert same(ours.tensors(), theirs.tensors())
+
+
+@torch.inference_mode()
+def test_inputs_are_kept_and_advance_by_them():
+    model = bound_model("moe", torch.float32)
+    ours, theirs = (poisoned_state(model, 2, 30) for _ in range(2))
+    before = [tensor.clone() for tensor in ours.tensors()]
+    (step,), (other,) = steps(ours, only_verifies=True), steps(theirs, only_verifies=True)
+    x = torch.randn(2, 5, model.config.hidden_size)
+    output, *inputs = model.model.fused_layers(x, list(ours.tensors()), rows_of(step, model.config), HEURISTIC, True)
+    expected, expected_inputs = one_after_another(model, x, other, theirs)
+    assert torch.equal(output, expected) and same(inputs, expected_inputs)
+    is_recurrent = [tensor.shape[2] != ours.max_length for tensor in ours.tensors()]
+    changed = [not same([a], [b]) for a, b in zip(before, ours.tensors(), strict=True)]
+    assert not any(change and recurrent for change, recurrent in zip(changed, is_recurrent, strict=True))
+
+    committed = step_of(step.positions, torch.tensor([3, 0]), step.slots, 0, ours)
+    model.model.fused_layers.advance(inputs, list(ours.tensors()), committed.rows, HEURISTIC)
+    first = step_of(step.positions[:, :3], torch.tensor([3, 0]), step.slots, 21, theirs)
+    one_after_another(model, x[:, :3].contiguous(), first, theirs)
+    recurrent = [(a, b) for a, b, is_one in zip(ours.tensors(), theirs.tensors(), is_recurrent, strict=True) if is_one]
+    assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in recurrent)
+
+
+@torch.inference_mode()
+def test_a_weight_that_is_replaced_is_found():
+    model = bound_model("projection_bias", torch.float32)
+    x = torch.randn(2, 20, model.config.hidden_size)
+    for find in (lambda m: m.layers[0].mamba.D, lambda m: m.layers[1].self_attn.o_proj.bias):
+        step, *_ = steps(state := poisoned_state(model, 2, 30))
+        other, *_ = steps(again := poisoned_state(model, 2, 30))
+        find(model.model).data += 1.0
+        (output,) = model.model.fused_layers(x, list(state.tensors()), rows_of(step, model.config), HEURISTIC, False)
+        assert torch.equal(output, one_after_another(model, x, other, again)[0])
+
+
+def test_without_the_operator_the_layers_are_their_parts():
+    operators = dataclasses.replace(cpu.operators(), decoder_layers=None)
+    model = random_model(NAMED["moe"].config()).bind(operators)
+    assert model.model.fused_layers is None
