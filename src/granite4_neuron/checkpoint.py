@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,18 +15,18 @@ from torch import nn
 
 from granite4_neuron import memory
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, quantization_config, stored_quantization
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.layers.linear import Matrix
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
-from granite4_neuron.ops.int4 import INT4
-from granite4_neuron.ops.int8 import INT8
+from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
 from granite4_neuron.ops.operators import Pack
 from granite4_neuron.output_folder import complete_or_absent
+from granite4_neuron.quantization_config import quantization_config, stored_quantization
+from granite4_neuron.stored_forms import stored_forms
 from granite4_neuron.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
 from granite4_neuron.weight_memory import WeightMemory
+from granite4_neuron.weight_plan import WeightPlan, formats_for, model_format
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,7 +58,8 @@ def load_model(
     convolutions, norms and biases are not. With "int8" a head that is tied to the embedding gets values of its own,
     and the embedding is not quantized; with "int4" both are in int8 together.
 
-    A checkpoint that `save_model` wrote of a quantized model is read as it is.
+    A checkpoint that is quantized is read as it is: one that `save_model` wrote of a quantized model, or that
+    compressed-tensors wrote, where it has one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -78,32 +78,32 @@ def load_model(
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
     folder = Path(folder)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
-    stored, stored_format = StoredTensors(folder), stored_quantization(folder / "config.json")
-    if stored_format is not None and quantize not in (None, stored_format):
-        raise UserError(f"the weights in {folder} are in {stored_format}; {quantize} is made from the original.")
-    quantize = quantize or stored_format
-    if quantize is not None and parallel.degree > 1:
-        raise UserError(f"{quantize} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
-    if stored_format is None:
-        stored.check(config)
+    stored, quantization = StoredTensors(folder), stored_quantization(folder / "config.json")
+    if quantization is not None and quantize not in (None, quantization.name):
+        raise UserError(f"the weights in {folder} are in {quantization.name}; {quantize} is made from the original.")
+    if parallel.degree > 1 and (quantize or quantization):
+        name = quantize or quantization.name
+        raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, parallel)
+    forms = stored_forms(stored, model, quantization)
+    stored.check(config, {name: form.layout(model.get_parameter(name).shape) for name, form in forms.items()})
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, parallel)
-    plan = _Plan(model, dtype, quantize, pack)
-    if stored_format is not None:
-        stored.check(config, plan.stored_layouts())
+    stored_formats = {name: form.format for name, form in forms.items()}
+    formats = formats_for(model, quantize) if quantization is None else stored_formats
+    plan = WeightPlan(model, dtype, formats, pack)
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
         for name in plan.shapes:
-            if stored_format is not None and (weight := plan.read_quantized(name, stored)) is not None:
-                set_parameter(model, name, plan.place(name, weight, block))
+            if name in forms:
+                weight = forms[name].read(name, plan.shapes[name], stored)
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
-                tensor = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-                set_parameter(model, name, plan.place(name, tensor, block))
+                weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+            set_parameter(model, name, plan.place(name, weight, block))
             done += plan.num_bytes_of(name)
             if progress is not None:
                 progress(done, plan.num_bytes)
@@ -111,77 +111,14 @@ def load_model(
     return model.eval()
 
 
-class _Plan:
-    """What becomes of each stored tensor in memory.
-
-    Args:
-        model: without weights.
-        dtype: of weights that are not quantized.
-        quantize: the format of those that are; None if none is.
-        pack: lays out matrices; None to leave them as they are.
-    """
-
-    def __init__(self, model: GraniteMoeHybridForCausalLM, dtype: torch.dtype, quantize: str | None, pack: Pack | None):
-        self._dtype, self._pack = dtype, pack
-        is_tied = model.config.tie_word_embeddings and quantize != INT8.name
-        matrices = {f"{name}.weight" for name in model.matrices()}
-        self._packed = matrices if is_tied else (matrices - {EMBEDDING}) | {HEAD}
-        named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
-        self._formats: dict[str, Format] = {}
-        if quantize is not None:
-            self._formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
-            # Four bits are too few for it: one of its rows is all by which a token enters or leaves the model.
-            self._formats[EMBEDDING if is_tied else HEAD] = INT8
-        self.shapes = {name: one.shape for name, one in model.named_parameters(remove_duplicate=is_tied)}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(self.num_bytes_of, self.shapes))
-
-    def tensors(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of all that the model is going to be kept as."""
-        return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
-
-    def num_bytes_of(self, name: str) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
-
-    def stored_layouts(self) -> dict[str, Mapping[str, tuple[torch.Size, torch.dtype]]]:
-        """Of the quantized weights, by their names, as `Format.layout` has them."""
-        return {name: format.layout(self.shapes[name]) for name, format in self._formats.items() if name in self.shapes}
-
-    def read_quantized(self, name: str, stored: StoredTensors) -> QuantizedWeight | None:
-        """A weight as it is stored in its format; None if it has none."""
-        format = self._formats.get(name)
-        if format is None:
-            return None
-        tensors = (stored.read(f"{name}{ending}").contiguous() for ending in format.layout(self.shapes[name]))
-        return QuantizedWeight(format, *tensors, self.shapes[name])
-
-    def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
-        """What is stored as the model has it, in `memory`."""
-        places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
-        if isinstance(weight, torch.Tensor):
-            weight = self._formats[name].quantize(weight) if name in self._formats else weight.to(self._dtype)
-        if self._is_packed(name):
-            return self._pack(weight, self._dtype, places[""])
-        return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)
-
-    def _is_packed(self, name: str) -> bool:
-        return self._pack is not None and name in self._packed
-
-    def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        shape, format = self.shapes[name], self._formats.get(name)
-        if self._is_packed(name):
-            return {"": (torch.Size([self._pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
-        return {"": (shape, self._dtype)} if format is None else format.layout(shape)
-
-
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
     Raises:
-        UserError: they are not those of the model; the message lists what is wrong.
+        UserError: they are not those of the model, which the message lists what is wrong with, or quantized.
     """
+    if (quantization := stored_quantization(folder / "config.json")) is not None:
+        raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
     StoredTensors(folder).check(config)
 
 
@@ -205,16 +142,16 @@ def save_model(
         UserError: the folder is in use, or writing failed (no space, no permission).
     """
     weights: dict[str, torch.Tensor] = {}
-    formats: set[str] = set()
+    formats: set[Format] = set()
     for name, weight in model.named_weights():
         if isinstance(weight, QuantizedWeight):
-            formats.add(weight.format.name)
+            formats.add(weight.format)
             weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
         else:
             weights[name] = as_tensor(weight, model.dtype)
     about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
     if formats:
-        about["quantization_config"] = quantization_config(INT4.name if INT4.name in formats else INT8.name)
+        about["quantization_config"] = quantization_config(model_format(formats).name)
     plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
     with complete_or_absent(Path(folder)) as partial:
         for file, names in plan.filename_to_tensors.items():

@@ -6,6 +6,7 @@ They are in a module of their own, which imports nothing, so that the command li
 BACKENDS = ("cpu", "xla", "nxdi")
 CPU_KERNELS = ("fused", "torch")
 QUANTIZATIONS = ("int8", "int4")
+INT4_GROUP = 32  # columns of a row that have a scale together
 
 # Of SSM states.
 STATE_DTYPES = ("float32", "float16", "bfloat16")

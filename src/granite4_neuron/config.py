@@ -15,15 +15,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config_checks import LARGEST, check
 from granite4_neuron.config_spelling import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
+from granite4_neuron.quantization_config import quantization_in
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
-_QUANT_METHOD = "granite4-neuron"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 DTYPES = tuple(DTYPE_BYTES)
 
@@ -233,44 +232,12 @@ def _family_folder():
     return resources.files("granite4_neuron") / "family"
 
 
-def quantization_config(name: str) -> dict[str, str]:
-    """What config.json says of weights that are stored quantized, as one of `choices.QUANTIZATIONS`."""
-    return {"quant_method": _QUANT_METHOD, "format": name}
-
-
-def stored_quantization(file: Path) -> str | None:
-    """The one of `choices.QUANTIZATIONS` that a config.json says its weights are stored in, if any.
-
-    Raises:
-        UserError: they are quantized in another way.
-    """
-    return _quantization(read_object(file))
-
-
-def _quantization(values: dict[str, Any]) -> str | None:
-    quantization = values.get("quantization_config")
-    if quantization is None:
-        return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method != _QUANT_METHOD:
-        raise UserError(
-            f"the weights are quantized ({reprlib.repr(method)}), and only checkpoints that convert --quantize wrote "
-            "are read quantized; take the model that this one was made from, and quantize it on loading."
-        )
-    if quantization.get("format") not in QUANTIZATIONS:
-        raise UserError(
-            f"the weights are quantized as {reprlib.repr(quantization.get('format'))}, and must be as one of "
-            f"{', '.join(QUANTIZATIONS)}."
-        )
-    return quantization["format"]
-
-
 def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (a Granite 4 hybrid)."
         )
-    _quantization(values)
+    quantization_in(values)
     fields = {field.name: field for field in dataclasses.fields(GraniteMoeHybridConfig)}
     read = {name: value for name, value in one_spelling(values).items() if name in fields and value is not None}
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in read]

@@ -56,15 +56,16 @@ class GraniteMoeHybridForCausalLM(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the large weights are, see `ops.quantization`."""
-        return is_quantized(self.lm_head.weight)
+        """Whether any weight is, see `ops.quantization`."""
+        return any(is_quantized(module.weight) for module in self.matrices().values())
 
     def tie_weights(self) -> None:
         """Make the head the embedding's transpose, for a config that says so; a quantized head has its own values where
         the embedding is not quantized.
         """
         weight = self.model.embed_tokens.weight
-        if not self.config.tie_word_embeddings or (self.is_quantized and isinstance(weight, nn.Parameter)):
+        head_is_its_own = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
+        if not self.config.tie_word_embeddings or head_is_its_own:
             return
         if isinstance(weight, nn.Parameter):
             self.lm_head.weight = weight

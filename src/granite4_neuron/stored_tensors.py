@@ -18,7 +18,8 @@ from granite4_neuron.sizes import parameter_shapes
 if TYPE_CHECKING:
     import torch
 
-    Layouts = Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]
+    # Shapes and dtypes by the endings of names; a dtype of None stands for any floating one.
+    Layout = Mapping[str, tuple[torch.Size, torch.dtype | None]]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ PUBLISHED_NAMES = {
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
 }
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
-_QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8"}
+_QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _LISTED_NAMES = 8
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -63,6 +64,10 @@ class StoredTensors:
         with _open(self._files[name], framework="pt") as tensors:
             return tensors.get_tensor(self._stored_names[name])
 
+    def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
+        """Whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
+        return self._shapes.get(name) == tuple(shape) and _is_of(self._dtypes[name], dtype)
+
     def dtype(self) -> str:
         """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
         quantized, that of the last norm.
@@ -72,7 +77,7 @@ class StoredTensors:
             raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
         return _DTYPES[self._dtypes[name]]
 
-    def check(self, config: GraniteMoeHybridConfig, layouts: Layouts | None = None) -> None:
+    def check(self, config: GraniteMoeHybridConfig, layouts: Mapping[str, Layout] | None = None) -> None:
         """Compare names and shapes with those of the whole model.
 
         layouts: of weights that are stored quantized; they have the names of the weights with these endings.
@@ -81,17 +86,13 @@ class StoredTensors:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
         expected = parameter_shapes(config)
-        dtypes: dict[str, str] = {}
+        dtypes: dict[str, torch.dtype | None] = {}
         for name, layout in (layouts or {}).items():
             expected.pop(name, None)
             expected |= {f"{name}{ending}": tuple(shape) for ending, (shape, _) in layout.items()}
-            dtypes |= {f"{name}{ending}": str(dtype).removeprefix("torch.") for ending, (_, dtype) in layout.items()}
-        may_be_there = {HEAD} if config.tie_word_embeddings and not layouts else set()
-        strange = [
-            f"{name} is {dtype}"
-            for name, dtype in self._dtypes.items()
-            if not (_QUANTIZED_DTYPES.get(dtype) == dtypes[name] if name in dtypes else dtype in _DTYPES)
-        ]
+            dtypes |= {f"{name}{ending}": dtype for ending, (_, dtype) in layout.items()}
+        may_be_there = {HEAD} if config.tie_word_embeddings and HEAD not in (layouts or {}) else set()
+        strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if not _is_of(dtype, dtypes.get(name))]
         missing = sorted(expected.keys() - self._shapes.keys())
         surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
         wrong = [
@@ -136,6 +137,11 @@ class StoredTensors:
         ]
         if wrong:
             raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong, 3)}.")
+
+
+def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
+    """Whether safetensors' name of a dtype is of this one; None for any floating dtype."""
+    return stored in _DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
 
 
 def published_name(name: str) -> str:

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from granite4_neuron import cli, load
-from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.checkpoint import load_model, save_model, set_parameter
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.ops.int4 import INT4
+from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.perplexity import measure, one_window
 from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.stepping import random_tokens, run_cuts
@@ -30,6 +32,22 @@ def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels,
     assert torch.equal(run_cuts(stored.bind(kernels), tokens, [30]), expected)
     packed = load_model(tmp_path / "quantized", pack=kernels.pack)
     assert torch.equal(run_cuts(packed.bind(kernels), tokens, [30]), expected)
+
+
+def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
+    """Of a layer's projections one in int8, one as it is, and the others in int4; the head and the embedding as is."""
+    original = load_model(case_folder)
+    model = load_model(case_folder)
+    for name, module in original.matrices().items():
+        if "embed" in name or "head" in name or "router" in name or name.endswith(("out_proj", "v_proj")):
+            continue
+        format = INT8 if name.endswith(("in_proj", "shared_mlp.output_linear")) else INT4
+        set_parameter(model, f"{name}.weight", format.quantize(module.weight.detach()))
+    save_model(model, tmp_path / "mixed")
+    stored = load_model(tmp_path / "mixed", pack=kernels.pack)
+    assert model.is_quantized and stored.is_quantized and not original.is_quantized
+    tokens = random_tokens(model.config.vocab_size, 2, 30)
+    assert torch.equal(run_cuts(stored.bind(kernels), tokens, [30]), run_cuts(model.bind(kernels), tokens, [30]))
 
 
 def test_head_and_embedding_of_int4_are_one_in_int8(case_folder):

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint_folder import CONFIG, find
-from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_backend,
@@ -18,8 +18,8 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import stored_quantization
 from granite4_neuron.errors import UserError
+from granite4_neuron.quantization_config import stored_quantization
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     folder = find(model_or_bundled(options))
     if (stored := stored_quantization(folder / CONFIG)) is not None:
         raise UserError(
-            f"transformers does not read {folder}, whose weights are in {stored}; check the original with --quantize "
-            f"{stored}."
+            f"logits are compared with those of the original weights, and the ones in {folder} are in {stored.name}; "
+            f"check the original with --quantize {' or '.join(QUANTIZATIONS)}."
         )
     runtime, tokenizer = load_runtime(options, folder)
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)

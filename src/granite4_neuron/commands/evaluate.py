@@ -24,8 +24,9 @@ from granite4_neuron.commands.options import (
     write_json,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
-from granite4_neuron.config import DTYPES, MAMBA, stored_quantization
+from granite4_neuron.config import DTYPES, MAMBA
 from granite4_neuron.errors import UserError
+from granite4_neuron.quantization_config import stored_quantization
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +112,9 @@ def run(options: argparse.Namespace) -> int:
     formats = list(dict.fromkeys([REFERENCE, *options.compare])) if options.compare else [None]
     folder = find(model_or_bundled(options))
     if options.compare and (stored := stored_quantization(folder / CONFIG)) is not None:
-        raise UserError(f"{folder} has its weights in {stored}; --compare needs the original, which is in {REFERENCE}.")
+        raise UserError(
+            f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
+        )
     # Not at the top: what follows takes seconds to import, and --help does not need it.
     from granite4_neuron import perplexity
 

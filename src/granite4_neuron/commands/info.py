@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 
-from granite4_neuron.commands.options import add_model, config_and_dtype, model_or_bundled
+from granite4_neuron.checkpoint_folder import CONFIG
+from granite4_neuron.commands.options import add_model, config_and_dtype, folder_of, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.quantization_config import StoredQuantization, stored_quantization
 from granite4_neuron.sizes import parameter_shapes, sequence_bytes, token_bytes
 
 
@@ -19,19 +21,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
-    config, dtype = config_and_dtype(name)
+    folder = folder_of(name)
+    config, dtype = config_and_dtype(name if folder is None else str(folder))
+    quantization = None if folder is None else stored_quantization(folder / CONFIG)
     # Not at the top: --help prints no table.
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
-    for row in _info_rows(config, dtype):
+    for row in _info_rows(config, dtype, quantization):
         table.add_row(*row)
     print_table(table)
     return 0
 
 
-def _info_rows(config: GraniteMoeHybridConfig, dtype: str) -> list[tuple[str, str]]:
+def _info_rows(
+    config: GraniteMoeHybridConfig, dtype: str, quantization: StoredQuantization | None
+) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
     total = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     mamba = config.layer_types.count(MAMBA)
@@ -62,6 +68,7 @@ def _info_rows(config: GraniteMoeHybridConfig, dtype: str) -> list[tuple[str, st
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
         ("weights", f"{size(total * itemsize)} in {dtype}"),
+        *([] if quantization is None else [("stored in", quantization.name)]),
         ("state per sequence", size(sequence_bytes(config, itemsize))),
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),
         ("longest context", f"{config.max_position_embeddings:,} tokens"),

@@ -258,14 +258,18 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
     return bundled_checkpoint()
 
 
+def folder_of(name: str) -> Path | None:
+    """Of a checkpoint; None for a family member where there is no folder of that name."""
+    return None if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name) else find(name)
+
+
 def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
     """Config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
     DTYPES.
     """
-    if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name):
+    if (folder := folder_of(name)) is None:
         config = GraniteMoeHybridConfig.from_family(name)
         return config, config.torch_dtype
-    folder = find(name)
     return GraniteMoeHybridConfig.from_file(folder / CONFIG), StoredTensors(folder).dtype()
 
 

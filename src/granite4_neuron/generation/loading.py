@@ -12,11 +12,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
-from granite4_neuron.config import GraniteMoeHybridConfig, stored_quantization
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
 from granite4_neuron.ops import cpu
+from granite4_neuron.quantization_config import stored_quantization
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
 
@@ -69,9 +70,10 @@ def load(
         raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
     if backend != "nxdi" and compiled is not None:
         raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
-    quantize = quantize or stored_quantization(folder / "config.json")
-    if quantize is not None and backend != "cpu":
-        raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs them in the checkpoint's dtype.")
+    stored = stored_quantization(folder / "config.json")
+    if (quantize or stored) and backend != "cpu":
+        name = quantize or stored.name
+        raise UserError(f"{name} weights are for the backend cpu; {backend} runs the original in its dtype.")
     if state_dtype not in (None, torch.float32) and backend == "xla":
         raise UserError("SSM states in 16 bits are for the backends cpu and nxdi; xla has them in float32.")
     if tuned_configs is not None and backend != "cpu":

@@ -1,0 +1,92 @@
+"""What becomes of each stored tensor in memory: which format it has, and where and how it is laid out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+
+from granite4_neuron.layers.linear import Matrix
+from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import FORMATS, Format, Weight
+from granite4_neuron.ops.int4 import INT4
+from granite4_neuron.ops.int8 import INT8
+from granite4_neuron.ops.operators import Pack
+from granite4_neuron.stored_tensors import EMBEDDING, HEAD
+from granite4_neuron.weight_memory import WeightMemory
+
+
+def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dict[str, Format]:
+    """The format of each weight that `checkpoint.load_model` quantizes, by name.
+
+    Args:
+        model: without weights.
+        quantize: one of `FORMATS`; None for no weight at all.
+    """
+    if quantize is None:
+        return {}
+    named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
+    formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
+    # Four bits are too few for it: one of its rows is all by which a token enters or leaves the model.
+    is_tied = model.config.tie_word_embeddings and quantize != INT8.name
+    return formats | {EMBEDDING if is_tied else HEAD: INT8}
+
+
+def model_format(formats: Collection[Format]) -> Format:
+    """The one by which a model is called whose weights have these: that with the fewest bits."""
+    return INT4 if INT4 in formats else INT8
+
+
+class WeightPlan:
+    """What becomes of each stored tensor in memory.
+
+    Args:
+        model: without weights.
+        dtype: of weights that are not quantized.
+        formats: of those that are, by name. A head with one has values of its own, also where the config says that it
+            is the embedding.
+        pack: lays out matrices; None to leave them as they are.
+    """
+
+    def __init__(
+        self,
+        model: GraniteMoeHybridForCausalLM,
+        dtype: torch.dtype,
+        formats: Mapping[str, Format],
+        pack: Pack | None,
+    ):
+        self._dtype, self._formats, self._pack = dtype, formats, pack
+        is_tied = model.config.tie_word_embeddings and HEAD not in formats
+        matrices = {f"{name}.weight" for name in model.matrices()}
+        self._packed = matrices if is_tied else (matrices - {EMBEDDING}) | {HEAD}
+        self.shapes = {name: one.shape for name, one in model.named_parameters(remove_duplicate=is_tied)}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(self.num_bytes_of, self.shapes))
+
+    def tensors(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of all that the model is going to be kept as."""
+        return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
+
+    def num_bytes_of(self, name: str) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
+
+    def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
+        """What is stored as the model has it, in `memory`."""
+        places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
+        if isinstance(weight, torch.Tensor):
+            weight = self._formats[name].quantize(weight) if name in self._formats else weight.to(self._dtype)
+        if self._is_packed(name):
+            return self._pack(weight, self._dtype, places[""])
+        return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)
+
+    def _is_packed(self, name: str) -> bool:
+        return self._pack is not None and name in self._packed
+
+    def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        shape, format = self.shapes[name], self._formats.get(name)
+        if self._is_packed(name):
+            return {"": (torch.Size([self._pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
+        return {"": (shape, self._dtype)} if format is None else format.layout(shape)

@@ -1,0 +1,277 @@
+"""Checkpoints in compressed-tensors' format: read without a rounding, or refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from granite4_neuron import cli, load
+from granite4_neuron.checkpoint import check_weights, load_model, save_model
+from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.random_weights import random_model
+from granite4_neuron.stored_tensors import WEIGHTS
+from test.support.checkpoints import CASES
+from test.support.compressed_tensors import Scheme, compress
+from test.support.stepping import random_tokens, run_cuts
+
+SCHEMES = {
+    "int4 in groups of 32": Scheme(4, 32),
+    "int4 in groups of 64": Scheme(4, 64),
+    "int4 per channel": Scheme(4),
+    "int8 per channel": Scheme(8),
+    "int8 not packed": Scheme(8, None, "int-quantized"),
+}
+INT4, INT8 = Scheme(4, 32), Scheme(8)
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+MODELS = [case for case in CASES if case.name in ("moe", "untied_head", "projection_bias")]
+TOLERANCE = 1e-4
+LICENSE = bundled_checkpoint() / "LICENSE.txt"
+
+
+def is_projection(name, tensor):
+    """What the library takes for Linear, but for routers and the head, which its users leave out."""
+    is_left_out = any(part in name for part in ("conv1d", "block_sparse_moe", "embed_tokens", "lm_head"))
+    return name.endswith(".weight") and tensor.dim() == 2 and not is_left_out
+
+
+def projections(scheme):
+    """All of them that have whole groups."""
+
+    def scheme_of(name, tensor):
+        return scheme if is_projection(name, tensor) and not tensor.shape[-1] % (scheme.group_size or 1) else None
+
+    return scheme_of
+
+
+def write_plain(folder, to, tensors):
+    """The checkpoint of `folder` with other tensors, which are not quantized."""
+    to.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(tensors, to / WEIGHTS)
+
+
+def assert_stands_for(folder, meaning, kernels, tmp_path):
+    """That each weight is exactly what it was written from, and that the model computes with that."""
+    for name, weight in load_model(folder, torch.float32).named_weights():
+        is_whole = isinstance(weight, torch.Tensor)
+        assert torch.equal(weight if is_whole else weight.dequantize(torch.float32), meaning[name]), name
+    write_plain(folder, tmp_path / "plain", meaning)
+    plain = load_model(tmp_path / "plain", torch.float32)
+    tokens = random_tokens(plain.config.vocab_size, 2, 30)
+    expected = run_cuts(plain.bind(kernels), tokens, [30])
+    for pack in (None, kernels.pack):
+        logits = run_cuts(load_model(folder, torch.float32, pack=pack).bind(kernels), tokens, [30])
+        assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@every_scheme
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_a_model_of_projections(case, scheme, random_checkpoints, kernels, tmp_path):
+    meaning = compress(random_checkpoints(case), tmp_path / "model", projections(scheme))
+    model = load_model(tmp_path / "model")
+    formats = {weight.format.name for _, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}
+    assert formats == {f"int{scheme.num_bits}"} and model.is_quantized
+    assert_stands_for(tmp_path / "model", meaning, kernels, tmp_path)
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_schemes_beside_one_another(case, random_checkpoints, kernels, tmp_path):
+    """Also of head, embedding, router and experts, and none for some projections."""
+    schemes = {
+        "in_proj": INT4,
+        "o_proj": Scheme(8, None, "int-quantized"),
+        "shared_mlp.input": Scheme(4, 64),
+        "shared_mlp.output": INT8,
+        "block_sparse_moe": INT8,
+        "embed_tokens": INT8,
+        "lm_head": INT4,
+    }
+
+    def scheme_of(name, tensor):
+        chosen = [scheme for part, scheme in schemes.items() if part in name and name.endswith(".weight")]
+        return chosen[0] if chosen else None
+
+    meaning = compress(random_checkpoints(case), tmp_path / "model", scheme_of)
+    assert_stands_for(tmp_path / "model", meaning, kernels, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
+    """int8 keeps them, int4 rounds them to bfloat16."""
+    folder = random_checkpoints(MODELS[0])
+    for scheme, error in ((INT8, 0.0), (INT4, 2.0**-8)):
+        to = tmp_path / str(scheme.num_bits)
+        meaning = compress(folder, to, projections(scheme), dtype)
+        for name, weight in load_model(to).named_weights():
+            if isinstance(weight, QuantizedWeight):
+                difference = (weight.dequantize(torch.float32) - meaning[name]).abs()
+                assert (difference <= error * meaning[name].abs()).all() and (error == 0 or difference.any())
+
+
+@every_scheme
+def test_the_library_writes_and_reads_the_same(scheme):
+    """The checkpoints of these tests are those of compressed-tensors itself."""
+    library = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    quantization = library.quantization.QuantizationScheme(**scheme.config_group())
+    compressor = library.compressors.BaseCompressor.get_value_from_registry(scheme.format)
+    numbers, scales = scheme.quantize(torch.randn(24, 192), torch.bfloat16)
+    weight = numbers.float() * scales.float().repeat_interleave(192 // scales.shape[-1], -1)
+    written = compressor.compress({"weight": weight, "weight_scale": scales.float()}, quantization)
+    expected = scheme.tensors(numbers, scales.float())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(compressor.decompress(written, quantization)["weight"], weight)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The bundled model in four bits, which keeps its embedding."""
+    folder = tmp_path_factory.mktemp("compressed") / "model"
+    compress(bundled_checkpoint(), folder, projections(INT4))
+    return folder
+
+
+class TestCommands:
+    def test_generate_and_convert(self, folder, capsys, tmp_path):
+        assert cli.main(["convert", "--model", str(folder), "--output", str(tmp_path / "ours")]) == 0
+        texts = []
+        for model in (folder, tmp_path / "ours"):
+            assert cli.main(["generate", "--model", str(model), "--max-tokens", "8", "An assignment"]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] != ""
+        ours, theirs = (dict(load_model(each).named_weights()) for each in (tmp_path / "ours", folder))
+        for name, weight in theirs.items():
+            of_both = [w if isinstance(w, torch.Tensor) else w.dequantize(torch.float32) for w in (weight, ours[name])]
+            assert torch.equal(*of_both)
+
+    def test_info_and_plan(self, folder, capsys):
+        assert cli.main(["info", "--model", str(folder)]) == 0
+        assert "compressed-tensors" in capsys.readouterr().out
+        assert cli.main(["plan", "--model", str(folder)]) == 0
+
+    @pytest.mark.parametrize(
+        "command, words",
+        [
+            (["check"], "are in compressed-tensors; check the original with --quantize"),
+            (["generate", "A", "--quantize", "int4"], "are in compressed-tensors; int4 is made from the original"),
+            (["evaluate", str(LICENSE), "--compare", "int8"], "in compressed-tensors; --compare needs the original"),
+            (["generate", "A", "--backend", "xla"], "compressed-tensors weights are for the backend cpu; xla runs"),
+        ],
+    )
+    def test_refusals(self, command, words, folder, capsys):
+        assert cli.main([*command, "--model", str(folder)]) != 0
+        assert words in capsys.readouterr().err
+
+    def test_another_backend(self, folder):
+        with pytest.raises(UserError, match="are in compressed-tensors, which is for the backend cpu"):
+            check_weights(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+        with pytest.raises(UserError, match="compressed-tensors weights are for the backend cpu"):
+            load(folder, backend="xla")
+
+
+REFUSED = {
+    "float8": (dict(format="float-quantized"), "with the format 'float-quantized'; what is read of it is symmetric"),
+    "the format of a group": (dict(group=dict(format="nvfp4-pack-quantized")), "the format 'nvfp4-pack-quantized'"),
+    "dense": (dict(format="dense"), "with the format 'dense'"),
+    "no format": (dict(format=None), "with the format None"),
+    "floating weights": (dict(weights=dict(type="float")), "with weights of type 'float'"),
+    "activations": (dict(group=dict(input_activations=dict(num_bits=8))), "with quantized activations"),
+    "outputs": (dict(group=dict(output_activations=dict(num_bits=8))), "with quantized activations"),
+    "a zero point": (dict(weights=dict(symmetric=False)), "with weights that are not symmetric"),
+    "another order": (dict(weights=dict(actorder="group")), "with columns in another order (actorder 'group')"),
+    "small groups": (dict(weights=dict(group_size=16)), "with 4 bits, strategy 'group', group_size 16, in pack"),
+    "groups of text": (dict(weights=dict(group_size="32")), "group_size '32'"),
+    "int8 in groups": (dict(weights=dict(num_bits=8)), "with 8 bits, strategy 'group', group_size 32"),
+    "three bits": (dict(weights=dict(num_bits=3, strategy="channel")), "with 3 bits, strategy 'channel'"),
+    "one scale": (dict(weights=dict(strategy="tensor")), "with 4 bits, strategy 'tensor'"),
+    "int4 not packed": (dict(format="int-quantized"), "with 4 bits, strategy 'group', group_size 32, in int-quantized"),
+    "a cache": (dict(kv_cache_scheme=dict(num_bits=8)), "with a kv_cache_scheme"),
+    "rotations": (dict(transform_config=dict(config_groups={"u": {}})), "with a transform_config"),
+    "sparsity": (dict(sparsity_config=dict(format="sparse-24-bitmask")), "with a sparsity_config"),
+    "no groups": (dict(config_groups={}), "with no config_groups that say how"),
+    "a preset": (dict(config_groups={"W4A16": ["Linear"]}), "with no config_groups that say how"),
+    "groups of the wrong type": (dict(config_groups=[1]), "with no config_groups that say how"),
+}
+
+
+def config_with(changes):
+    """The config of a compressed checkpoint with `changes`, of which "group" and "weights" are its only group's."""
+    changes = dict(changes)
+    group = {**INT4.config_group(), "format": None, **changes.pop("group", {})}
+    group["weights"] = {**group["weights"], **changes.pop("weights", {})}
+    about = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    return {**CASES[0].config().to_dict(), "quantization_config": {**about, **changes}}
+
+
+@pytest.mark.parametrize("changes, words", REFUSED.values(), ids=REFUSED)
+def test_other_schemes_are_refused(changes, words):
+    GraniteMoeHybridConfig.from_dict(config_with({}))
+    with pytest.raises(UserError) as error:
+        GraniteMoeHybridConfig.from_dict(config_with(changes))
+    message = str(error.value)
+    assert words in message and "4 bits per channel or per group of 32, 64, 96... columns (pack-quantized)" in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(weights=dict(actorder="static")), dict(sparsity_config=dict(format="dense")), dict(quantization_status="x")],
+)
+def test_what_changes_nothing_is_read(changes):
+    GraniteMoeHybridConfig.from_dict(config_with(changes))
+
+
+class TestTensorsThatDoNotFit:
+    MODULE = "model.layers.0.mamba.in_proj"
+
+    @pytest.fixture
+    def change(self, random_checkpoints, tmp_path):
+        """A function that changes the tensors of a compressed checkpoint and loads it."""
+
+        def load_changed(change, scheme_of=projections(INT4)):  # noqa: B008
+            compress(random_checkpoints(MODELS[0]), tmp_path / "model", scheme_of)
+            tensors = load_file(tmp_path / "model" / WEIGHTS)
+            change(tensors)
+            save_file(tensors, tmp_path / "model" / WEIGHTS)
+            load_model(tmp_path / "model")
+
+        return load_changed
+
+    @pytest.mark.parametrize("parameter", ["weight_scale", "weight_shape"])
+    def test_one_is_missing(self, change, parameter):
+        with pytest.raises(UserError, match=f"missing: {self.MODULE}.{parameter}"):
+            change(lambda tensors: tensors.pop(f"{self.MODULE}.{parameter}"))
+
+    def test_one_too_many(self, change):
+        index = {f"{self.MODULE}.weight_g_idx": torch.arange(64, dtype=torch.int32)}
+        with pytest.raises(UserError, match=f"not of this model: {self.MODULE}.weight_g_idx"):
+            change(lambda tensors: tensors.update(index))
+
+    def test_groups_of_another_size(self, change):
+        name = f"{self.MODULE}.weight_scale"
+        with pytest.raises(UserError, match=rf"{name} is \[296, 1\] instead of \[296, 2\]"):
+            change(lambda tensors: tensors.update({name: tensors[name][:, :1].contiguous()}))
+
+    def test_packed_from_another_shape(self, change):
+        name = f"{self.MODULE}.weight_shape"
+        with pytest.raises(UserError, match=rf"{name} says \[296, 63\] instead of \[296, 64\]"):
+            change(lambda tensors: tensors.update({name: torch.tensor([296, 63])}))
+
+    def test_experts_of_two_formats(self, change):
+        with pytest.raises(UserError, match=r"two formats in the experts of model\.layers\.0; both matrices must"):
+            change(lambda _: None, lambda name, _: INT8 if "block_sparse_moe.input" in name else None)
+
+
+def test_a_checkpoint_of_ours_that_is_not_what_its_config_says(tmp_path):
+    """No weight is quantized at all."""
+    save_model(random_model(CASES[0].config()), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    about = {"quant_method": "granite4-neuron", "format": "int8"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": about}))
+    with pytest.raises(UserError, match="by which they are int8"):
+        load_model(tmp_path / "model")
