@@ -76,7 +76,7 @@ class Mamba2(nn.Module):
     def _mix_few(
         self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
     ) -> torch.Tensor | None:
-        """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state, except to verify."""
+        """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state unless verifying."""
         xBC, dt = self._inputs(xBC_dt, step)
         constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
         before = step.read(state.conv_state), step.read(state.ssm_state)
