@@ -68,17 +68,19 @@ class Renderer:
         # The limit in the process is of the processor's time; this one is for a template that waits.
         timer = threading.Timer(6 * _SECONDS, process.kill)
         timer.start()
+        answer = None
         try:
             process.stdin.write(question + "\n")
             process.stdin.flush()
-            return json.loads(process.stdout.readline())
-        except (ValueError, BrokenPipeError):
-            # Killed by a limit, in the middle of its work.
-            process.kill()
-            process.wait()
+            answer = json.loads(process.stdout.readline())
+        except (ValueError, BrokenPipeError):  # it was killed by a limit
             raise TemplateFailed(f"it takes more than {_SECONDS} seconds or {_MEMORY_BYTES // 2**30} GiB") from None
         finally:
             timer.cancel()
+            if answer is None:  # after Ctrl-C, its late answer would be taken for that of the next question
+                process.kill()
+                process.wait()
+        return answer
 
 
 def _start() -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -69,6 +70,18 @@ def test_one_process_renders_all():
         renderer._process.wait()
         assert renderer.render("c", {}) == "c", "another one takes its place"
     assert renderer._process is None
+
+
+def test_an_interrupted_rendering_does_not_answer_the_next_one(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with closing(Renderer()) as renderer:
+        assert renderer.render("a", {}) == "a"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(renderer._process, "stdout", SimpleNamespace(readline=interrupted))
+            renderer.render("b", {})
+        assert renderer.render("c", {}) == "c"
 
 
 def test_after_an_endless_template_there_is_another_process():
