@@ -3,16 +3,16 @@
     python benchmark_latency.py
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
 
-For each batch size and prompt length: time to first token (prefill and the choice of one token), time per output token,
-tokens per second of both phases, peak memory; and which share of the machine's bound both phases reach: the weights'
-arithmetic at the rate of a large matrix product, weights and state at the rate at which memory can be read. Every point
-runs in processes of its own, one per implementation and one that measures the machine; they take turns, so that all see
-the same machine. How long a word takes from one thread to another and back is measured before and after each run, and
-implementations are compared also among the runs in which that was alike.
+For each batch size and prompt length it reports the time to first token (prefill and the choice of one token), the time
+per output token, tokens per second of both phases, and peak memory. It also reports which share of the machine's bound
+both phases reach: for prefill the weights' arithmetic at the rate of a large matrix product, for decode reading weights
+and state at the machine's memory bandwidth. Each point runs in separate processes, one per implementation and one that
+measures the machine; they take turns, so that all see the same machine. Before and after each run it measures the round
+trip of a word between two threads, and also compares implementations among the runs with similar round trips.
 
---speculate or --draft-model measure decode with and without drafts instead, of prompts in which the model has already
-said what it says next, and a verification beside a step of decode. --kept-prompt measures the time to first token with
-a file of what an earlier run left behind.
+--speculate or --draft-model instead measure decode with and without drafts, on prompts in which the model has already
+generated what follows, and the cost of a verification relative to a step of decode. --kept-prompt measures the time to
+first token with the saved state of an earlier run.
 """
 
 from __future__ import annotations

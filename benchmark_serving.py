@@ -5,11 +5,11 @@
     python benchmark_serving.py ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompt-length 512 \\
         --output-length 128 --num-requests 32 --repeats 3 --goodput first-token:2000 per-token:100
 
-Prompts are random token ids, the answers have exactly as many tokens as are asked for, greedily chosen. With several
-addresses the servers take turns, with the same questions; each repetition has new ones. Reported are the time to the
-first token, the time per output token (of a request: all after its first one, on average), the time between two parts
-of a stream, tokens per second, and goodput: requests per second that were within all limits. Times are in milliseconds,
-over all repetitions; rates are medians of the repetitions.
+Prompts are random token ids. Answers are greedy and have exactly the requested number of tokens. With several addresses
+the servers take turns with the same questions; each repetition has new ones. The report has the time to the first
+token, the time per output token (the mean over a request's tokens after the first), the time between two parts of a
+stream, tokens per second, and goodput: requests per second within all limits. Times are in milliseconds, over all
+repetitions; rates are medians of the repetitions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _measure(servers: dict[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
-    """The servers in turns; the first `warmup` questions are not counted, and come one by one."""
+    """The servers in turns. The first `warmup` questions are sent one by one and not counted."""
     prompts, outputs = Lengths.parse(options.prompt_length), Lengths.parse(options.output_length)
     runs: dict[str, list[Run]] = {server: [] for server in servers}
     pace = options.concurrency, options.request_rate
@@ -124,7 +124,7 @@ def _good(run: Run) -> list[Answer]:
 
 
 def _is_within(answer: Answer, limits: dict[str, float]) -> bool:
-    """A single token has no time per further one, and is within any."""
+    """Whether an answer is within all limits; a single token has no time per further token and passes that limit."""
     return not any(getattr(answer, name) > limit for name, limit in limits.items())
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint as a GGUF file, in the dtype that it is stored in and without a tokenizer: for llama-bench.
+"""Writes a checkpoint as a GGUF file for llama-bench, in its stored dtype and without a tokenizer.
 
     python -m benchmarks.gguf_checkpoint FOLDER FILE
 
-It needs gguf (`pip install gguf`). llama-quantize makes the file smaller.
+This needs gguf (`pip install gguf`). llama-quantize quantizes the file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAMES = {
 }
 _FEED_FORWARDS = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_FLOAT32 = ("ssm_conv1d", "ssm_norm", "ffn_gate_inp")  # and all that are no matrices
+_FLOAT32 = ("ssm_conv1d", "ssm_norm", "ffn_gate_inp")  # and all vectors
 
 
 def write_gguf(folder: Path, file: Path) -> None:
@@ -111,7 +111,7 @@ def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> No
 
 
 def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a stored tensor becomes: names and values."""
+    """The names and values in the GGUF file for a stored tensor."""
     layer, prefix, part = "", "", name
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
         layer, part = match.groups()

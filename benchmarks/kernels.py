@@ -1,15 +1,15 @@
-"""What the NKI kernels cost on Trainium2 by a model of its engines. Modelled, not timed: no device runs here.
+"""The cost of the NKI kernels on Trainium2 in a model of its engines. Modelled, not timed: nothing runs on a device.
 
     python -m benchmarks.kernels
     python -m benchmarks.kernels --model granite-4.0-h-tiny --json kernels.json
 
 The kernels run in the NKI emulator, for one rank of a tensor parallel model in bfloat16, on the two physical cores of a
-logical one (LNC=2). Of one core: instructions by engine; the time each engine and HBM need by themselves, the longest
-of which is a lower bound; and how the bytes moved compare with every argument read and every result written once. Of
-the experts, the weights of those that a token chose count as arguments, and in prefill a token and a result for every
-choice; which ones they are is drawn.
+logical core (LNC=2). The report has, for one core, the instructions of each engine, and the time that each engine and
+HBM need by themselves; the longest time is a lower bound. It also compares the bytes moved with those of reading every
+argument and writing every result once. The experts of each token are random. Only weights of chosen experts count as
+arguments; in prefill, so do one token and one result for each choice.
 
-Prefill of more than 256 tokens is extended from 128 and 256: every further 128 tokens are the same instructions.
+Prefill of more than 256 tokens is extrapolated from 128 and 256: every further 128 tokens take the same instructions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PROGRAMS = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one launch: of its first core, but minimum_bytes and hbm_bytes of all cores. Times are in microseconds."""
+    """The cost of a launch on its first core; minimum_bytes and hbm_bytes are of all cores. Times in microseconds."""
 
     instructions: Counter
     microseconds: Counter  # by engine, "vector at most" with two tiles at half an element per cycle, and "hbm"
@@ -106,7 +106,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     """The report's lines for one model of the family.
 
     Raises:
-        UserError: the model has no Mamba layers, or the emulator is not there.
+        UserError: the model has no Mamba layers, or the emulator is not installed.
     """
     _require_emulator()
     from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
@@ -148,7 +148,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
 
 
 def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
-    """The lines of experts of `width`, a rank's share."""
+    """The report's lines for the experts; `width` is that of an expert on one rank."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
     from granite4_neuron.ops.nki.experts_prefill import experts_prefill
 
@@ -186,7 +186,7 @@ def _prefill(kernel: Callable, inputs: Callable[[int], list[torch.Tensor]]) -> I
 
 
 def cost_of(kernel: Callable, arguments: list[torch.Tensor]) -> Cost:
-    """Run the kernel in the emulator and add up what it did."""
+    """Run the kernel in the emulator and add up its instructions."""
     from nki.emulation import last_launch
 
     from granite4_neuron.ops.nki.launch import launch
@@ -261,7 +261,7 @@ def _require_emulator() -> None:
         import nki.emulation  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"the NKI emulator is not there ({error}): install requirements-dev.txt, without the Neuron SDK."
+            f"the NKI emulator is not installed ({error}): install requirements-dev.txt, without the Neuron SDK."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server: what is asked, when, and when its tokens come."""
+"""Load on an OpenAI-compatible server: the requests, when they are sent, and when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from granite4_neuron.errors import UserError
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long prompts or answers are: always `mean`, evenly around it, or normally distributed.
+    """The distribution of the lengths of prompts or answers, in tokens.
 
-    kind: "fixed", "uniform" (first to second) or "normal" (mean first, standard deviation second).
+    kind: "fixed" (always first), "uniform" (first to second) or "normal" (mean first, standard deviation second).
     """
 
     kind: str
@@ -29,10 +29,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Of 512, uniform:128:1024 or normal:512:64.
+        """Parse 512, uniform:128:1024 or normal:512:64.
 
         Raises:
-            UserError: it is none of them.
+            UserError: it has none of these forms.
         """
         parts = text.split(":")
         kind, numbers = ("fixed", parts) if len(parts) == 1 else (parts[0], parts[1:])
@@ -56,7 +56,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Question:
-    """prompt: token ids. new_tokens: exactly so many are asked for."""
+    """prompt: token ids. new_tokens: the exact number of new tokens requested."""
 
     prompt: Sequence[int]
     new_tokens: int
@@ -64,7 +64,7 @@ class Question:
 
 @dataclass
 class Answer:
-    """Moments in seconds. chunk_times: when each part of a stream came; tokens: as the server counts them."""
+    """Times in seconds. chunk_times: when each part of the stream came. tokens: as the server counts them."""
 
     started: float
     chunk_times: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def per_token_ms(self) -> float:
-        """Of the tokens after the first; NaN where there is none."""
+        """Mean time per token after the first; NaN if there is only one."""
         after = self.tokens - 1
         return 1e3 * (self.chunk_times[-1] - self.chunk_times[0]) / after if after > 0 else math.nan
 
@@ -112,7 +112,7 @@ def questions(
     vocab_size: int,
     chance: random.Random,
 ) -> list[Question]:
-    """Prompts that begin with the same tokens, and go on with random ones."""
+    """Prompts of a common prefix followed by random tokens."""
     drawn = []
     for _ in range(number):
         own = random_tokens(max(1, prompt_lengths.draw(chance) - len(prefix)), vocab_size, chance)
@@ -123,7 +123,7 @@ def questions(
 async def ask_all(
     address: str, asked: Sequence[Question], concurrency: int | None, request_rate: float | None, seed: int
 ) -> Run:
-    """Ask a server.
+    """Send questions to a server.
 
     Args:
         address: of its API, such as http://127.0.0.1:8000/v1.

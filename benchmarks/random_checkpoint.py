@@ -1,4 +1,4 @@
-"""A checkpoint to measure with: a family member's dimensions, random weights, and the bundled model's tokenizer.
+"""Writes a checkpoint for benchmarks: a family member's dimensions, random weights, the bundled model's tokenizer.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 """

@@ -1,11 +1,11 @@
-"""Many clients at once on one server, some of which go away or talk nonsense: are all texts right, and is nothing left?
+"""Soak test of the server: many clients at once, some of which disconnect or send malformed requests.
 
     python -m benchmarks.soak
     python -m benchmarks.soak --requests 2000 --clients 32
 
-A server process of its own, with the bundled model in float32, prefix cache and speculation, gets requests of mixed
-kinds. Each text is compared with that of an engine that has nothing else to do and neither cache nor drafts. Before and
-after, when nobody asks for anything: slots in use, snapshots, file descriptors and memory of the process.
+It starts a server process with the bundled model in float32, a prefix cache and speculation, and sends requests of
+mixed kinds. It compares each text with that of an idle engine without cache and drafts. Before and after, while the
+server is idle, it compares the process's slots in use, snapshots, file descriptors and memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ MALFORMED: list[tuple[str, bytes]] = [
 
 @dataclass
 class Surroundings:
-    """What a server holds while nobody asks for anything."""
+    """The resources of an idle server."""
 
     slots: float
     snapshots_in_use: float
@@ -91,7 +91,7 @@ class Surroundings:
     memory_bytes: int
 
     def is_like(self, before: Surroundings) -> bool:
-        """Whether nothing is in use, and the rest is what it was, within the tolerance."""
+        """Whether nothing is in use and the rest is unchanged within the tolerance."""
         names = ("snapshots", "file_descriptors", "memory_bytes")
         pairs = [(getattr(self, name), getattr(before, name)) for name in names]
         return self.slots == self.snapshots_in_use == 0 and all(abs(now - was) <= TOLERANCE * was for now, was in pairs)
@@ -99,7 +99,7 @@ class Surroundings:
 
 @dataclass
 class Report:
-    """statuses: of all answers. mismatches: texts that are not what they are alone."""
+    """statuses: of all responses. mismatches: texts that differ from those of an idle engine."""
 
     statuses: Counter = field(default_factory=Counter)
     disconnected: int = 0
@@ -117,7 +117,7 @@ class Report:
 
 
 def soak(num_requests: int, num_clients: int, seed: int = 0) -> Report:
-    """Run it. The server process ends with it."""
+    """Run the test. The server process ends with it."""
     kinds = _kinds()
     expected = _alone(kinds)
     with _server() as (address, pid):
@@ -125,7 +125,7 @@ def soak(num_requests: int, num_clients: int, seed: int = 0) -> Report:
 
 
 def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
-    """The texts of each kind's choices, one by one in an engine of their own."""
+    """The texts of each kind's choices, generated one by one in an idle engine."""
     runtime, tokenizer = load(dtype=torch.float32)
     maker = SequenceMaker(runtime, tokenizer, Limits(MAX_LENGTH, None))
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
@@ -145,7 +145,7 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
 
 @contextmanager
 def _server() -> Iterator[tuple[str, int]]:
-    """A process of the command: its address and its id."""
+    """A server process: its address and its process id."""
     limits = ["--max-num-seqs", "4", "--max-queue", "64", "--max-model-len", str(MAX_LENGTH)]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", "--dtype", "float32", *limits, *reuse]
@@ -189,7 +189,7 @@ async def _client(
     report: Report,
     chance: random.Random | None,
 ) -> None:
-    """One request after the other; without chance, all as they should be."""
+    """Send one request after the other; without `chance`, none is malformed or abandoned."""
     for number in jobs:
         path, body = kinds[number]
         way = 1.0 if chance is None else chance.random()
@@ -209,7 +209,7 @@ async def _client(
 
 
 async def _go_away(client: httpx.AsyncClient, path: str, body: Body, seconds: float) -> None:
-    """Ask, and leave after a while, whatever has come."""
+    """Send a request and disconnect after some seconds."""
     asking = asyncio.create_task(_ask(client, path, {**body, "ignore_eos": True, "max_tokens": 300}))
     await asyncio.wait([asking], timeout=seconds)
     asking.cancel()

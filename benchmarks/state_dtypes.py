@@ -1,4 +1,4 @@
-"""A step of decode with SSM states in each dtype, in turns, over the same weights.
+"""Times steps of decode with SSM states in each dtype, in turns, over the same weights.
 
 python -m benchmarks.state_dtypes --random-weights h-350m --batch-size 16
 """
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _step(runtime: CPURuntime, options: argparse.Namespace) -> Callable[[], object]:
-    """One token of each sequence, the first of which has been run."""
+    """A function that decodes one token of each sequence; the first token has been run."""
     state = runtime.allocate(options.batch_size, 2 + options.steps)
     position = 0
 
