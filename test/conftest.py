@@ -14,7 +14,7 @@ from test.support.nki_emulator import provide_nki
 
 provide_nki()
 
-# Any machine sees the same examples, and may take its time over them.
+# The same examples on every machine, without a limit of time.
 settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("package")
 
@@ -23,15 +23,15 @@ def pytest_configure(config):
     if os.environ.get("PJRT_DEVICE") == "CPU":
         # Each graph is run a few times only, and compiling it for speed takes three times as long.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    # Tests that run side by side take one thread each: two that share a core wait for one another at every step.
+    # One thread per test worker: threads of two workers on one core would wait for each other at every step.
     if getattr(config.option, "numprocesses", None):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(variable, "1")
-        cpu.has_fused_kernels()  # They are compiled once, before there are workers that would do so side by side.
+        cpu.has_fused_kernels()  # Compile them once, before the workers start.
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many of the faults in test/faults were tried."""
+    """Print how many of the faults in test/faults were tried."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     faults = [report for report in reports if report.when == "call" and report.nodeid.startswith("test/faults/")]
     if faults:
@@ -45,15 +45,16 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture(scope="session")
 def random_checkpoints(tmp_path_factory):
-    """A function from a case to its checkpoint folder, written once a session."""
+    """A function from a case and a dtype to a checkpoint folder, written once a session."""
     written = {}
 
     def folder(case, dtype=torch.float32):
-        if case.name not in written:
+        key = repr((case, dtype))
+        if key not in written:
             path = tmp_path_factory.mktemp("checkpoints") / case.name
             save_model(random_model(case.config(), seed=len(case.name), dtype=dtype, max_A=case.max_A), path)
-            written[case.name] = path
-        return written[case.name]
+            written[key] = path
+        return written[key]
 
     return folder
 

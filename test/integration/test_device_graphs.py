@@ -21,9 +21,7 @@ FLASH_ATTENTION = "attention_cte"
 
 @pytest.fixture(scope="module", autouse=True)
 def device_code_path():
-    reason = nxdi.why_not_importable()
-    if reason:
-        pytest.skip(reason)
+    nxdi.skip_unless_importable()
     before = os.environ.get("NXD_CPU_MODE")
     os.environ.pop("NXD_CPU_MODE", None)
     # Read once, by torch_xla's first collective; `compile` sets it from neuron_config.disable_numeric_cc_token.

@@ -45,9 +45,7 @@ TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_ex
 @pytest.fixture(scope="class")
 def cpu_mode():
     """NxD Inference, computing with plain torch; in this process a group of one rank."""
-    reason = nxdi.why_not_importable()
-    if reason:
-        pytest.skip(reason)
+    nxdi.skip_unless_importable()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

@@ -28,9 +28,7 @@ NEURON_NAMES = {  # ours: NxD Inference's, and whether it is transposed there
 
 @pytest.fixture(scope="module", autouse=True)
 def nxd_inference():
-    reason = nxdi.why_not_importable()
-    if reason:
-        pytest.skip(reason)
+    nxdi.skip_unless_importable()
 
 
 def neuron_name(name: str) -> tuple[str, bool]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from granite4_neuron.neuron_stand_ins import why_not_importable
@@ -15,6 +16,12 @@ __all__ = ["why_not_importable"]
 
 BUCKET = 128
 MAX_LENGTH = 256
+
+
+def skip_unless_importable() -> None:
+    """Skip the test, or the tests of the fixture that calls this, where NxD Inference cannot be used."""
+    if reason := why_not_importable():
+        pytest.skip(reason)
 
 
 def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **options):

@@ -1,4 +1,4 @@
-"""A module imports only from its own floor or from below; docs/architecture.md has the table of floors."""
+"""A module imports only from its own layer or from layers below; docs/architecture.md has the table of layers."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "granite4_neuron"
 TABLE = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
-FLOORS = {
+LAYERS = {
     part.rstrip("/").removesuffix(".py"): -i for i, row in enumerate(TABLE) for part in re.findall(r"`(.+?)`", row)
 }
 MODULES = sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
@@ -31,17 +31,17 @@ def imported_parts(source: str) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_imports_go_downwards(module):
-    floor = FLOORS[module.parts[0].removesuffix(".py")]
-    above = {part for part in imported_parts((PACKAGE / module).read_text(encoding="utf-8")) if FLOORS[part] > floor}
+    layer = LAYERS[module.parts[0].removesuffix(".py")]
+    above = {part for part in imported_parts((PACKAGE / module).read_text(encoding="utf-8")) if LAYERS[part] > layer}
     assert not above, f"{module} imports from above: {above}"
 
 
-def test_every_part_has_a_floor():
-    assert set(FLOORS) == {module.parts[0].removesuffix(".py") for module in MODULES}
+def test_every_part_has_a_layer():
+    assert set(LAYERS) == {module.parts[0].removesuffix(".py") for module in MODULES}
 
 
 def test_an_import_upwards_would_be_seen():
     assert imported_parts("def f():\n    from granite4_neuron.engine import Engine") == {"engine"}
     assert imported_parts("from granite4_neuron import checkpoint, plan") == {"checkpoint", "plan"}
     assert imported_parts("import granite4_neuron.runtime.cpu as cpu, torch") == {"runtime"}
-    assert FLOORS["cli"] > FLOORS["engine"] > FLOORS["runtime"] > FLOORS["checkpoint"] > FLOORS["ops"] > FLOORS["state"]
+    assert LAYERS["cli"] > LAYERS["engine"] > LAYERS["runtime"] > LAYERS["checkpoint"] > LAYERS["ops"] > LAYERS["state"]

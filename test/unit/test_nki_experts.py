@@ -12,6 +12,7 @@ from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes, nu
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import error, experts_arguments, experts_inputs, experts_oracle
+from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 MOES = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
@@ -24,11 +25,6 @@ def run(inputs, programs=1):
 
 def check(inputs, programs=1, tolerance=1e-5):
     assert error(run(inputs, programs), sum(experts_oracle(inputs))) <= tolerance
-
-
-def last_launch():
-    emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
-    return emulation.last_launch()
 
 
 class TestSlots:

@@ -12,14 +12,10 @@ from granite4_neuron.ops.expert_blocks import BLOCK_ROWS, combine_choices, exper
 from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill, experts_prefill, experts_prefill_torch
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import error, experts_inputs, experts_oracle, nbytes
+from test.support.nki_checks import last_launch
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 MOES = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).num_local_experts]
-
-
-def last_launch():
-    emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
-    return emulation.last_launch()
 
 
 def run(inputs, programs=1):

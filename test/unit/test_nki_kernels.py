@@ -23,6 +23,7 @@ from test.support.nki_cases import (
     scan_inputs,
     scan_oracle,
 )
+from test.support.nki_checks import check, last_launch
 
 SCANS = {"ssd": ssd_chunk_scan, "scan": selective_scan}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -31,19 +32,8 @@ HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family
 scans = pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS.keys())
 
 
-def last_launch():
-    emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
-    return emulation.last_launch()
-
-
 def run(kernel, inputs, programs=1):
     return launch(kernel, *inputs.values(), programs=programs)
-
-
-def check(outputs, exact, tolerance=1e-5):
-    for output, expected in zip(outputs, exact, strict=True):
-        assert output.shape == expected.shape
-        assert error(output, expected) <= tolerance
 
 
 class TestDefinitions:

@@ -12,20 +12,10 @@ from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.limits import check_mamba_decode
 from granite4_neuron.ops.nki.mamba_decode import mamba_decode, mamba_decode_torch
 from test.support.nki_cases import error, mamba_decode_inputs, mamba_decode_oracle, nbytes
+from test.support.nki_checks import check, last_launch
 
 HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 H_SMALL = dict(heads=32, head_dim=64, d_state=128)
-
-
-def last_launch():
-    emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
-    return emulation.last_launch()
-
-
-def check(outputs, exact, tolerance=1e-5):
-    for output, expected in zip(outputs, exact, strict=True):
-        assert output.shape == expected.shape
-        assert error(output, expected) <= tolerance
 
 
 def run(case, programs=1):

@@ -15,9 +15,7 @@ from test.support.checkpoints import CASES
 
 @pytest.fixture(scope="module", autouse=True)
 def nxd_inference():
-    reason = nxdi.why_not_importable()
-    if reason:
-        pytest.skip(reason)
+    nxdi.skip_unless_importable()
 
 
 @pytest.fixture

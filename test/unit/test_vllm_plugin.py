@@ -26,9 +26,7 @@ def test_it_does_nothing_where_nxd_inference_is_absent(monkeypatch):
 
 
 def test_the_model_is_where_nxd_inference_looks():
-    reason = nxdi.why_not_importable()
-    if reason:
-        pytest.skip(reason)
+    nxdi.skip_unless_importable()
     pytest.importorskip("torchvision", reason="NxD Inference's table of models needs torchvision")
     vllm_plugin.register()
     from neuronx_distributed_inference.utils.constants import MODEL_TYPES

@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--prefix-cache",
         default=CACHE_SIZE,
         metavar="SIZE",
-        help="memory for what turns leave behind, to which /undo and /retry go back; a draft model takes as much again "
+        help="memory for the states of turns, which /undo and /retry need; a draft model takes as much again "
         "(default: %(default)s)",
     )
     add_speculation(chat.add_argument_group("speculation"))

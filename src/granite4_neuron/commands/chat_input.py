@@ -1,4 +1,4 @@
-"""Where the messages of a chat come from: a person at a terminal, or the lines of standard input."""
+"""Sources of a chat's messages: a terminal, or the lines of standard input."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PipedInput:
 
 
 class TerminalInput:
-    """A line editor with a history that outlives the chat.
+    """A line editor with a history that is kept between chats.
 
-    Enter sends a message; Alt-Enter, and Enter behind a backslash, begin a new line. What is pasted is one message.
+    Enter sends a message; Alt-Enter, and Enter after a backslash, begin a new line. Pasted text is one message.
 
     Args:
         commands: to complete.
@@ -65,7 +65,7 @@ class TerminalInput:
         )
 
     def read(self) -> str | None:
-        """The next message; empty where Ctrl-C took back what had been typed, and None at the end."""
+        """The next message; empty if Ctrl-C cleared the line, None at the end."""
         try:
             return self._session.prompt()
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ class TerminalInput:
 
 
 def _history() -> History:
-    """In the user's folder for such things, for nobody else to read; in memory only, where that cannot be written."""
+    """A file in the user's state folder, readable only by its owner; in memory if that cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:

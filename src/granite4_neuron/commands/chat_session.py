@@ -1,4 +1,4 @@
-"""What happens to each message of a chat: an answer, or one of the commands that begin with a slash."""
+"""Handles each message of a chat: answers it, or runs a command that begins with a slash."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from granite4_neuron.generation import Conversation
 
-# What each takes, and does.
+# The argument and the help of each.
 COMMANDS = {
-    "/system": ("[TEXT]", "show the system message, or set it; - takes it away"),
+    "/system": ("[TEXT]", "show the system message, or set it; - removes it"),
     "/undo": ("", "take back the last message and its answer"),
-    "/retry": ("", "answer the last message once more"),
+    "/retry": ("", "answer the last message again"),
     "/clear": ("", "begin a new conversation; the system message stays"),
     "/save": ("FILE", "write the conversation and its state"),
-    "/load": ("FILE", "go on with a conversation that was saved"),
+    "/load": ("FILE", "continue a saved conversation"),
     "/stats": ("", "tokens, speed and memory"),
     "/help": ("", "show this"),
     "/exit": ("", "leave, as Ctrl-D does"),
 }
-# What a terminal would take as an order, and not show; but line feeds and tabs.
+# Characters that a terminal would interpret instead of showing; line feeds and tabs are allowed.
 _CONTROL_CHARACTERS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
@@ -42,7 +42,7 @@ class Session:
     """Answers messages until there are no more.
 
     Args:
-        is_terminal: whether a person is there. Then an error is shown and the chat goes on, and Ctrl-C stops an answer.
+        is_terminal: whether it is interactive. Then errors do not end the chat, and Ctrl-C stops an answer.
     """
 
     def __init__(self, conversation: Conversation, messages: Input, is_terminal: bool):
@@ -54,7 +54,7 @@ class Session:
         """Returns the exit status.
 
         Raises:
-            UserError: a message could not be answered, where no person is there to give another one.
+            UserError: a message could not be answered, and the chat is not interactive.
         """
         if self._is_terminal:
             write("/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.")
@@ -96,7 +96,7 @@ class Session:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within it, Ctrl-C stops the answer and not the program, if a person typed it."""
+        """Within it, Ctrl-C stops the answer and not the program, if the chat is interactive."""
         if not self._is_terminal:
             yield
             return
@@ -153,7 +153,7 @@ class Session:
             yield "last answer", f"{last.generated_tokens:,} tokens, {last.decode_tokens_per_second:.1f} tokens/s"
         if last.drafted_tokens:
             yield "speculation", f"{last.acceptance_rate:.0%} of {last.drafted_tokens:,} drafts accepted"
-        yield "kept states", f"{cache.snapshots}, {size(cache.num_bytes)}; {cache.evictions} made room"
+        yield "kept states", f"{cache.snapshots}, {size(cache.num_bytes)}; {cache.evictions} evicted"
         yield "peak memory", size(peak_memory_bytes())
 
     def _help(self) -> None:
@@ -166,5 +166,5 @@ class Session:
 
 
 def _note(text: str) -> None:
-    """What is about the chat, and not part of it."""
+    """Print a remark about the chat on standard error."""
     print(f"({text})" if sys.stderr.isatty() else text, file=sys.stderr)

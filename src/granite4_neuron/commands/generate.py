@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
-        "--verbose", action="store_true", help="report speed, peak memory, and faster kernels that were not used"
+        "--verbose", action="store_true", help="report speed, peak memory, and why faster kernels were not used"
     )
     generate.set_defaults(run=run)
 
@@ -112,7 +112,7 @@ def _prompt_texts(options: argparse.Namespace) -> list[str]:
     if options.prompt:
         return options.prompt
     text = read_text(options.file, "there is no prompt; give one as an argument, with --file, or on standard input.")
-    return [text.removesuffix("\n")]  # the end of a text file, not part of what it says
+    return [text.removesuffix("\n")]  # the newline at the end of a text file
 
 
 def _print_stats(stats: GenerationStats, cache: PrefixCache | SlotPrefixCache | None) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they come to. Nothing here needs torch to be imported."""
+"""Options that several commands share. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         "--prefill-scan",
         choices=PREFILL_SCANS,
         default="chunked",
-        help="how Mamba layers scan a prompt: linear in its length, with one decay matrix per step, or, on Neuron "
-        "devices, with an NKI kernel that goes token by token (scan) or chunk by chunk (ssd)",
+        help="how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step "
+        "(quadratic), or, on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd)",
     )
     parser.add_argument(
         "--decode-kernel",
@@ -106,17 +106,22 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    sampling = parser.add_argument_group("sampling", "without any of these: as the checkpoint says, mostly greedy")
+    sampling = parser.add_argument_group(
+        "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
+    )
     sampling.add_argument("--temperature", type=number_in(0), metavar="T", help="0 is greedy")
     sampling.add_argument("--top-k", type=at_least(0), metavar="K", help="choose among the K likeliest tokens")
     sampling.add_argument(
         "--top-p",
         type=number_in(0, 1, includes_least=False),
         metavar="P",
-        help="among the likeliest that make up probability P",
+        help="choose among the likeliest tokens whose probabilities add up to P",
     )
     sampling.add_argument(
-        "--min-p", type=number_in(0, 1), metavar="P", help="among those P times as likely as the likeliest"
+        "--min-p",
+        type=number_in(0, 1),
+        metavar="P",
+        help="choose among tokens at least P times as likely as the likeliest",
     )
     sampling.add_argument(
         "--repetition-penalty",
@@ -124,7 +129,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="above 1 discourages repetition",
     )
-    sampling.add_argument("--seed", type=at_least(0), metavar="N", help="repeatable random numbers")
+    sampling.add_argument(
+        "--seed", type=at_least(0), metavar="N", help="seed of the random numbers, for repeatable texts"
+    )
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, float | int | None]:
@@ -138,8 +145,8 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
         "--expert-path",
         choices=EXPERT_PATHS,
         default=EXPERT_PATHS[0],
-        help="how NxD Inference multiplies with the experts' weights: in torch, with an NKI kernel where there are few "
-        "tokens, or with NxD's kernels (default: %(default)s)",
+        help="how NxD Inference multiplies with the experts' weights: in torch, with this package's NKI kernels, or "
+        "with NxD's kernels (default: %(default)s)",
     )
 
 
@@ -164,7 +171,7 @@ def load_runtime(
     """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads.
 
     Args:
-        compiled: where the model's graphs are if not where --compiled says.
+        compiled: the folder of the model's graphs, if not that of --compiled.
 
     Raises:
         UserError: as `load`; or --cpu-kernels is given for another backend.
@@ -211,25 +218,25 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
         "--cpu-kernels",
         choices=CPU_KERNELS,
         default=CPU_KERNELS[0],
-        help="what the cpu backend computes with: kernels compiled for this processor at first use, or plain torch "
+        help="kernels of the cpu backend: fused ones, compiled for this processor at first use, or plain torch "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--tuned-configs",
         metavar="DIR",
-        help="of the cpu backend: a folder of launch parameters that the tune command wrote (default: the one in the "
-        f"environment variable {FOLDER_VARIABLE}, if any)",
+        help="for the cpu backend: a folder of launch parameters that the tune command wrote (default: the folder that "
+        f"the environment variable {FOLDER_VARIABLE} names, if any)",
     )
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="of the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with one "
-        "per 32 columns of it (default: as stored)",
+        help="for the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with a "
+        "scale per 32 columns of one (default: as stored)",
     )
     parser.add_argument(
         "--state-dtype",
         choices=STATE_DTYPES,
-        help="of the cpu backend: hold SSM states in it, in 16 bits with stochastic rounding (default: float32)",
+        help="for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
     )
     parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="threads to compute with (default: one per processor core)"
@@ -237,7 +244,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def use_threads(options: argparse.Namespace) -> None:
-    """--threads, for all that torch and the kernels do from here on."""
+    """Apply --threads to torch and the kernels."""
     import torch
 
     if options.threads is not None:
@@ -257,7 +264,9 @@ def folder_of(name: str) -> Path | None:
 
 
 def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
-    """Of a checkpoint, or of a family member; the dtype is one of DTYPES."""
+    """Config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
+    DTYPES.
+    """
     if (folder := folder_of(name)) is None:
         config = GraniteMoeHybridConfig.from_family(name)
         return config, config.torch_dtype
@@ -275,8 +284,8 @@ def read_text(file: str | None, nothing: str) -> str:
     """The text in a file, or on standard input where it is None or "-".
 
     Raises:
-        UserError: it cannot be read, or is no text; `nothing`, where standard input is closed, or is a terminal and was
-            not asked for.
+        UserError: it cannot be read or is not text; with the message `nothing` if standard input is closed, or is a
+            terminal and the user did not ask for it.
     """
     from_input = file in (None, "-")
     if from_input and (sys.stdin is None or (file is None and sys.stdin.isatty())):
@@ -292,20 +301,20 @@ def read_text(file: str | None, nothing: str) -> str:
 
 
 def check_folder_of(file: Path | None) -> None:
-    """See, before any work, whether there is a folder to write `file` to.
+    """Check, before any work, that the folder of `file` exists.
 
     Raises:
-        UserError: there is not.
+        UserError: it does not.
     """
     if file and not os.path.isdir(file.absolute().parent):
         raise UserError(f"{file} cannot be written: there is no such folder.")
 
 
 def write_json(file: Path, text: str) -> None:
-    """Write what --json asks for.
+    """Write the file of --json.
 
     Raises:
-        UserError: that failed.
+        UserError: it cannot be written.
     """
     try:
         file.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What commands print, and how. Nothing here needs torch to be imported."""
+"""Output of commands. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
 
 
 class ProgressBar:
-    """Shows how far something is, on standard error if that is a terminal, when it takes more than one step.
+    """A progress bar on standard error, if that is a terminal, for work of more than one step.
 
-    Call it with what is done and the total; after the last it goes away.
+    Call it with the amount done and the total; it disappears at the end.
     """
 
     def __init__(self, what: str, unit: str):

@@ -1,4 +1,4 @@
-"""Options about reuse of prefixes and about speculation, and what they come to."""
+"""Options for prefix caching and speculation, and the objects that they ask for."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help="keep up to so much memory, such as 2GiB, of what prompts begin with, for others that begin alike; with "
-        "--backend nxdi in slots that the model is compiled for and no sequence runs in",
+        help="memory of a prefix cache, such as 2GiB, for prompts with the same beginning; with --backend nxdi it uses "
+        "spare slots of the compiled model",
     )
     parser.add_argument(
         "--prompt-cache",
         type=Path,
         metavar="FILE",
-        help="of one prompt: go on from what FILE has of it, if there is such a file, and write there what it leaves",
+        help="for one prompt: start from the state in FILE if it exists, and write the prompt's state there",
     )
 
 
@@ -47,7 +47,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model",
         metavar="FOLDER",
-        help="draft tokens by a smaller checkpoint with the same vocabulary; the text stays the same",
+        help="draft tokens with a smaller checkpoint that has the same tokenizer; the text stays the same",
     )
     parser.add_argument(
         "--draft-tokens",
@@ -60,7 +60,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def prefix_cache(
     options: argparse.Namespace, runtime: Runtime, num_sequences: int
 ) -> PrefixCache | SlotPrefixCache | None:
-    """Of `add_prefix_cache`, with what the file holds, beside so many sequences.
+    """The prefix cache for the options of `add_prefix_cache`, with the state from the file; None without them.
 
     Raises:
         UserError: an option is malformed, the file is damaged or of another model, or the runtime makes no snapshots.
@@ -89,7 +89,7 @@ def prefix_cache(
 def prefix_cache_of(
     runtime: Runtime, max_bytes: int, num_sequences: int, at_branches: bool = False
 ) -> PrefixCache | SlotPrefixCache:
-    """In snapshots; or, of a runtime that keeps its state itself, in slots above those of the sequences.
+    """A `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
 
     Raises:
         UserError: there is no such slot, or none that fits.
@@ -102,7 +102,7 @@ def prefix_cache_of(
 
 
 def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:
-    """Write what a prompt has left to the file of --prompt-cache.
+    """Write a prompt's state to the file of --prompt-cache.
 
     Raises:
         UserError: it cannot be written, or there was no room for it in the cache.
@@ -148,7 +148,7 @@ def drafter(
     max_length: int | None = None,
     cache: PrefixCache | SlotPrefixCache | None = None,
 ) -> tuple[Drafter | None, int]:
-    """Of `add_speculation`: what drafts, and how many tokens at most.
+    """The drafter for the options of `add_speculation`, or None, and the most tokens that it drafts.
 
     Raises:
         UserError: options exclude one another, the draft model has another vocabulary, or the runtime cannot verify.
@@ -170,14 +170,14 @@ def drafter(
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
     longest = runtime.max_length if max_length is None else max_length
-    # A model that keeps its state itself has no snapshots, and its draft model none either.
+    # A runtime that keeps its state itself makes no snapshots, and neither does its draft model's.
     draft_cache = PrefixCache(draft_runtime, cache.max_bytes, None) if isinstance(cache, PrefixCache) else None
     draft_tokens = DRAFT_TOKENS if options.draft_tokens is None else options.draft_tokens
     return DraftModel(draft_runtime, runtime.config.vocab_size, num_sequences, longest, draft_cache), draft_tokens
 
 
 def _compiled_draft(options: argparse.Namespace) -> Path | None:
-    """Where a draft model's graphs are, of a model that has compiled ones.
+    """The folder of a draft model's compiled graphs; None if the model is not compiled.
 
     Raises:
         UserError: it was compiled without a draft model.
@@ -191,10 +191,10 @@ def _compiled_draft(options: argparse.Namespace) -> Path | None:
 
 
 def num_bytes(text: str) -> int:
-    """Of a size such as 500MiB.
+    """The number of bytes of a size such as 500MiB.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KiB|MiB|GiB)", text)
     if match is None:

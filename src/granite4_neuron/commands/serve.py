@@ -35,8 +35,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve a model with OpenAI's API",
-        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM or Ctrl-C: then what has "
-        "begun is finished, and what is new is refused.",
+        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM or Ctrl-C. Then the "
+        "server finishes the requests that it has, and refuses new ones.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,9 +47,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     address = serve.add_argument_group("clients")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     address.add_argument("--port", type=at_least(0), default=8000, metavar="N", help="0 for any (default: %(default)s)")
-    address.add_argument("--api-key", metavar="KEY", help="what clients must present (default: nothing)")
+    address.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: none)")
     address.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call the model (default: the end of --model)"
+        "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"
     )
     limits = serve.add_argument_group("limits")
     limits.add_argument(
@@ -60,20 +60,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=at_least(0),
         default=64,
         metavar="N",
-        help="texts that may wait; beyond them clients are told to come again (default: %(default)s)",
+        help="texts that may wait; further requests are refused with status 429 (default: %(default)s)",
     )
     limits.add_argument(
         "--max-model-len",
         type=at_least(2),
         default=8192,
         metavar="N",
-        help="tokens of a text, prompt and new ones (default: %(default)s, or the model's longest if that is less)",
+        help="most tokens of a text, prompt and new ones (default: %(default)s, or the model's longest if less)",
     )
     limits.add_argument(
         "--max-tokens",
         type=at_least(1),
         metavar="N",
-        help="new tokens of a text (default: what fits behind its prompt)",
+        help="most new tokens of a text (default: as many as fit after its prompt)",
     )
     limits.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="the longest body of a request (default: %(default)s)"
@@ -82,8 +82,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     reuse.add_argument(
         "--prefix-cache",
         metavar="SIZE",
-        help="memory for what prompts begin with, 0 for none; a draft model takes as much again "
-        f"(default: {_PREFIX_CACHE})",
+        help=f"memory of the prefix cache, 0 for none; a draft model takes as much again (default: {_PREFIX_CACHE})",
     )
     add_speculation(reuse)
     serve.set_defaults(run=run)
@@ -121,10 +120,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | SlotPrefixCache | None:
-    """On unless it is switched off, or the runtime has no place for one and nobody asked for it.
+    """The prefix cache; None if it is switched off, or if the runtime has no room for one and the user gave no size.
 
     Raises:
-        UserError: the size is none, or it was asked for and cannot be had.
+        UserError: the size is malformed, or the runtime has no room for the size that was given.
     """
     max_bytes = num_bytes(options.prefix_cache or _PREFIX_CACHE)
     try:

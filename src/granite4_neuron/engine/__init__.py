@@ -1,4 +1,4 @@
-"""Which tokens run next: sequences that come and go, each in a slot of a runtime's state."""
+"""Continuous batching: which tokens run in each step, and in which slot of a runtime's state."""
 
 from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine

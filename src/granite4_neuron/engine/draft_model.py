@@ -1,4 +1,4 @@
-"""Drafts by a small model."""
+"""Drafts from a small model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from granite4_neuron.speculation import DraftRequest
 
 
 class DraftModel:
-    """Proposes what a small model says, chosen as the target's tokens are: greedily, or with the same random numbers.
+    """Proposes the tokens of a small model, chosen like the target's: greedily, or with the same random numbers.
 
-    Where both models give a token the same probability it is then also drawn at the same time, so that a sampled draft
-    is accepted about as often as the distributions overlap, while the text stays what the target alone would say
-    (Daliri et al., https://arxiv.org/abs/2408.07978).
+    With the same random numbers, a sampled draft is accepted about as often as the two distributions overlap, and the
+    text stays the target's own (Daliri et al., https://arxiv.org/abs/2408.07978).
 
-    Its state has only seen tokens that are certain: drafts are run by `Runtime.verify` and never committed, and there
-    is nothing to roll back when the target rejects them.
+    Its state advances only by accepted tokens. It runs drafts with `Runtime.verify` and never commits them, so there is
+    nothing to roll back when the target rejects them.
 
     Args:
-        runtime: of the small model; any that can verify.
+        runtime: of the small model; it must be able to verify.
         vocab_size: the target model's.
-        num_sequences, max_length: how many sequences it follows, and how far; beyond it proposes nothing.
-        prefix_cache: of the small model's runtime; where its states at the ends of prompts and of sequences are kept,
-            for those that begin alike.
+        num_sequences: how many sequences it can follow; for others it proposes nothing.
+        max_length: of a sequence; beyond it, it proposes nothing.
+        prefix_cache: of the small model's runtime. It keeps the states at the ends of prompts and of sequences, for
+            sequences with the same beginning.
 
     Raises:
         UserError: the vocabularies differ in size, or the runtime cannot verify or has no room.
@@ -56,7 +56,7 @@ class DraftModel:
         self._followed: dict[int, _Followed] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """As `Drafter.propose`. A sequence's first call reads what the prefix cache does not have of its prompt."""
+        """As `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
         drafts = [_Draft(request, self._follow(request), self._most(request)) for request in requests]
         growing = [draft for draft in drafts if draft.followed is not None and draft.most > 0]
         if growing:
@@ -83,12 +83,12 @@ class DraftModel:
         return followed
 
     def _most(self, request: DraftRequest) -> int:
-        """The last draft is never run."""
+        """The most drafts for a sequence; one more than there is room for, because the last draft is never run."""
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
 
     def _read(self, drafts: Sequence[_Draft]) -> None:
-        """Bring the state up to the last certain token of each sequence."""
+        """Advance the state to the last token of each sequence."""
         for draft in drafts:
             self._catch_up(draft.followed)
         rows = [draft.followed.next_row(len(draft.followed.tokens)) for draft in drafts]
@@ -98,7 +98,7 @@ class DraftModel:
             draft.followed.add(row, logits[len(row.tokens) - 1])
 
     def _catch_up(self, followed: _Followed) -> None:
-        """Read a prompt, or what came while other sequences had no room for drafts, but for the last token."""
+        """Run a prompt, or tokens that came without a call of `propose`, except for the last token."""
         last, is_prompt = len(followed.tokens) - 1, followed.stored == 0
         if is_prompt and self._cache is not None:
             self._restore(followed)
@@ -111,7 +111,7 @@ class DraftModel:
             self._keep(followed)
 
     def _restore(self, followed: _Followed) -> None:
-        """Go on from what the prefix cache has of a prompt."""
+        """Start from the cached prefix of a prompt."""
         prefix = self._cache.find(followed.tokens[:-1])
         if prefix is not None:
             self._cache.restore(prefix, self._state, followed.slot)
@@ -128,9 +128,9 @@ class DraftModel:
 
 @dataclass
 class _Followed:
-    """Where the small model's state of a sequence is.
+    """The small model's state of a sequence.
 
-    tokens: all of it that is certain.
+    tokens: the sequence's tokens, without drafts.
     stored: how many of them the state has seen.
     logits: [vocab_size], after the last of those; None before the first.
     """
@@ -141,18 +141,18 @@ class _Followed:
     logits: torch.Tensor | None = None
 
     def next_row(self, stop: int) -> Row:
-        """The tokens to read next, up to `stop`."""
+        """The tokens to run next, up to `stop`."""
         return Row(self.slot, self.stored, self.tokens[self.stored : stop])
 
     def add(self, row: Row, logits: torch.Tensor) -> None:
-        """The state has seen the row, after which the small model says `logits` [vocab_size]."""
+        """Record that the state has seen the row; `logits` [vocab_size] are those after it."""
         self.stored += len(row.tokens)
         self.logits = logits
 
 
 @dataclass
 class _Draft:
-    """What one sequence's drafts are so far."""
+    """The drafts of one sequence so far."""
 
     request: DraftRequest
     followed: _Followed | None
@@ -167,9 +167,9 @@ class _Draft:
         return Row(self.followed.slot, self.followed.stored, self.tokens)
 
     def grow(self, logits: torch.Tensor) -> bool:
-        """Add a draft; whether there may be a further one."""
+        """Add a draft; returns whether there may be a further one."""
         try:
             self.tokens.append(self._chooser(logits, [*self.request.tokens, *self.tokens]))
-        except UserError:  # the small model's logits are not finite, which is no matter of the sequence
+        except UserError:  # the small model's logits are not finite; the sequence goes on without drafts
             return False
         return len(self.tokens) < self.most

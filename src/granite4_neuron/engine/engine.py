@@ -1,8 +1,9 @@
 """Continuous batching: sequences start when there is room, and leave when they end, while others run.
 
-Each step of the engine is one step of the runtime: a chunk of prompts, or one more token of every sequence whose prompt
-is done, or several where drafts of them hold. They take turns, so that a long prompt holds up no sequence for longer
-than a chunk; and they are not mixed, since a chunk beside single tokens would be padded to a rectangle.
+Each step of the engine is one step of the runtime. It is either a chunk of prompts, or decode for every sequence whose
+prompt is done: one token each, or several if drafts are accepted. The two take turns, so that a long prompt delays
+other sequences by at most one chunk. They are not mixed, because a chunk beside single tokens would be padded to a
+rectangle.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from granite4_neuron.speculation import Drafter, DraftRequest
 
 
 class Engine:
-    """Runs requests on a runtime, many at a time. To be used by one thread.
+    """Runs many requests at a time on a runtime. Use it from one thread only.
 
-    What a sequence gives does not depend on the others: on when they come and go, how long they are, or whether they
-    fail.
+    The output of a sequence does not depend on other sequences: when they start and end, how long they are, or whether
+    they fail.
 
     Args:
         runtime: what runs the steps.
-        num_sequences: how many sequences run at a time; the others wait in the order in which they came.
-        max_length: the longest sequence, prompt and continuation; None for the runtime's longest.
-        memory_bytes: what the sequences' state and cache may take, of those that run and in slots that keep the memory
-            of earlier ones; None for no limit but `num_sequences` times `max_length`.
-        tokenizer: makes tokens to text; None for outputs without text.
-        prompts_first: run all prompts before any sequence goes on, for a batch whose tokens nobody waits for. A prompt
-            that comes later holds up all others then.
-        prefix_cache: where sequences find what earlier ones began with, and leave what they have; of this runtime, and
-            of any number of engines one after another. Its memory and its slots are its own, not part of `memory_bytes`
+        num_sequences: how many sequences run at a time; the others wait in order of arrival.
+        max_length: the most tokens of a sequence, prompt and continuation; None for the runtime's longest.
+        memory_bytes: limit in bytes for the state and cache of running sequences, and of free slots that keep the
+            memory of earlier ones; None for no limit other than `num_sequences` times `max_length`.
+        tokenizer: turns tokens into text; None for outputs without text.
+        prompts_first: run all prompts before the first decode, for a batch whose tokens are not streamed. A prompt that
+            arrives later then delays all other sequences.
+        prefix_cache: states of earlier sequences for new ones with the same beginning. It belongs to this runtime and
+            can be used by several engines one after another. Its memory and slots do not count towards `memory_bytes`
             and `num_sequences`.
-        drafter: proposes tokens, which change how fast sequences come, and not what they are. A sequence whose drafts
-            keep being rejected goes without for a while.
-        draft_tokens: how many it proposes of a sequence at most.
+        drafter: proposes tokens, which makes sequences faster and does not change them. A sequence whose drafts keep
+            being rejected pauses drafting.
+        draft_tokens: the most tokens it proposes for a sequence.
 
     Raises:
-        UserError: the runtime cannot hold so many or so long sequences, or the memory not one, or it cannot verify
-            drafts.
+        UserError: the runtime has no room for so many or such long sequences, `memory_bytes` is too small for one, or
+            the runtime cannot verify drafts.
     """
 
     def __init__(
@@ -97,18 +98,18 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have none yet."""
+        """Sequences that wait for a slot."""
         return len(self._waiting)
 
     def add(self, request: Request) -> int:
-        """Take in a request; it starts in a later step.
+        """Queue a request; it starts in a later step.
 
         Returns:
-            The id that its outputs bear.
+            The id of its outputs.
 
         Raises:
-            UserError: the request is wrong in itself, or could never run: it is longer than the engine's sequences, or
-                needs more memory than there is.
+            UserError: the request is invalid, or could never run because it is longer than `max_length` or needs more
+                memory than `memory_bytes`.
         """
         request.check(self.runtime.config.vocab_size)
         if request.prompt_logprobs is not None:
@@ -128,7 +129,7 @@ class Engine:
         return sequence.id
 
     def cancel(self, id: int) -> bool:
-        """End a sequence at once, without a further output; false if it has ended already."""
+        """End a sequence at once, without further output; false if it has already ended."""
         if id in self._running:
             self._leave(self._running[id])
             return True
@@ -139,9 +140,9 @@ class Engine:
         return False
 
     def finish(self, id: int) -> str:
-        """End a sequence that runs where it is, as if that were its limit; returns the text that was held back.
+        """End a running sequence as if it had reached its limit; returns the text that was held back.
 
-        Unlike one that is cancelled, it leaves what it has in the prefix cache.
+        Unlike `cancel`, this keeps its state in the prefix cache.
         """
         sequence = self._running[id]
         if self._cache is not None and sequence.logits is not None:
@@ -150,7 +151,7 @@ class Engine:
         return sequence.text.finish()
 
     def step(self) -> list[Output]:
-        """Run one step; returns the new tokens. Those of a sequence come in their order; with a drafter, several."""
+        """Run one step; returns the new tokens, in order for each sequence: with a drafter perhaps several."""
         self._start_waiting()
         prompts = [sequence for sequence in self._running.values() if sequence.is_prompt]
         others = [sequence for sequence in self._running.values() if not sequence.is_prompt]
@@ -161,7 +162,7 @@ class Engine:
         return self._decode(others) if others else []
 
     def _start_waiting(self) -> None:
-        """In their order: one that does not fit yet holds back those behind it."""
+        """Start them in order: one that does not fit yet holds back those after it."""
         while self._waiting:
             slot = self._slots.take(self._waiting[0].limit)
             if slot is None:
@@ -175,7 +176,7 @@ class Engine:
         started = time.perf_counter()
         outputs, chosen, rows = [], [], []
         for sequence in sequences:
-            # Not even a single token more would fit; who comes later finds more in the prefix cache.
+            # Not one more token fits. Later sequences wait: they may find more in the prefix cache by then.
             if len(rows) == self.runtime.rows_per_step or not self._fits(rows):
                 break
             if self._waits_for_prefix(sequence, chosen):
@@ -195,7 +196,7 @@ class Engine:
         return outputs
 
     def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
-        """Whether a step of these rows has room for another of so many tokens; an empty one has."""
+        """Whether a step of these rows has room for another row of so many tokens; an empty step always has."""
         longest = max(tokens, *(len(row.tokens) for row in rows), 0)
         return not rows or (len(rows) + 1) * longest <= self.runtime.tokens_per_step
 
@@ -210,7 +211,7 @@ class Engine:
         return [of_row[len(row.tokens) - 1] for row, of_row in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Whether one of the others, in the same step, is about to leave a beginning that the sequence shares."""
+        """Whether one of the others is about to put a shared prefix into the cache in this same step."""
         if self._cache is None or sequence.has_begun:
             return False
         lengths = (common_length(sequence.tokens, other.tokens) for other in others)
@@ -218,7 +219,7 @@ class Engine:
         return any(cut <= length for cut, length in zip(cuts, lengths, strict=True))
 
     def _begin(self, sequence: RunningSequence) -> list[Output]:
-        """Go on from what the prefix cache has of a prompt. If that is all of it, its first token is due at once."""
+        """Start from the cached prefix of a prompt. If it is the whole prompt, choose the first token at once."""
         if self._cache is None or sequence.has_begun:
             return []
         sequence.has_begun = True
@@ -237,7 +238,7 @@ class Engine:
         return outputs
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> list[Output]:
-        """One more token of each, and those that are found to hold of what is drafted behind it."""
+        """One more token of each, and the accepted drafts after it."""
         started = time.perf_counter()
         drafts = self._draft(sequences)
         rows = [each.next_row(len(each.tokens), of_one) for each, of_one in zip(sequences, drafts, strict=True)]
@@ -257,7 +258,7 @@ class Engine:
         return self._drafter.propose(requests)
 
     def _most_drafts(self, sequence: RunningSequence) -> int:
-        """None in a pause. Beyond them lies the sequence's limit, or where the prefix cache wants the state."""
+        """How many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
         if not sequence.backoff.allows(len(sequence.tokens)):
             return 0
         most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]
@@ -286,7 +287,7 @@ class Engine:
         self.stats.accepted_tokens += accepted
 
     def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
-        """Choose the next token of each sequence all of whose tokens have been run."""
+        """Choose the next token of each sequence whose tokens have all been run."""
         outputs = []
         for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
             sequence.stored += len(row.tokens)
@@ -298,15 +299,15 @@ class Engine:
     def _choose(
         self, sequence: RunningSequence, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()
     ) -> list[Output]:
-        """The next token of a sequence, and further ones as long as each is the one that was drafted.
+        """The next token of a sequence, and further ones as long as each equals its draft.
 
-        Each is chosen as it is without drafts: by logits of the same tokens, and with the next random number.
+        Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
         """
         outputs = []
         for of_token, draft in itertools.zip_longest(logits, drafts):
             try:
                 token = sequence.sampler(of_token, sequence.tokens)
-            except UserError as error:  # the logits are not finite, and this is no matter of the other sequences
+            except UserError as error:  # the logits are not finite; other sequences must not notice
                 is_requests_fault = isinstance(error, NoTokenLeft)
                 text = sequence.text.finish()
                 return [*outputs, Output(sequence.id, None, text, "error", str(error), is_requests_fault)]
@@ -317,7 +318,11 @@ class Engine:
         return outputs
 
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
-        """What follows once a sequence's tokens have been stored; `logits` are those after the last of them."""
+        """Keep a snapshot where one is due, and end the sequence if it is done.
+
+        Args:
+            logits: [vocab_size], after the last stored token.
+        """
         reason = outputs[-1].finish_reason if outputs else None
         sequence.logits = logits
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):

@@ -1,4 +1,4 @@
-"""How likely the model holds tokens."""
+"""Log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model holds a token, by its logits before any sampling option.
+    """The log-probability of a token under the model's logits, before any sampling option.
 
     logprob: natural logarithm of the probability.
-    top: the likeliest tokens and theirs, likeliest first; as many as were asked for.
+    top: the requested number of top tokens with their log-probabilities, likeliest first.
     """
 
     token: int
@@ -22,7 +22,13 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Of one token after each row of logits, [tokens, vocab_size], float32."""
+    """The log-probability of one token after each row of logits.
+
+    Args:
+        logits: [tokens, vocab_size], float32.
+        tokens: the token that follows each row.
+        num_top: how many top tokens to report with each.
+    """
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     values, ids = (tensor.tolist() for tensor in logprobs.topk(num_top))

@@ -10,20 +10,20 @@ from granite4_neuron.sizes import sequence_bytes, token_bytes
 
 
 class Slots:
-    """Which slots of a state are free. It has memory for all of them, but takes it only as sequences write.
+    """Which slots of a state are free. The state is allocated for all of them, but takes memory only when written.
 
-    A slot keeps the memory that its longest sequence took, so the free slot that has most goes out first. When no
-    sequence runs and what empty slots keep is in the way, the state is made anew.
+    A slot keeps the memory of its longest sequence, so the free slot with the most memory is used first. If no sequence
+    runs and the memory of free slots is needed, the state is allocated again.
 
     Args:
         runtime: allocates the state.
         num_sequences, max_length: of the state.
-        memory_bytes: what the slots may take together; None for all they can.
-        set_aside: further slots of the state, above those for sequences; they are not part of `memory_bytes`.
+        memory_bytes: limit in bytes for all slots together; None for no limit.
+        set_aside: reserved slots above those for sequences; they do not count towards `memory_bytes`.
 
     Raises:
-        UserError: there is not one slot, one that is set aside is not above the others, or the runtime has no room for
-            the state.
+        UserError: `num_sequences` is less than 1, a reserved slot is not above the others, or the runtime has no room
+            for the state.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Slots:
         self._allocate()
 
     def check(self, length: int) -> None:
-        """See whether a sequence of that length could ever run.
+        """Check that a sequence of that length can run.
 
         Raises:
-            UserError: it could not.
+            UserError: it needs more than `memory_bytes`.
         """
         needed = self._bytes(length)
         if self._memory_bytes is not None and needed > self._memory_bytes:
@@ -95,5 +95,5 @@ class Slots:
         return sum(map(self._bytes, lengths.values())) <= self._memory_bytes
 
     def _bytes(self, length: int) -> int:
-        """That a slot has taken for a sequence of that length; nothing before its first one."""
+        """Bytes that a slot has taken for a sequence of that length; 0 before its first one."""
         return self._sequence_bytes + length * self._token_bytes if length else 0

@@ -1,9 +1,9 @@
-"""What earlier sequences left behind, for those that begin alike: a radix tree over tokens.
+"""A prefix cache in the host's memory: a radix tree over tokens.
 
-A sequence can only go on from where its recurrent state was kept. So an entry is a snapshot after exactly so many
-tokens: its recurrent state, with the keys and values of all tokens up to there. Entries in one sequence share those:
-each node of the tree holds them from its parent's length to its own, and where sequences part there is a node, with or
-without a recurrent state.
+A sequence can only continue from a place where its recurrent state was kept. So an entry is a snapshot at one exact
+length: the recurrent state, with the keys and values of all tokens before it. Entries with a common prefix share its
+keys and values: each node of the tree holds those between its parent's length and its own. Where sequences diverge
+there is a node, with or without a recurrent state.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 
 @dataclass
 class PrefixCacheStats:
-    """queries, hit_tokens: sequences that asked, and tokens that they found.
-    snapshots, num_bytes: entries that are there, and the memory of all nodes.
-    in_use: sequences that go on from one.
-    evictions: entries that made room for others.
+    """queries, hit_tokens: look-ups, and the tokens that they found.
+    snapshots, num_bytes: entries in the cache, and the memory of all nodes in bytes.
+    in_use: running sequences that started from an entry.
+    evictions: entries evicted so far.
     """
 
     queries: int = 0
@@ -50,9 +50,9 @@ class PrefixCacheStats:
 class _Node:
     """The tokens between its parent's length and its own, with their keys and values.
 
-    recurrent: the state after its last token, and `logits` [vocab_size] what the model says there; both None where no
-        sequence was kept, or it has made room.
-    users: sequences that go on from it, during which it stays.
+    recurrent, logits: the state and the logits [vocab_size] after its last token; both None if there is no entry, or it
+        was evicted.
+    users: running sequences that started from it; it is not evicted while there are any.
     """
 
     parent: _Node | None
@@ -80,10 +80,10 @@ class _Node:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A sequence's beginning that was kept. It stays until it is released.
+    """A prefix found in the cache. It is not evicted until it is released.
 
     snapshots: of its `length` tokens, for `Runtime.restore`.
-    logits: [vocab_size], float32, what the model says after them.
+    logits: [vocab_size], float32, after the last of them.
     """
 
     length: int
@@ -93,21 +93,21 @@ class Prefix:
 
 
 class PrefixCache:
-    """Snapshots of sequences by their tokens, in the host's memory. The least recently used make room for new ones.
+    """Snapshots of sequences by their tokens, in the host's memory. The least recently used are evicted first.
 
-    slots: of the state, that it takes: none.
+    slots: slots of the state that it reserves: none.
 
     Args:
-        runtime: whose sequences they are.
-        max_bytes: what all of it may take; None for no limit.
-        interval: a snapshot is kept of each sequence at multiples of so many tokens, beside those at the ends of its
-            prompt and of itself; a multiple of the runtime's `tokens_per_step`, where prompts are cut anyway. None for
-            the ends only.
-        at_branches: keep a snapshot also where a prompt parts from an earlier sequence, for a third one that begins
-            like both; the prompt is cut there.
+        runtime: the model that runs the sequences.
+        max_bytes: limit of its memory in bytes; None for no limit.
+        interval: keep a snapshot of each sequence at multiples of this many tokens, besides those at the ends of its
+            prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`, where prompts are
+            cut anyway. None for the ends only.
+        at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for a third one with the
+            same beginning; the prompt is cut there.
 
     Raises:
-        UserError: the runtime makes no snapshots, or the interval is no such multiple.
+        UserError: the runtime makes no snapshots, or the interval is not such a multiple.
     """
 
     slots: Sequence[int] = ()
@@ -128,7 +128,7 @@ class PrefixCache:
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
-        """The longest beginning of a sequence that was kept, up to all of it."""
+        """The longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
         node, _, _ = self._descend(tokens)
         while node.recurrent is None:
@@ -142,7 +142,7 @@ class PrefixCache:
         return Prefix(node.length, self._snapshots(node), node.logits, node)
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Where a sequence parts from an earlier one, if that is worth a snapshot: there is none near on its way."""
+        """Where a sequence diverges from an earlier one, if the nearest snapshot before that is far enough away."""
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
@@ -152,23 +152,23 @@ class PrefixCache:
         return {length} if length - kept.length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence that goes on from it has ended."""
+        """The sequence that started from it has ended."""
         prefix.node.users -= 1
         self.stats.in_use -= 1
 
     def attach(self, state: HybridState | None) -> None:
-        """Snapshots are of no state in particular."""
+        """Nothing: snapshots do not depend on the state."""
 
     def restore(self, prefix: Prefix, state: HybridState | None, slot: int) -> None:
-        """Make a slot hold a sequence's beginning."""
+        """Copy a prefix into a slot."""
         self._runtime.restore(state, prefix.snapshots, slot)
 
     def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
-        """Keep a snapshot of a sequence, unless it is there already or there is no room.
+        """Keep a snapshot of a sequence, unless there already is one or there is no room.
 
         Args:
-            tokens: all that the slot has seen.
-            logits: [vocab_size], float32, what the model says after them.
+            tokens: all tokens that the slot has seen.
+            logits: [vocab_size], float32, after the last of them.
         """
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
 
@@ -181,7 +181,7 @@ class PrefixCache:
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
         neighbour = child or node
-        neighbour.users += 1  # lest it makes room itself
+        neighbour.users += 1  # so that it is not evicted itself
         has_room = self._make_room(needed)
         neighbour.users -= 1
         if has_room:
@@ -192,10 +192,10 @@ class PrefixCache:
             self._prune(child)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Take in a snapshot from `export`.
+        """Add a snapshot from `export`.
 
         Raises:
-            UserError: it is of another model, or no such snapshot.
+            UserError: it is of another model, or was not made by `export`.
         """
         runtime = self._runtime
         snapshot.check(runtime.dtype, runtime.fingerprint, runtime.state_dtype)
@@ -219,8 +219,8 @@ class PrefixCache:
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
-        """The last node on a sequence's way; its child that goes on alike but then parts or is longer, if there is one;
-        and how many of that child's tokens they share.
+        """The last node whose tokens all match; its child that matches in part, if any; and how many of the child's
+        tokens match.
         """
         node = self._root
         while node.length < len(tokens):
@@ -241,7 +241,7 @@ class PrefixCache:
         return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Put a node between one and its parent, at the first `length` of its tokens."""
+        """Insert a node between a node and its parent, after the first `length` of the node's tokens."""
         first, rest = node.tokens[:length], node.tokens[length:]
         upper = _Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
         upper.children[rest[0]] = node
@@ -283,21 +283,21 @@ class PrefixCache:
         self._prune(node)
 
     def _prune(self, node: _Node) -> None:
-        """Take away a node that is of no use, and those above that are of none without it."""
+        """Remove a node that nothing needs, and then its parents if they are not needed either."""
         while node.parent is not None and node.recurrent is None and not node.children and not node.users:
             self.stats.num_bytes -= _bytes(node.keys_and_values)
             del node.parent.children[node.tokens[0]]
             node = node.parent
 
     def _num_bytes(self, tokens: int) -> int:
-        """Of an entry with the keys and values of so many tokens."""
+        """Bytes of an entry with the keys and values of so many tokens."""
         config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
         state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
         return state + tokens * token_bytes(config, itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two sequences begin with that are the same."""
+    """Length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
 

@@ -30,14 +30,14 @@ class Request:
     sampling: see `Sampler`; None for the checkpoint's generation_config.json.
     seed: of the sequence's random numbers; None for different ones each time.
     stop_token_ids: tokens that end the sequence.
-    stop: strings that end it; they are not part of its text. They need an engine with a tokenizer.
-    snapshots_at: lengths of the prompt's beginning that other prompts will share, such as that of a system message. It
-        is cut there, and an engine with a prefix cache keeps a snapshot.
-    logit_bias: what is added to the logits of tokens, -100 to 100.
-    frequency_penalty, presence_penalty: taken off a token's logit for each time that it was generated, and once if it
-        was; -2 to 2.
-    logprobs: report how likely each new token was, and so many of the likeliest; None for no report.
-    prompt_logprobs: the same of the prompt's tokens, all of which are run then, whatever a prefix cache has.
+    stop: strings that end it and are not part of its text. They need an engine with a tokenizer.
+    snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
+        and an engine with a prefix cache keeps a snapshot.
+    logit_bias: added to the logits of tokens, -100 to 100.
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
+        if it was generated at all; -2 to 2.
+    logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
+    prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
     """
 
     tokens: Sequence[int]
@@ -78,10 +78,10 @@ class Request:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What is known about a prompt once all of it has been run.
+    """Facts about a prompt once all of it has been run.
 
-    cached_tokens: those that the prefix cache had.
-    logprobs: of its tokens but the first, where the request asks for them.
+    cached_tokens: how many of its tokens the prefix cache had.
+    logprobs: of all its tokens except the first, if the request asks for them.
     """
 
     cached_tokens: int
@@ -94,12 +94,12 @@ class Output:
 
     id: of the sequence, from `Engine.add`.
     token: its id; None with an error.
-    text: what can be added to the sequence's text now; may be empty while a character or a stop string is incomplete.
-    finish_reason: None, or with the sequence's last output "stop" (stop token or stop string), "length" or "error".
+    text: the next piece of the sequence's text; may be empty while a character or a stop string is incomplete.
+    finish_reason: "stop" (stop token or stop string), "length" or "error" in the sequence's last output, else None.
     error: what went wrong, in one sentence.
-    is_requests_fault: whether the request's options are why, and not the model.
-    logprob: how likely the token was, where the request asks for it.
-    prompt: with the sequence's first token.
+    is_requests_fault: whether the request's options caused the error, not the model.
+    logprob: of the token, if the request asks for it.
+    prompt: in the sequence's first output.
     """
 
     id: int

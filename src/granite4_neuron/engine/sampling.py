@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Sampling: which token comes next."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SAMPLING_RANGES: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_sampling(options: Mapping[str, object]) -> None:
-    """See whether options, by name, are in their ranges; None is.
+    """Check that options, by name, are in their ranges; None always is.
 
     Raises:
         UserError: one is not.
@@ -71,9 +71,9 @@ def with_overrides(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
 ) -> GenerationConfig:
-    """The checkpoint's defaults with what the caller has set; None leaves a default.
+    """The checkpoint's defaults with the caller's options; None keeps a default.
 
-    Temperature 0 means greedy. Any other sampling option given means sampling, also where the defaults are greedy.
+    Temperature 0 means greedy. Any other sampling option turns sampling on, even if the defaults are greedy.
 
     Raises:
         UserError: an option is outside its range.
@@ -94,16 +94,16 @@ def with_overrides(
 
 
 class NoTokenLeft(UserError):
-    """A sequence's own options leave no token to choose, whatever the model says."""
+    """A request's own options leave no token to choose, although the model's logits are finite."""
 
 
 class Sampler:
-    """Picks one sequence's next token, greedily or by chance, after transformers' logits processors.
+    """Chooses the next token of one sequence, greedily or by sampling, with transformers' logits processors.
 
     Args:
         config: do_sample, temperature, top_k, top_p, min_p, repetition_penalty.
         seed: of this sequence's random numbers; None for different ones each time.
-        additions: what is added to the logits before all that, see `additions`.
+        additions: processors that run before those, see `additions`.
 
     Raises:
         UserError: an option is outside its range.
@@ -128,7 +128,7 @@ class Sampler:
             tokens: the sequence so far, prompt included.
 
         Raises:
-            NoTokenLeft: the logits are finite, and under the options they are not.
+            NoTokenLeft: the logits are finite, but not after the options have been applied.
             UserError: the logits are not finite.
         """
         scores = self._scores(logits, tokens)
@@ -145,7 +145,7 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def fork(self) -> Sampler:
-        """One that picks as this one would, and leaves its random numbers as they are."""
+        """A copy that chooses the same tokens and does not advance this one's random numbers."""
         forked = copy.copy(self)
         forked._generator = self._generator.clone_state()
         return forked
@@ -156,13 +156,13 @@ class Sampler:
 
 
 class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
-    """Makes tokens less likely that have been generated, as OpenAI's frequency and presence penalties do
+    """Makes generated tokens less likely, as OpenAI's frequency and presence penalties do
     (https://platform.openai.com/docs/api-reference/completions).
 
     Args:
-        frequency: taken off a token's logit for each time that it came.
-        presence: taken off once.
-        prompt_length: tokens before the generated ones, which do not count.
+        frequency: subtracted from a token's logit for each time that it was generated.
+        presence: subtracted once if it was generated.
+        prompt_length: the first tokens, which do not count.
     """
 
     def __init__(self, frequency: float, presence: float, prompt_length: int):
@@ -171,7 +171,12 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Of input_ids [batch_size, tokens] and scores [batch_size, vocab_size]."""
+        """Penalised scores.
+
+        Args:
+            input_ids: [batch_size, tokens].
+            scores: [batch_size, vocab_size].
+        """
         generated = input_ids[:, self._prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
@@ -180,7 +185,7 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
 def additions(
     logit_bias: Mapping[int, float], frequency_penalty: float, presence_penalty: float, prompt_length: int
 ) -> list[LogitsProcessor]:
-    """What a request adds to logits: a number to those of some tokens, and what generated tokens lose.
+    """Processors for a request's logit_bias, frequency_penalty and presence_penalty.
 
     Args:
         prompt_length: tokens before the generated ones.
@@ -202,13 +207,13 @@ def additions(
 def _likeliest(logits: torch.Tensor) -> int:
     """The token of the highest logit, or one whose logit is NaN.
 
-    By numpy, in one thread: a call of torch's would wake its threads, to spin beside those of the next step.
+    It uses numpy, in one thread: torch's argmax would wake its threads, which then spin beside those of the next step.
     """
     return int(logits.numpy().argmax())
 
 
 def _processors(config: GenerationConfig) -> LogitsProcessorList:
-    """In the order in which transformers' generate applies them."""
+    """Processors of the sampling options, in the order in which transformers' generate applies them."""
     processors = LogitsProcessorList()
     if config.repetition_penalty not in (None, 1.0):
         processors.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))

@@ -1,4 +1,4 @@
-"""What earlier sequences left behind, kept in slots of the state itself: on a device, from which nothing is taken."""
+"""A prefix cache in slots of the state, for devices whose state cannot be copied to the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from granite4_neuron.state import HybridState
 
 @dataclass(frozen=True, eq=False)
 class KeptSlot:
-    """A sequence's beginning, all of it in one slot.
+    """A prefix in a slot of its own.
 
-    logits: [vocab_size], float32, what the model says after its last token.
+    logits: [vocab_size], float32, after its last token.
     """
 
     tokens: tuple[int, ...]
@@ -32,18 +32,18 @@ class KeptSlot:
 
 
 class SlotPrefixCache:
-    """As `PrefixCache`, in slots that are set aside. Copies from slot to slot are all that it does to the state.
+    """Like `PrefixCache`, but in reserved slots of the state. It only copies from slot to slot.
 
-    There are a few slots, each with one beginning: those at the ends of prompts and of generations, where a sequence
-    parts from one that is kept, and those that are pinned. The least recently used makes room, the pinned never.
+    Each of its few slots holds one prefix: up to the end of a prompt or of a generation, up to where a sequence
+    diverges from a kept prefix, or a pinned one. The least recently used is evicted first, pinned ones never.
 
     Args:
-        runtime: whose sequences they are; if it keeps its state itself, the beginnings outlive an engine.
-        slots: of the state, above those in which the engine's sequences run.
-        pinned: beginnings such as a system message. The first prompt that begins with one is cut there.
+        runtime: the model that runs the sequences; if it keeps its state itself, prefixes outlive an engine.
+        slots: reserved slots of the state, above those of the engine's sequences.
+        pinned: prefixes to keep, such as a system message. The first prompt that begins with one is cut there.
 
     Raises:
-        UserError: the runtime cannot copy, or there are not more slots than pinned beginnings.
+        UserError: the runtime cannot copy, or there are not more slots than pinned prefixes.
     """
 
     interval = None
@@ -62,13 +62,13 @@ class SlotPrefixCache:
         self._forget()
 
     def attach(self, state: HybridState | None) -> None:
-        """Work with an engine's state; of another one than before nothing is known."""
+        """Use this state; if it is another one than before, forget all prefixes."""
         if state is not self._state:
             self._state = state
             self._forget()
 
     def find(self, tokens: Sequence[int]) -> KeptSlot | None:
-        """The longest beginning of a sequence that was kept, up to all of it."""
+        """The longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
         found = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
         if not found:
@@ -80,7 +80,7 @@ class SlotPrefixCache:
         return longest
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Where a sequence parts from one that is kept, if that is worth a slot, and where a pinned beginning ends."""
+        """Where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones end."""
         found = max((kept.length for kept in self._kept.values() if _begins_with(tokens, kept.tokens)), default=0)
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
@@ -88,19 +88,19 @@ class SlotPrefixCache:
         return branches | {length for length in pinned if length > found}
 
     def restore(self, prefix: KeptSlot, state: HybridState | None, slot: int) -> None:
-        """Make a slot hold the beginning; the one that it is kept in holds it as well."""
+        """Copy a prefix into a slot; it also stays in its own."""
         self._runtime.copy(state, prefix.slot, slot, prefix.length)
 
     def release(self, prefix: KeptSlot) -> None:
-        """The sequence that goes on from it, or rather from a copy of its own, has ended."""
+        """The sequence that started from a copy of it has ended."""
         self.stats.in_use -= 1
 
     def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
-        """Keep what a slot holds of a sequence, unless it is there already.
+        """Keep a copy of a slot, unless there already is one for these tokens.
 
         Args:
-            tokens: all that the slot has seen.
-            logits: [vocab_size], float32, what the model says after them.
+            tokens: all tokens that the slot has seen.
+            logits: [vocab_size], float32, after the last of them.
         """
         self.attach(state)
         tokens = tuple(tokens)
@@ -130,8 +130,8 @@ class SlotPrefixCache:
 
 
 def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
-    """Slots for such a cache, of a runtime that keeps its state itself: above those of the sequences, as many as there
-    are, and as fit into `max_bytes`.
+    """The slots for a `SlotPrefixCache` of a runtime that keeps its state itself: those above `num_sequences`, as many
+    as fit into `max_bytes`.
 
     Raises:
         UserError: there are none.

@@ -12,14 +12,14 @@ _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
 class TextStream:
-    """The text of one growing sequence. Text is given out once it is certain: whole characters, and no part of a
+    """The text of one growing sequence. It gives out text once it is certain: whole characters, and no part of a
     possible stop string.
 
-    All pieces together are what the tokenizer makes of all tokens: bytes at the end that are no whole character become
-    U+FFFD. A character that the prompt began and the first tokens complete is given out whole.
+    All pieces together equal the tokenizer's text of all tokens; trailing bytes that are not a whole character become
+    U+FFFD. A character that begins in the prompt and ends in the first tokens is given out whole.
 
     Args:
-        tokenizer: a fast tokenizer, or None for no text at all.
+        tokenizer: a fast tokenizer, or None for no text.
         stop: strings that end the text; the text ends before the first of them.
         prompt: the tokens before the text.
     """
@@ -36,7 +36,7 @@ class TextStream:
         self._of_prompt = len(self._undecoded)
 
     def add(self, token: int) -> str:
-        """The text that became certain; sets `stopped` when a stop string is complete."""
+        """The text that is now certain; sets `stopped` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
         self._held += self._decode(token)
@@ -48,7 +48,7 @@ class TextStream:
         return self._give_out(len(self._held) - self._possible_start())
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, once no token follows."""
         if len(self._undecoded) > self._of_prompt:
             self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         self._undecoded = []
@@ -63,7 +63,7 @@ class TextStream:
         return text
 
     def _incomplete_end(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The last tokens of a prompt that ends in the middle of a character; none of another one."""
+        """The last tokens of a prompt that ends in the middle of a character; otherwise none."""
         if self._tokenizer is None:
             return ()
         for length in range(1, _LONGEST_CHARACTER):
@@ -82,7 +82,7 @@ class TextStream:
         return text
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         lengths = (
             length
             for text in self._stop

@@ -1,4 +1,4 @@
-"""From prompts to text: loading, a batch of prompts over an engine, a conversation."""
+"""From prompts to text: loading a model, batches of prompts, conversations."""
 
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats

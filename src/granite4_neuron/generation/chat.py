@@ -1,4 +1,4 @@
-"""From a conversation to a prompt."""
+"""Turns a conversation into a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_PRIVATE_CHARACTER = 0xF0000
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
-    """Tokens of a conversation's beginning, by the tokenizer's chat template, up to where the assistant speaks.
+    """Tokens of a conversation with one user message, up to the assistant's answer, by the tokenizer's chat template.
 
     Raises:
         UserError: as `ConversationEncoder`.
@@ -28,13 +28,13 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | Non
 
 
 class ConversationEncoder:
-    """Makes prompts of conversations, by a tokenizer's chat template, and of texts that somebody else wrote.
+    """Encodes conversations with a tokenizer's chat template, and texts from other people.
 
-    A control token is one only where the template writes it: in what people say, its spelling is text like any other. A
-    template that cuts pieces out of a message could still put the spelling together; none of the family's does.
+    Only the template writes control tokens: in messages and texts, their spelling is ordinary text. A template that
+    cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
 
     Raises:
-        UserError: at the first conversation, where the tokenizer has no chat template.
+        UserError: at the first conversation, if the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -43,24 +43,24 @@ class ConversationEncoder:
         self._as_text.encode_special_tokens = True
         special = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._control_tokens = sorted((token.content for token in special), key=len, reverse=True)
-        # With nothing in it, it would match everywhere.
+        # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self._renderer = chat_template.Renderer()
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the tokenizer puts around each; control tokens in it are text."""
+        """Tokens of a text, with those that the tokenizer adds to every text; control tokens in it are text."""
         check_text(text, "the prompt")
         return self._as_text.encode(text).ids
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a conversation up to where the assistant speaks.
+        """Tokens of a conversation up to the assistant's next answer.
 
         Args:
             messages: each with a "role" and a "content".
 
         Raises:
-            UserError: the tokenizer has no chat template, the template refuses the messages or fails, or it takes more
-                time or memory than a template may.
+            UserError: the tokenizer has no chat template; the template refuses the messages or fails; or it takes too
+                much time or memory.
         """
         for message in messages:
             check_text(message["content"], "the message")
@@ -72,15 +72,15 @@ class ConversationEncoder:
         return self._encode_rendered(self._render(hidden), mark)
 
     def close(self) -> None:
-        """End the template's process; it starts anew when it is needed."""
+        """End the template's process; it starts again when it is needed."""
         self._renderer.close()
 
     def _hide(self, content: str, mark: str) -> str:
-        """Write control tokens in such a way that the template's own can be told from them."""
+        """Replace the spelling of control tokens, so that it differs from the template's own control tokens."""
         return self._control_pattern.sub(lambda match: f"{mark}{self._control_tokens.index(match[0])}{mark}", content)
 
     def _encode_rendered(self, text: str, mark: str) -> list[int]:
-        """Tokens of a rendered text with hidden control tokens, which become text."""
+        """Tokens of a rendered text; hidden control tokens become text again."""
         tokens, end = [], 0
         for match in (*self._control_pattern.finditer(text), None):
             between = text[end : match.start() if match else None]

@@ -1,4 +1,4 @@
-"""A conversation with a model: each turn goes on from the state that the turns before left."""
+"""A conversation with a model: each turn continues from the state of the turns before it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from granite4_neuron.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Turn:
-    """What a person said, and what the model answered.
+    """A user's message and the model's answer.
 
     system: the system message at that time.
-    prompt: all tokens of the conversation up to where the assistant speaks.
-    generated: the tokens of the answer, with the one that ended it, if any.
+    prompt: all tokens of the conversation up to the answer.
+    generated: the tokens of the answer, with the stop token that ended it, if any.
     finish_reason: "stop" (a stop token or stop string), "length", or "interrupted".
     """
 
@@ -34,22 +34,23 @@ class Turn:
 
     @property
     def stored(self) -> list[int]:
-        """The tokens whose state is kept: a token that is generated last is chosen, and not run."""
+        """The tokens whose state is kept: all but the last generated one, which was chosen but not run."""
         return [*self.prompt, *self.generated[:-1]]
 
 
 class Conversation:
-    """Asks an engine of one sequence, turn after turn. To be used by one thread.
+    """Runs the turns of a conversation on an engine of one sequence. Use it from one thread only.
 
-    Tokens of answers stay as they were generated, also where a tokenizer would cut their text in another way. So each
-    turn's prompt begins with what the turn before left in the prefix cache, and only the rest of it is run.
+    The tokens of answers stay as they were generated, even if the tokenizer would split their text differently. So each
+    turn's prompt begins with the tokens of the turn before, whose state is in the prefix cache, and only the rest is
+    run.
 
     Args:
         engine: with a tokenizer and with `cache`.
-        cache: where the states are.
+        cache: the engine's prefix cache.
         encoder: of the engine's tokenizer.
-        request: how answers are made; its tokens are not used. With a seed, answers draw from seed, seed + 1, ...
-        system: the system message, which may be changed at any time.
+        request: the options of answers; its tokens are not used. With a seed, answers use seed, seed + 1, ...
+        system: the system message; it may be changed at any time.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class Conversation:
         self._is_interrupted = False
 
     def ask(self, user: str, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Say something; gives out the answer piece by piece, and adds the turn when the answer ends.
+        """Send a message; yields the answer piece by piece, and adds the turn when the answer ends.
 
-        A turn that is interrupted before its answer begins, or not read to its end, is not added.
+        A turn is not added if it is interrupted before its answer begins, or if the caller does not read it to the end.
 
         Args:
             user: the message.
             progress: called with (prompt tokens done, prompt tokens in all) after each step of the prompt.
 
         Raises:
-            UserError: the message is no text, the conversation is too long, or the model's logits are not finite.
+            UserError: the message is not text, the conversation is too long, or the model's logits are not finite.
         """
         self._is_interrupted = False
         prompt = self._prompt(user)
@@ -112,11 +113,11 @@ class Conversation:
             self.turns.append(Turn(self.system, user, answer, prompt, generated, reason))
 
     def interrupt(self) -> None:
-        """End the answer after the step that runs. May be called by a signal handler."""
+        """End the answer after the current step. A signal handler may call this."""
         self._is_interrupted = True
 
     def undo(self) -> Turn:
-        """Take back the last turn, and return it.
+        """Remove the last turn and return it.
 
         Raises:
             UserError: there is none.
@@ -126,14 +127,14 @@ class Conversation:
         return self.turns.pop()
 
     def clear(self) -> None:
-        """Take back all turns. The system message stays."""
+        """Remove all turns. The system message stays."""
         self.turns.clear()
 
     def save(self, file: Path) -> None:
         """Write the conversation and its state.
 
         Raises:
-            UserError: there is no turn yet, its state has made room for others, or the file cannot be written.
+            UserError: there is no turn yet, its state was evicted, or the file cannot be written.
         """
         if not self.turns:
             raise UserError("there is nothing to save yet.")
@@ -143,10 +144,10 @@ class Conversation:
         replace(snapshot, note=json.dumps({"system": self.system, "turns": self._saved_turns()})).save(file)
 
     def load(self, file: Path) -> None:
-        """Go on with a conversation that was saved; the one so far is given up.
+        """Replace this conversation with a saved one.
 
         Raises:
-            UserError: the file cannot be read, holds none, or one with another model or dtype.
+            UserError: the file cannot be read, holds no conversation, or one with another model or dtype.
         """
         runtime = self._engine.runtime
         snapshot = Snapshot.load(file, runtime.dtype, runtime.fingerprint, runtime.state_dtype)
@@ -168,16 +169,16 @@ class Conversation:
 
     @property
     def max_length(self) -> int:
-        """Of the conversation, in tokens."""
+        """The longest conversation, in tokens."""
         return self._engine.max_length
 
     @property
     def num_tokens(self) -> int:
-        """Of all that was said."""
+        """The length of the conversation in tokens."""
         return len(self.turns[-1].prompt) + len(self.turns[-1].generated) if self.turns else 0
 
     def _prompt(self, user: str) -> list[int]:
-        """The next turn's tokens: those of the last turn as they are, and what the template adds behind them."""
+        """The next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
         messages = self._messages()
         tokens = self._encoder.encode([*messages, _message("user", user)])
         last = self.turns[-1] if self.turns else None
@@ -191,7 +192,7 @@ class Conversation:
         return [*last.prompt, *last.generated[: -1 if ended else None], *tokens[len(spelled) :]]
 
     def _is_cut_by_text(self, turn: Turn) -> bool:
-        """Whether tokens were generated that are not in the answer, as they spell a stop string."""
+        """Whether the answer ends before the generated tokens do, because of a stop string."""
         return turn.finish_reason == "stop" and turn.generated[-1] not in self._request.stop_token_ids
 
     def _messages(self) -> list[Mapping[str, str]]:
@@ -201,7 +202,7 @@ class Conversation:
         return messages
 
     def _saved_turns(self) -> list[dict]:
-        """Each with the tokens only that the turn before does not have."""
+        """The turns; each has only the tokens that the turn before it does not have."""
         saved, before = [], []
         for turn in self.turns:
             start = common_length(before, turn.prompt)
@@ -234,7 +235,7 @@ def _raise_error(output: Output) -> None:
 
 
 def _difference(after: GenerationStats, before: GenerationStats) -> GenerationStats:
-    """What has come between two moments."""
+    """The difference of the totals at two moments."""
     return GenerationStats(
         **{field.name: getattr(after, field.name) - getattr(before, field.name) for field in fields(GenerationStats)}
     )

@@ -1,4 +1,4 @@
-"""Prompts in, text out: one batch over an engine of its own."""
+"""Generates text for one batch of prompts, with a new engine for each batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GenerationResponse:
 
     index: which of the prompts.
     token: its id.
-    text: what can be added to the sequence's text now; may be empty while a character or a stop string is incomplete.
-    finish_reason: None, or with the sequence's last token "stop" (stop token or stop string) or "length".
+    text: the next piece of the sequence's text; may be empty while a character or a stop string is incomplete.
+    finish_reason: "stop" (stop token or stop string) or "length" with the sequence's last token, else None.
     stats: of the whole call so far.
     """
 
@@ -58,29 +58,29 @@ def stream_generate(
     drafter: Drafter | None = None,
     draft_tokens: int = 4,
 ) -> Iterator[GenerationResponse]:
-    """Continue one prompt or several, giving out each token as it comes.
+    """Continue one prompt or several; yields each token as it comes.
 
     Args:
         runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
             text.
-        prompt: a text, a list of token ids, or a list of those. Prompts may differ in length; each is continued as if
+        prompt: a text, a list of token ids, or a list of these. Prompts may differ in length; each is continued as if
             it were alone.
-        max_tokens: new tokens per prompt at most; fewer where the runtime's longest sequence is reached.
+        max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
         temperature, top_k, top_p, min_p, repetition_penalty: None for the checkpoint's generation_config.json;
             temperature 0 is greedy.
-        seed: makes sampling repeatable; prompt number i draws from seed + i.
+        seed: makes sampling repeatable; prompt number i uses seed + i.
         stop: strings that end a sequence; they are not part of its text.
-        stop_token_ids: tokens that end a sequence, beside the checkpoint's end-of-sequence tokens.
+        stop_token_ids: tokens that end a sequence, besides the checkpoint's end-of-sequence tokens.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
-        prefix_cache: of this runtime; prompts go on from what it has of them, and what several of them begin with is
-            computed once. It can be given again to later calls.
-        drafter, draft_tokens: what proposes tokens, and how many at most; texts come faster where they hold, and are
-            the same.
+        prefix_cache: of this runtime. Prompts start from their cached prefixes, and a prefix of several prompts is
+            computed once. Later calls can use the same cache.
+        drafter, draft_tokens: proposes tokens, and the most at a time. Accepted drafts make texts faster and do not
+            change them.
 
     Raises:
-        UserError: an empty prompt, one longer than the model's limit, or an option outside its range; in the end also
-            if the model's logits were not finite for one of the prompts, which ends that one early.
+        UserError: a prompt is empty or longer than the model's limit, or an option is outside its range. After the last
+            token also if the model's logits were not finite for one of the prompts, which ends that prompt early.
     """
     _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
     sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
@@ -143,7 +143,7 @@ def _run(
                 if output.token is not None:
                     index = index_of[output.id]
                     yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
-    finally:  # also when nobody wants the rest: the prefix cache and the drafter outlive the engine
+    finally:  # the caller may stop early, and the prefix cache and the drafter outlive the engine
         for id in ids:
             engine.cancel(id)
     if error is not None:
@@ -172,9 +172,9 @@ def _check_types(
 
 
 def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
-    """Of each prompt, the lengths up to which others begin alike, as far as each is worth a snapshot."""
+    """For each prompt, the lengths of prefixes that it shares with others and that are long enough for a snapshot."""
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    # Those that share a length stand next to one another, and so do any two of them.
+    # In sorted order, prompts with a common prefix are neighbours.
     shared = [common_length(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
     lengths: list[list[int]] = [[0] for _ in prompts]
     for length in sorted(set(shared)):
@@ -230,7 +230,7 @@ def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def end_of_sequence_tokens(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig) -> frozenset[int]:
-    """The tokens that end a text, by the tokenizer or by the checkpoint's generation_config.json."""
+    """The end-of-sequence tokens of the tokenizer and of the checkpoint's generation_config.json."""
     ids: set[int] = set()
     for each in (generation_config.eos_token_id, tokenizer.eos_token_id):
         ids |= set(each if isinstance(each, Sequence) else () if each is None else (each,))

@@ -1,4 +1,4 @@
-"""From the engine's outputs to the bodies of OpenAI's responses, whole or in chunks."""
+"""Turns the engine's outputs into OpenAI's responses, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """What single tokens look like."""
+    """The text of single tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._tokenizer = tokenizer.backend_tokenizer
 
     def text(self, token: int) -> str:
-        """Its text; where it is no whole character, its spelling in the vocabulary."""
+        """The token's text, or its spelling in the vocabulary if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         if text and _REPLACEMENT not in text:
             return text
         return self._tokenizer.id_to_token(token) or f"token_id:{token}"
 
     def texts(self, tokens: Sequence[int]) -> str:
-        """Of tokens together."""
+        """The text of several tokens together."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def bytes(self, token: int) -> list[int] | None:
-        """Its text in UTF-8; None where it is no whole character."""
+        """The token's text in UTF-8; None if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return None if _REPLACEMENT in text else list(text.encode())
 
 
 class Answer(ABC):
-    """What has come of one request's sequences so far.
+    """The response to one request, from the outputs of its sequences.
 
     Args:
-        texts: of the model's tokens.
-        model: its name.
+        texts: the text of the model's tokens.
+        model: the model's name.
         requests: the sequences, `choices` for each prompt.
-        choices: how many.
+        choices: number of choices per prompt.
     """
 
     _id_prefix: str
@@ -61,7 +61,7 @@ class Answer(ABC):
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
-        """Take in what a step brought; returns the new outputs of each sequence that has any."""
+        """Add the outputs of a step; returns the new outputs by sequence."""
         new: dict[int, list[Output]] = {}
         for index, output in batch:
             new.setdefault(index, []).append(output)
@@ -70,18 +70,18 @@ class Answer(ABC):
         return new
 
     def chunk(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        """What a stream says of the new outputs of a sequence."""
+        """The chunk of a stream for new outputs of a sequence."""
         is_first = len(outputs) == len(self._outputs[index])
         choice = {"index": index, **self._delta(index, outputs, is_first)}
         choice["finish_reason"] = outputs[-1].finish_reason
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """What a stream says at its end, if it is asked to."""
+        """The last chunk of a stream, with the usage."""
         return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}
 
     def whole(self) -> dict[str, Any]:
-        """The response, once all sequences have ended."""
+        """The whole response, once all sequences have ended."""
         choices = [
             {"index": index, **self._all(index, outputs), "finish_reason": outputs[-1].finish_reason}
             for index, outputs in enumerate(self._outputs)
@@ -89,7 +89,7 @@ class Answer(ABC):
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """Choices of one prompt share it."""
+        """A prompt counts once for all its choices."""
         firsts = range(0, len(self._requests), self._choices)
         prompt_tokens = sum(len(self._requests[index].tokens) for index in firsts)
         completion_tokens = sum(map(self._new_tokens, self._outputs))
@@ -107,15 +107,15 @@ class Answer(ABC):
 
     @abstractmethod
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
-        """The part of a choice that new outputs make."""
+        """The part of a choice for new outputs."""
 
     @abstractmethod
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        """A whole choice."""
+        """The whole choice."""
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """The response of /v1/completions."""
 
     _id_prefix, _kind, _chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -123,7 +123,7 @@ class CompletionAnswer(Answer):
         super().__init__(texts, model, requests, body.n)
         self._echo = body.echo
         self._prompt_only = body.max_tokens == 0
-        self._offsets = [0] * len(requests)  # in characters, where the next token begins
+        self._offsets = [0] * len(requests)  # where each choice's next token begins, in characters
 
     def _new_tokens(self, outputs: Sequence[Output]) -> int:
         return 0 if self._prompt_only else len(outputs)
@@ -142,7 +142,7 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": self._logprobs(index, new, outputs[0].prompt if echoes else None)}
 
     def _logprobs(self, index: int, new: Sequence[TokenLogprob], prompt: PromptReport | None) -> dict[str, Any]:
-        """Of the prompt's tokens, if they are shown, and of new ones; the prompt's first one has none."""
+        """Log-probabilities of the new tokens, after those of the prompt if it is echoed; its first token has none."""
         reports = [*(prompt.logprobs if prompt else ()), *new]
         first = [self._requests[index].tokens[0]] if prompt else []
         tokens = [self._texts.text(token) for token in (*first, *(report.token for report in reports))]
@@ -159,13 +159,13 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, report: TokenLogprob) -> dict[str, float]:
-        """The token itself is always there. Of tokens that look the same, the likeliest is."""
+        """Always with the token itself. Of tokens with the same text, only the likeliest is there."""
         pairs = sorted({(report.token, report.logprob), *report.top}, key=lambda pair: pair[1])
         return {self._texts.text(token): logprob for token, logprob in pairs}
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     _id_prefix, _kind, _chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

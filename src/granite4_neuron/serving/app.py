@@ -34,9 +34,9 @@ _PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/
 class Service:
     """What the routes need.
 
-    model: its name.
-    api_key: what clients must present; None for nothing.
-    max_body: bytes of a request.
+    model: the name that clients use.
+    api_key: that clients must send; None for none.
+    max_body: limit of a request's body in bytes.
     is_ending: whether new requests are refused.
     """
 
@@ -51,7 +51,7 @@ class Service:
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The application; the engine's thread runs as long as it does."""
+    """The ASGI application. It starts and ends the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +62,7 @@ def make_app(service: Service) -> ASGIApp:
             service.engine.close()
             service.maker.close()
 
-    # Without pages of documentation, which would load scripts from elsewhere.
+    # No documentation pages: they would load scripts from other sites.
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _error_response)
@@ -108,7 +108,11 @@ class _Routes:
         return self._service.texts, self._service.model, requests
 
     async def _read(self, http: HTTPRequest) -> bytes:
-        """The body, as far as it may be long."""
+        """The body.
+
+        Raises:
+            RequestError: 413 if it is longer than `max_body`.
+        """
         body = bytearray()
         async for part in http.stream():
             body += part
@@ -123,7 +127,7 @@ class _Routes:
     async def _answer(
         self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
     ) -> Response:
-        """The whole answer, or, once there is a first token, a stream."""
+        """The whole response, or a stream that starts with the first token."""
         generation = self._service.engine.submit(requests)
         is_handed_on = False
         try:
@@ -147,7 +151,7 @@ class _Routes:
 
 
 async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
-    """Of a stream; an error is its last one."""
+    """The events of a stream; an error is the last one."""
     try:
         async for batch in _chained(first, batches):
             _raise_errors(batch)
@@ -174,7 +178,7 @@ def _raise_errors(batch: Batch) -> None:
 
 
 class _EventStream(Response):
-    """Server-sent events, until they or the client have gone."""
+    """Server-sent events, until they end or the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -229,7 +233,7 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
 
 
 class _Gate:
-    """Before all routes: who may come in, and how many were answered in which way."""
+    """Runs before all routes: checks the API key and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app

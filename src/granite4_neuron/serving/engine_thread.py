@@ -1,4 +1,4 @@
-"""The one thread that runs the engine; requests reach it from the event loop, and their tokens come back there."""
+"""The one thread that runs the engine. Requests come from the event loop, and tokens go back to it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Batch = list[tuple[int, Output]]
 
 
 class Generation:
-    """The sequences of one request to the server, as they go on. Lives on the event loop.
+    """The running sequences of one request to the server. It belongs to the event loop.
 
-    Iterated over, it gives what each of the engine's steps brings: pairs of a sequence's number, from 0 on, and its
-    output. It raises what the engine thinks of the request.
+    Iterating over it gives the outputs of each engine step: pairs of a sequence's number, from 0, and its output. It
+    raises the error if the engine refuses the request.
     """
 
     def __init__(self, requests: Sequence[Request]):
         self.requests = requests
         self.started = time.perf_counter()
         self.unfinished = len(requests)
-        self.ids: list[int] = []  # of the engine; the engine's thread's only
-        self.last_times: dict[int, float] = {}  # of each sequence's latest tokens
+        self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
+        self.last_times: dict[int, float] = {}  # when each sequence's latest tokens came
         self.batches: asyncio.Queue[Batch | Exception] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Batch]:
@@ -45,13 +45,13 @@ class Generation:
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own, between `start` and `close`. All methods are for the event loop.
+    """Runs an engine in its own thread, between `start` and `close`. Call all methods from the event loop.
 
     Args:
-        engine: nobody else's from here on.
-        num_sequences: how many it runs at a time.
+        engine: from here on only this thread may use it.
+        num_sequences: how many sequences it runs at a time.
         max_queue: how many more may wait.
-        on_end: called when the thread has ended, by `close` or by an error that nobody expected.
+        on_end: called on the event loop when the thread has ended, after `close` or an unexpected error.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EngineThread:
         self._metrics = metrics
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; the thread's only
+        self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; only the thread uses it
         self._live: set[Generation] = set()
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine")
@@ -72,7 +72,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its present step, if it runs."""
+        """End the thread after its current step, if it is running."""
         if self.is_alive:
             self._inbox.put(None)
             self._thread.join()
@@ -82,11 +82,11 @@ class EngineThread:
         return self._thread.is_alive()
 
     def submit(self, requests: Sequence[Request]) -> Generation:
-        """Have sequences run.
+        """Queue the sequences of one request.
 
         Raises:
-            RequestError: 400, they are more than there is ever room for; 429, there is no room now; 500, the thread has
-                ended.
+            RequestError: 400 if they are more than the server ever takes; 429 if the queue is full; 500 if the thread
+                has ended.
         """
         if self._has_ended:
             raise _engine_has_stopped()
@@ -103,7 +103,7 @@ class EngineThread:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Nobody wants more of it: its sequences that still run end before the engine's next step."""
+        """Cancel what still runs of it, before the engine's next step."""
         if generation in self._live:
             self._live.remove(generation)
             self._inbox.put(partial(self._cancel, generation))
@@ -116,7 +116,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._ended)
 
     def _take_in(self) -> bool:
-        """What has come in; waits for something where there is nothing to do. False if this is the end."""
+        """Run the commands that have come in, waiting for one if there is no work; false if the thread is to end."""
         while True:
             try:
                 command = self._inbox.get(block=not self._engine.has_work)

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and how a client is told."""
+"""Errors of requests, as the client sees them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RequestError(Exception):
     """A request that is refused or failed.
 
     status: of the HTTP response.
-    message: one sentence, for a person.
-    field: of the request's body, if it is about one.
-    headers: of the response, beside the usual ones.
+    message: one sentence.
+    field: the field of the request's body that is wrong, if any.
+    headers: additional headers of the response.
     """
 
     def __init__(self, status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None):
@@ -28,7 +28,7 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """As OpenAI's API puts it."""
+        """The error in the form of OpenAI's API."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": None}}
 
@@ -38,5 +38,5 @@ class RequestError(Exception):
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """In ASCII: a message may quote what is no valid text."""
+    """A JSON response in ASCII, because a message may quote invalid text."""
     return Response(json.dumps(value), status, headers, media_type="application/json")

@@ -1,6 +1,6 @@
-"""What clients may send: the bodies of OpenAI's requests, as far as they are supported, and a few fields of vLLM's.
+"""The bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
 
-A field that is not here is refused by name. A field that is null is as if it were not there.
+Any other field is refused by name. A null field counts as absent.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Message(_Strict):
 
 
 class GenerationBody(_Strict):
-    """What both kinds of requests have. Sampling options that are None are the checkpoint's."""
+    """The fields of both kinds of requests. Sampling options that are None come from the checkpoint."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -135,12 +135,12 @@ class GenerationBody(_Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionBody(GenerationBody):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(None, ge=0)
@@ -155,12 +155,12 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to report with each; None for no report at all."""
+        """How many top tokens to report with each token; None for no log-probabilities."""
         return self.logprobs
 
 
 class ChatBody(GenerationBody):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -182,17 +182,17 @@ class ChatBody(GenerationBody):
 
 
 class _Conflict(ValueError):
-    """Fields that do not go together; the first argument is the one to name."""
+    """Fields that contradict each other. Arguments: the field to name, and the message."""
 
 
 Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request's body.
+    """The parsed body of a request.
 
     Raises:
-        RequestError: 400, it is not JSON, or has a field that is wrong or not supported, which the message names.
+        RequestError: 400, the body is not JSON, or a field is wrong or not supported; the message names it.
     """
     try:
         return kind.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""From a request's body to the sequences that the engine runs."""
+"""Turns a request's body into sequences for the engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """max_length: tokens of a sequence, prompt and new ones. max_tokens: new ones, or None."""
+    """max_length: the most tokens of a sequence, prompt and new ones. max_tokens: the most new ones; None for no
+    limit.
+    """
 
     max_length: int
     max_tokens: int | None
 
 
 class SequenceMaker:
-    """Encodes prompts, and checks what can be checked without the engine.
+    """Encodes prompts, and checks everything that needs no engine.
 
     Args:
-        runtime, tokenizer: whose sequences they will be.
-        limits: of each of them.
+        runtime, tokenizer: the model that will run the sequences.
+        limits: of each sequence.
     """
 
     def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
@@ -42,7 +44,7 @@ class SequenceMaker:
         self._vocab_size = runtime.config.vocab_size
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         self._limits = limits
-        # In characters; a normalizer could make a text shorter.
+        # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
         self._longest_token = None if has_normalizer else max(map(len, tokenizer.get_vocab()))
 
@@ -50,7 +52,7 @@ class SequenceMaker:
         self._encoder.close()
 
     async def of_completion(self, body: CompletionBody) -> list[Request]:
-        """For each prompt in turn, as many sequences as choices are asked for.
+        """For each prompt in turn, one sequence per choice.
 
         Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
 
@@ -76,7 +78,11 @@ class SequenceMaker:
         return self._requests(body, tokens, "messages", self._max_tokens(len(tokens), "messages", asked), False)
 
     def _check_characters(self, which: str, *texts: str) -> None:
-        """Refuse what is too long whatever its tokens are; it would take seconds to encode a megabyte."""
+        """Refuse texts that are too long for any tokens before encoding them: a megabyte would take seconds.
+
+        Raises:
+            RequestError: 400, a text is too long.
+        """
         longest = self._limits.max_length
         for text in texts:
             if self._longest_token is not None and len(text) > longest * self._longest_token:
@@ -112,7 +118,14 @@ class SequenceMaker:
         return [Request(tokens, seed=seed, **options) for seed in seeds]
 
     def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
-        """At least 1: where a client wants none, one is generated and not shown."""
+        """How many new tokens to generate. For 0, one token is generated and not shown.
+
+        Args:
+            asked: by the request; None for `default`, or for as many as there is room for.
+
+        Raises:
+            RequestError: 400, there is not enough room.
+        """
         longest, most = self._limits.max_length, self._limits.max_tokens
         if prompt_length >= longest:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""The process that serves: its socket, its signals and its end."""
+"""The server process: socket, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.answers import TokenTexts
@@ -26,12 +26,12 @@ LAST_WORDS_SECONDS = 1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at that address; nobody can connect yet.
+    """A socket bound to that address; it does not listen yet.
 
     Raises:
-        UserError: it cannot be had.
+        UserError: the address is not available.
     """
-    if port > 65535:  # some systems would take the rest of a division
+    if port > 65535:  # some systems would take it modulo 65536
         raise UserError(f"the port is {port}, and must be at most 65535.")
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -52,17 +52,17 @@ def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves one model until SIGTERM or SIGINT: then what is new is refused, and what has begun is finished.
+    """Serves one model until SIGTERM or SIGINT. Then it refuses new requests and finishes those it has.
 
     Args:
         runtime, tokenizer: the model.
-        engine, cache: of the runtime, the engine with the tokenizer.
-        num_sequences: the engine's.
-        max_queue: how many texts may wait for one of those.
-        limits: of a text.
-        model: what clients call it.
-        api_key: what they must present; None for nothing.
-        max_body: bytes of a request.
+        engine, cache: the engine, which has the tokenizer, and its prefix cache.
+        num_sequences: how many sequences the engine runs at a time.
+        max_queue: how many more may wait.
+        limits: of a sequence.
+        model: the name that clients use.
+        api_key: that clients must send; None for none.
+        max_body: limit of a request's body in bytes.
         on_start: called with the port once clients can connect.
     """
 
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
         runtime: Runtime,
         tokenizer: PreTrainedTokenizerFast,
         engine: Engine,
-        cache: PrefixCache | None,
+        cache: PrefixCache | SlotPrefixCache | None,
         *,
         num_sequences: int,
         max_queue: int,
@@ -91,10 +91,10 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(make_app(self.service), lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:
-        """Serve until the end; false if that is the engine's failure, and nobody asked for it.
+        """Serve until a signal, or until the engine fails; returns false if it failed.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C asked for it.
+            KeyboardInterrupt: the signal was SIGINT.
         """
         self.run([listener])
         if self._is_interrupted:
@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, which raises them again in the midst of the event loop once it has answered them."""
+        """Handle signals within it. Unlike uvicorn's, it does not raise them again within the event loop at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -133,6 +133,6 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def _engine_ended(self) -> None:
-        """Nothing can be served any more; nobody asked for it, unless the server is ending anyway."""
+        """End the server. It has failed unless it was ending anyway."""
         self._has_failed = not self.should_exit
         self.service.is_ending = self.should_exit = True

@@ -1,4 +1,4 @@
-"""Tokens drafted ahead of the target model: who proposes them, and which of them stand."""
+"""Speculative decoding: drafters, and the rejection sampler."""
 
 from granite4_neuron.speculation.drafters import Drafter, DraftRequest, NgramDrafter
 from granite4_neuron.speculation.metadata import SamplerOutput, SamplingMetadata, SpecDecodeMetadata

@@ -1,4 +1,4 @@
-"""Where drafts keep being rejected, none are made for a while: a verification costs more than a step of decode."""
+"""Pauses drafting for sequences whose drafts keep being rejected: a verification costs more than a step of decode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 256  # tokens
 
 
 class DraftBackoff:
-    """Of one sequence: exponential back-off after windows of rejected drafts, and a new try after each pause."""
+    """Exponential back-off of one sequence after windows of rejected drafts, with a new attempt after each pause."""
 
     def __init__(self) -> None:
         self._accepted: deque[int] = deque(maxlen=WINDOW)
@@ -18,11 +18,11 @@ class DraftBackoff:
         self._resumes_at = 0
 
     def allows(self, length: int) -> bool:
-        """Whether to draft for the sequence when it has so many tokens."""
+        """Whether to draft for the sequence at this length in tokens."""
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:
-        """Take in how many drafts a verification accepted, after which the sequence has `length` tokens."""
+        """Record how many drafts a verification accepted; the sequence has `length` tokens after it."""
         self._accepted.append(accepted)
         if len(self._accepted) < WINDOW:
             return

@@ -1,4 +1,4 @@
-"""Where drafts come from. What a drafter proposes changes how fast a text comes, never the text."""
+"""Drafters. Their proposals change how fast a text comes, never the text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class TokenChooser(Protocol):
         """The token after `tokens`, by logits [vocab_size]; a UserError if none can be chosen."""
 
     def fork(self) -> TokenChooser:
-        """One that chooses as this one would, and leaves this one as it is."""
+        """A copy that chooses the same tokens and leaves this one unchanged."""
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A sequence that can be taken further.
+    """A sequence to draft for.
 
-    id: the same at each call, of one sequence only.
-    tokens: all of it that is certain; at a later call, more of them.
-    most: drafts at most; may be 0.
+    id: of the sequence, the same at each call.
+    tokens: prompt and accepted tokens; more of them at a later call.
+    most: the most drafts; may be 0.
     chooser: how its tokens are chosen.
     """
 
@@ -38,18 +38,18 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """What proposes tokens to come."""
+    """Proposes the next tokens of sequences."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """For each sequence 0 to `most` tokens that may follow."""
+        """For each sequence 0 to `most` tokens that may follow it."""
 
     def end(self, id: int) -> None:
-        """The sequence comes no more, and may never have come."""
+        """The sequence has ended. It may never have been in a call of `propose`."""
 
 
 @dataclass(frozen=True)
 class NgramDrafter:
-    """Proposes what followed when a sequence's last `min_n` to `max_n` tokens stood in it before."""
+    """Proposes the tokens that followed an earlier occurrence of the sequence's last `min_n` to `max_n` tokens."""
 
     min_n: int = 2
     max_n: int = 4

@@ -1,4 +1,4 @@
-"""What requests ask of the target's logits before drafts are judged by them. All in place, [num_tokens, vocab_size]."""
+"""Sampling options applied to the target's logits before they judge drafts. All in place, [num_tokens, vocab_size]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from granite4_neuron.speculation.metadata import SamplingMetadata, SpecDecodeMet
 def apply_penalties(
     logits: torch.Tensor, metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """Penalties, then tokens that are not allowed, then bad words. What stands before a draft counts as generated."""
+    """Penalties, then tokens that are not allowed, then bad words. The drafts before a draft count as generated."""
     counts = metadata.num_draft_tokens
     request = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(logits.device)
     if not sampling_metadata.no_penalties:
@@ -70,7 +70,7 @@ def _penalize(
 
 
 def _histories(metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata) -> list[list[int]]:
-    """What has been generated before each draft, if all drafts before it stand."""
+    """The generated tokens before each draft, if all drafts before it are accepted."""
     drafts = [part.tolist() for part in metadata.draft_token_ids.split(metadata.num_draft_tokens)]
     return [
         [token for token in (*generated, *of_request[:j]) if token >= 0]

@@ -1,4 +1,4 @@
-"""What the rejection sampler is told about a batch. Fields are named as vLLM's are, so that its objects do as well."""
+"""The rejection sampler's description of a batch. Fields have vLLM's names, so that its objects can be used too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed when its last tokens stood there before (prompt lookup decoding)."""
+"""Drafts from the text itself (prompt lookup decoding): the tokens after an earlier occurrence of its last tokens."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 
 
 def ngram_propose(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, max_model_len: int, k: int) -> np.ndarray:
-    """What may follow `tokens`: what followed the earliest other occurrence of their longest suffix that has one.
+    """Drafts for `tokens`: the tokens after the earliest other occurrence of their longest suffix that occurs again.
 
     Args:
         tokens: [length], integer.
         min_n, max_n: lengths of suffixes to look for, at least 1. Occurrences may overlap the suffix.
         max_model_len: drafts end there.
-        k: drafts at most.
+        k: the most drafts.
 
     Returns:
-        0 to k tokens, of the dtype of `tokens`; none where no suffix occurs twice.
+        0 to k tokens, of the dtype of `tokens`; none if no suffix occurs twice.
     """
     tokens = np.asarray(tokens)
     k = min(k, max_model_len - len(tokens))
     if k <= 0 or len(tokens) < min_n:
         return tokens[:0]
-    # Where tokens equal to the last one stand; from longer and longer suffixes, fewer and fewer of those places.
+    # Positions of the last token; each longer suffix keeps fewer of them.
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     found = ends[:0]
     for n in range(1, max_n + 1):

@@ -1,11 +1,11 @@
-"""Which drafted tokens stand, so that what remains is distributed as if the target model had drawn it.
+"""Accepts or rejects drafts so that the tokens are distributed as if the target model had drawn them.
 
 Speculative sampling (Leviathan et al., https://arxiv.org/abs/2211.17192, algorithm 1; Chen et al.,
-https://arxiv.org/abs/2302.01318). Of drafts x_i that were drawn from q_i, where the target model says p_i:
+https://arxiv.org/abs/2302.01318). Of drafts x_i that were drawn from q_i, where the target model has p_i:
 
 * x_i is accepted with probability min(1, p_i(x_i) / q_i(x_i)). A draft that was not drawn but chosen has q_i(x_i) = 1.
-* At the first one that is not, a token is drawn from what p_i has beyond q_i, max(p_i - q_i, 0) normalised, and the
-  rest is given up. For a chosen draft that is p_i without x_i.
+* At the first rejected draft, a token is drawn from max(p_i - q_i, 0), normalised, and the drafts after it are dropped.
+  For a draft that was chosen, this is p_i without x_i.
 * If all are accepted, a further token, the bonus, comes from the target model alone.
 
 Greedy requests accept what equals the target's argmax. Names, arguments, shapes and fillers are those of vLLM 0.33
@@ -34,7 +34,7 @@ MAX_SPEC_LEN = 128
 
 
 class RejectionSampler(nn.Module):
-    """From logits of drafts to the tokens that stand.
+    """From logits of drafts to accepted tokens.
 
     Args:
         sampler: chooses the bonus tokens; called as `sampler(logits=, sampling_metadata=, predict_bonus_token=True)`

@@ -139,6 +139,9 @@ inline void multiply_vectors(
   }
 }
 
+// More vectors than these are better off with steps that are loaded once, if loading them is work.
+constexpr int64_t MANY = 2 * AT_ONCE;
+
 // emit(v, totals) for all vectors, with totals[i] = the tile's row i . x[v]; `loaded` is for its use.
 template <typename Tiles, typename Emit>
 inline void multiply_tile(
@@ -149,7 +152,7 @@ inline void multiply_tile(
     emit(v, totals);
   };
   if constexpr (Tiles::LOADING_IS_WORK) {
-    if (x.count > AT_ONCE) {
+    if (x.count > MANY) {
       LoadedSteps<Tiles>::fill(loaded, tile, columns);
       return multiply_vectors<Tiles, LoadedSteps<Tiles>>(tile, loaded.data(), x, columns, finish);
     }
