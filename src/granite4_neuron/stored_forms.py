@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn import functional
 
 from granite4_neuron.choices import INT4_GROUP
 from granite4_neuron.errors import UserError
 from granite4_neuron.layers.linear import Matrix
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight
-from granite4_neuron.ops.int4 import INT4, pack_numbers, unpack_numbers
+from granite4_neuron.ops.int4 import INT4, ZERO
 from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.quantization_config import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
 from granite4_neuron.stored_tensors import StoredTensors
@@ -87,21 +88,14 @@ class CompressedForm:
                 f"the weights in {stored.folder} do not fit its config.json; {name}_shape says "
                 f"{tensors['_shape'].tolist()} instead of {list(shape)}."
             )
-        numbers, scales = self._numbers(tensors, shape[-1]), tensors["_scale"]
+        columns, scales = shape[-1], tensors["_scale"]
         if self.format is INT8:
-            return QuantizedWeight(INT8, numbers.contiguous(), scales[..., 0].float(), shape)
-        groups = math.ceil(shape[-1] / INT4_GROUP)
+            numbers = _unpacked_int8(tensors["_packed"], columns) if self.scheme.is_packed else tensors[""].contiguous()
+            return QuantizedWeight(INT8, numbers, scales[..., 0].float(), shape)
+        groups = math.ceil(columns / INT4_GROUP)
         repeats = groups if self.scheme.group_size is None else self.scheme.group_size // INT4_GROUP
         scales = scales.bfloat16().repeat_interleave(repeats, dim=-1)[..., :groups].contiguous()
-        return QuantizedWeight(INT4, pack_numbers(numbers), scales, shape)
-
-    def _numbers(self, tensors: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor:
-        """[..., rows, columns], int8. In an int32 the first column has the lowest bits, and the least number is 0."""
-        if not self.scheme.is_packed:
-            return tensors[""]
-        parts = tensors["_packed"].contiguous().view(torch.uint8)  # of a word the lowest bits first
-        numbers = unpack_numbers(parts) if self.scheme.bits == 4 else (parts ^ 0x80).view(torch.int8)
-        return numbers[..., :columns]
+        return QuantizedWeight(INT4, _whole_groups(tensors["_packed"], columns), scales, shape)
 
 
 def stored_forms(
@@ -131,6 +125,23 @@ def stored_forms(
         )
     _check_experts(formats, stored)
     return forms
+
+
+def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """Four numbers to an int32 as `ops.int8` has them: [..., columns] in int8.
+
+    The first column is in the lowest bits, and 128 is stored for 0.
+    """
+    return packed.contiguous().view(torch.uint8).bitwise_xor(0x80).view(torch.int8)[..., :columns].contiguous()
+
+
+def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """Eight numbers to an int32 as `ops.int4` has them: the same bytes, and zeros up to the end of a group."""
+    values = packed.contiguous().view(torch.uint8)[..., : math.ceil(columns / 2)]
+    if columns % 2:
+        values = values.clone()
+        values[..., -1] = values[..., -1] & 15 | ZERO << 4
+    return functional.pad(values, (0, -columns % INT4_GROUP // 2), value=ZERO | ZERO << 4)
 
 
 def _matrix_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:

@@ -1,6 +1,7 @@
 """Checkpoints in compressed-tensors' format: read without a rounding, or refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.quantization_config import WeightScheme
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.stored_forms import CompressedForm
 from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.checkpoints import CASES
-from test.support.compressed_tensors import Scheme, compress
+from test.support.compressed_tensors import Scheme, compress, dequantized
 from test.support.stepping import random_tokens, run_cuts
 
 SCHEMES = {
@@ -112,6 +115,24 @@ def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
             if isinstance(weight, QuantizedWeight):
                 difference = (weight.dequantize(torch.float32) - meaning[name]).abs()
                 assert (difference <= error * meaning[name].abs()).all() and (error == 0 or difference.any())
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 66, 70])
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_columns_of_any_number(num_bits, columns):
+    """Those that only fill up a group of int4 are zeros, whatever is stored; those that fill up a word are left out."""
+    scheme, shape = Scheme(num_bits), torch.Size([3, columns])
+    numbers, scales = scheme.quantize(torch.randn(shape), torch.bfloat16)
+
+    tensors = {f"a.{name}": tensor for name, tensor in scheme.tensors(numbers, scales).items()}
+    form = CompressedForm(WeightScheme(num_bits, None, is_packed=True))
+    weight = form.read("a.weight", shape, SimpleNamespace(read=tensors.__getitem__))
+    expected = form.format.quantize(dequantized(numbers, scales))
+    assert torch.equal(weight.dequantize(torch.float32), dequantized(numbers, scales))
+    assert weight.values.shape == expected.values.shape and weight.scales.shape == expected.scales.shape
+    if num_bits == 4:
+        absent = torch.stack([weight.values & 15, weight.values >> 4], -1).flatten(-2)[:, columns:]
+        assert (absent == 8).all()
 
 
 @every_scheme

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from granite4_neuron import ops
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.ops.int4 import GROUP, INT4, pack_numbers, unpack_numbers
+from granite4_neuron.ops.int4 import GROUP, INT4
 from granite4_neuron.ops.int8 import _PART, INT8, quantize_per_channel
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
@@ -108,11 +108,6 @@ class TestInt4:
         assert torch.equal(quantized.dequantize(torch.float32), weight)
         assert quantized.scales.tolist() == [[0.5], [-2.0]]
         assert quantized.values[0, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-
-    def test_columns_that_the_matrix_does_not_have_are_zeros(self):
-        values = pack_numbers(torch.full((2, GROUP + 3), -8, dtype=torch.int8))
-        assert values.shape == (2, GROUP)
-        assert unpack_numbers(values)[0].tolist() == [-8] * (GROUP + 3) + [0] * (GROUP - 3)
 
     def test_zeros_and_what_is_not_finite(self):
         weight = torch.randn(3, 2 * GROUP)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional as F
 
 from granite4_neuron.choices import INT4_GROUP as GROUP
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
-_ZERO = 8  # what is stored for 0; the numbers are -8 to 7
+ZERO = 8  # what is stored for 0; the numbers are -8 to 7
 # A group's largest absolute value in units of the scales that are tried. What is beyond 7, or 8 on one side, is cut.
 _LARGEST = (8.5, 8.0, 7.5, 7.0, 6.5, 6.0)
 _PART = 2**15  # values that are quantized at a time, in cache
@@ -46,28 +45,19 @@ class Int4(Format):
             for tensor in (weight.reshape(-1, columns), values.view(-1, groups, GROUP // 2), scales.view(-1, groups))
         ]
         for rows, to_values, to_scales in zip(*parts, strict=True):
-            rows = F.pad(rows.float(), (0, groups * GROUP - columns)).unflatten(-1, (groups, GROUP))
+            rows = torch.nn.functional.pad(rows.float(), (0, groups * GROUP - columns)).unflatten(-1, (groups, GROUP))
             to_scales.copy_(_best_scales(rows))
-            to_values.copy_(pack_numbers(_multiples(rows, to_scales.float()).to(torch.int8)))
+            stored = (_multiples(rows, to_scales.float()) + ZERO).to(torch.uint8)
+            to_values.copy_(stored[..., 0::2] | stored[..., 1::2] << 4)
         return QuantizedWeight(self, values, scales, weight.shape)
 
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-        numbers = unpack_numbers(weight.values.unflatten(-1, (-1, GROUP // 2))).float()
+        values = weight.values.unflatten(-1, (-1, GROUP // 2))
+        numbers = torch.stack([values & 15, values >> 4], -1).flatten(-2).float() - ZERO
         return (numbers * weight.scales.float()[..., None]).flatten(-2)[..., : weight.shape[-1]].to(dtype)
 
 
 INT4 = Int4()
-
-
-def pack_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers from -8 to 7, [..., columns] in int8, as `Int4` has its values."""
-    stored = F.pad(numbers + _ZERO, (0, -numbers.shape[-1] % GROUP), value=_ZERO).view(torch.uint8)
-    return stored[..., 0::2] | stored[..., 1::2] << 4
-
-
-def unpack_numbers(values: torch.Tensor) -> torch.Tensor:
-    """From two to a byte, [..., n] in uint8, to [..., 2 n] in int8."""
-    return torch.stack([values & 15, values >> 4], -1).flatten(-2).view(torch.int8) - _ZERO
 
 
 def _best_scales(groups: torch.Tensor) -> torch.Tensor:
@@ -90,4 +80,4 @@ def _best_scales(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _multiples(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (groups / scales[..., None]).round_().clamp_(-_ZERO, _ZERO - 1)
+    return (groups / scales[..., None]).round_().clamp_(-ZERO, ZERO - 1)
