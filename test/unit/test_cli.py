@@ -201,7 +201,7 @@ class TestBadInput:
         "option, message",
         [
             (("--quantize", "int8"), "are for the backend cpu"),
-            (("--cpu-kernels", "torch"), "belongs to the cpu backend"),
+            (("--cpu-kernels", "torch"), "CPU kernels belong to the backend cpu"),
         ],
         ids=["quantize", "cpu-kernels"],
     )

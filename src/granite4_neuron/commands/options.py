@@ -174,10 +174,8 @@ def load_runtime(
         compiled: the folder of the model's graphs, if not that of --compiled.
 
     Raises:
-        UserError: as `load`; or --cpu-kernels is given for another backend.
+        UserError: as `load`.
     """
-    if options.cpu_kernels != CPU_KERNELS[0] and options.backend != "cpu":
-        raise UserError(f"--cpu-kernels belongs to the cpu backend; leave it out with --backend {options.backend}.")
     folder = find(model)
     # Not at the top, nor before the folder is there: it takes seconds to import.
     from granite4_neuron.generation import load

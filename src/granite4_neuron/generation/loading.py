@@ -76,8 +76,8 @@ def load(
         raise UserError(f"{name} weights are for the backend cpu; {backend} runs the original in its dtype.")
     if state_dtype not in (None, torch.float32) and backend == "xla":
         raise UserError("SSM states in 16 bits are for the backends cpu and nxdi; xla has them in float32.")
-    if tuned_configs is not None and backend != "cpu":
-        raise UserError("tuned launch parameters belong to the backend cpu; the others have none.")
+    if backend != "cpu" and (tuned_configs is not None or cpu_kernels != CPU_KERNELS[0]):
+        raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
     if backend == "nxdi":
         if (dtype, state_dtype, prefill_scan, decode_kernel) != (None, None, "chunked", "torch"):
             raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
