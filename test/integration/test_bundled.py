@@ -139,6 +139,7 @@ def plant_usual_attention_scale(monkeypatch, runtime):
     for layer in runtime.model.model.layers:
         if hasattr(layer, "self_attn"):
             layer.self_attn.scale = layer.self_attn.head_dim**-0.5
+    runtime.model = runtime.model.bind(TORCH)
 
 
 def plant_softmax_before_top_k(monkeypatch, runtime):
