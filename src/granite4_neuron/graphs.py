@@ -250,7 +250,7 @@ class _Tracing:
             step = step_of(*self._where(), self.max_length, self._new_state(), kept_inputs=kept_inputs)
             if self.kind == _COMMIT:
                 if kind == MAMBA:
-                    layer.advance(self._kept_input(), step, layer_state)
+                    layer.mamba.advance(self._kept_input(), step, layer_state)
                     yield kind, list(vars(layer_state).values())
                 continue
             if kind == MAMBA:
