@@ -162,7 +162,7 @@ inline void multiply_tile(
 
 // Tiles that few vectors are multiplied by at a time: they have sums to go on with while others are being added up.
 constexpr int TOGETHER = 2;
-constexpr int64_t FEW = 4;
+constexpr int64_t FEW = std::min<int64_t>(4, AT_ONCE);
 
 // As `multiply_tile`, emit(t, v, totals), for TOGETHER tiles, one behind the other, and FEW vectors at most.
 template <typename Tiles, typename Emit>
