@@ -19,11 +19,13 @@ import transformers
 from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from granite4_neuron import UserError, checkpoint, stream_generate
+from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
+from granite4_neuron.quantization_config import stored_quantization
 from granite4_neuron.runtime.cpu import CPURuntime
 
 MACHINE = "machine"
@@ -105,8 +107,9 @@ class Transformers:
 
 def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """This package's, of the checkpoint in a folder."""
-    pack = cpu.operators(options.cpu_kernels).pack
-    model = checkpoint.load_model(folder, weights_dtype(folder, options), quantize=options.quantize, pack=pack)
+    operators = cpu.operators(options.cpu_kernels)
+    dtype = weights_dtype(folder, options)
+    model = checkpoint.load_model(folder, dtype, quantize=options.quantize, operators=operators)
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
@@ -115,6 +118,14 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
     """The one that is asked for, or that of the stored weights."""
     return getattr(torch, options.dtype) if options.dtype else checkpoint.stored_dtype(folder)
+
+
+def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
+    """The quantisation that is asked for, or that of the stored weights; of two the one with fewer bits."""
+    stored = stored_quantization(folder / "config.json")
+    if options.quantize or stored is None:
+        return options.quantize
+    return stored.name if stored.name in QUANTIZATIONS else f"int{min(scheme.bits for scheme in stored.schemes)}"
 
 
 @contextmanager

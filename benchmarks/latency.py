@@ -16,7 +16,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
-from benchmarks.implementations import MACHINE, OURS, PLAIN, Point, Run, ask, weights_dtype, worker_process
+from benchmarks.implementations import (
+    MACHINE,
+    OURS,
+    PLAIN,
+    Point,
+    Run,
+    ask,
+    weights_dtype,
+    weights_format,
+    worker_process,
+)
 from benchmarks.neighbours import busy_processes
 from benchmarks.round_trip import load_round_trip
 from granite4_neuron.commands.options import dtype_of
@@ -112,9 +122,9 @@ def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
-    dtype = weights_dtype(folder, options)
+    dtype, quantize = weights_dtype(folder, options), weights_format(folder, options)
     state_itemsize = (dtype_of(options.state_dtype) or torch.float32).itemsize
-    read = decode_bytes(config, dtype, point.batch_size, context, options.quantize, state_itemsize)
+    read = decode_bytes(config, dtype, point.batch_size, context, quantize, state_itemsize)
     return flops / rates.flops, read / rates.bytes
 
 

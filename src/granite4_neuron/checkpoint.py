@@ -20,7 +20,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.layers.parallel import Parallel
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
-from granite4_neuron.ops.operators import Pack
+from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.output_folder import complete_or_absent
 from granite4_neuron.quantization_config import quantization_config, stored_quantization
 from granite4_neuron.stored_forms import stored_forms
@@ -49,7 +49,7 @@ def load_model(
     parallel: Parallel = Parallel(),  # noqa: B008
     quantize: str | None = None,
     *,
-    pack: Pack | None = None,
+    operators: Operators = TORCH,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
@@ -66,8 +66,7 @@ def load_model(
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         parallel: the rank whose part is read.
         quantize: "int8", "int4" or None, for what is stored; not for a part of a model.
-        pack: lays out the matrices for the operators that the model will be bound to, `Operators.pack`; None for plain
-            tensors.
+        operators: quantize the matrices and lay them out: those that the model will be bound to.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
@@ -93,11 +92,11 @@ def load_model(
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
     stored_formats = {name: form.format for name, form in forms.items()}
     formats = formats_for(model, quantize) if quantization is None else stored_formats
-    plan = WeightPlan(model, dtype, formats, pack)
+    plan = WeightPlan(model, dtype, formats, operators)
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
-        for name in plan.shapes:
+        for name in plan.largest_first():
             if name in forms:
                 weight = forms[name].read(name, plan.shapes[name], stored)
             else:

@@ -19,6 +19,7 @@ from benchmarks.latency import Sample, least_seconds, result_of
 from benchmarks.latency_report import machine_rates
 from benchmarks.round_trip import load_round_trip
 from benchmarks.states import compare_in_states
+from granite4_neuron import cli
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
@@ -208,6 +209,20 @@ class TestResult:
         prefill, decode = least_seconds(texting_folder, self.POINT, options, rates)
         assert prefill == pytest.approx(3 * prefill_flops(config, 100) / 2e9)
         assert decode == pytest.approx(decode_bytes(config, torch.float32, 3, 102) / 3e9)
+
+    def test_the_bound_of_stored_quantized_weights(self, texting_folder, tmp_path):
+        assert (
+            cli.main(
+                ["convert", "--model", str(texting_folder), "--quantize", "int4", "--output", str(tmp_path / "int4")]
+            )
+            == 0
+        )
+        rates = Rates(flops=2e9, bytes=3e9)
+        bounds = [
+            least_seconds(folder, self.POINT, argparse.Namespace(dtype=None, quantize=name, state_dtype=None), rates)
+            for folder, name in ((texting_folder, "int4"), (tmp_path / "int4", None))
+        ]
+        assert bounds[0] == bounds[1]
 
 
 class TestStates:

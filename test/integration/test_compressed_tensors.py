@@ -12,7 +12,7 @@ from granite4_neuron.checkpoint import check_weights, load_model, save_model
 from granite4_neuron.checkpoint_folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops import QuantizedWeight
+from granite4_neuron.ops import TORCH, QuantizedWeight
 from granite4_neuron.quantization_config import WeightScheme
 from granite4_neuron.random_weights import random_model
 from granite4_neuron.stored_forms import CompressedForm
@@ -68,8 +68,8 @@ def assert_stands_for(folder, meaning, kernels, tmp_path):
     plain = load_model(tmp_path / "plain", torch.float32)
     tokens = random_tokens(plain.config.vocab_size, 2, 30)
     expected = run_cuts(plain.bind(kernels), tokens, [30])
-    for pack in (None, kernels.pack):
-        logits = run_cuts(load_model(folder, torch.float32, pack=pack).bind(kernels), tokens, [30])
+    for operators in (TORCH, kernels):
+        logits = run_cuts(load_model(folder, torch.float32, operators=operators).bind(kernels), tokens, [30])
         assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 

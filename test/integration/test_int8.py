@@ -108,7 +108,7 @@ def test_what_is_quantized_and_what_is_not(case_folder):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_packed_while_loading(case_folder, quantize):
     """The same model as one that is packed when it is bound, and nothing is packed twice."""
-    packed = load_model(case_folder, quantize=quantize, pack=cpu.pack)
+    packed = load_model(case_folder, quantize=quantize, operators=cpu.operators())
     plain = load_model(case_folder, quantize=quantize)
     matrices = [module.weight for module in packed.matrices().values()]
     assert all(isinstance(weight, cpu.PackedWeight) for weight in matrices)

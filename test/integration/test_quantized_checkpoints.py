@@ -30,8 +30,18 @@ def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels,
     tokens = random_tokens(model.config.vocab_size, 2, 30)
     expected = run_cuts(model.bind(kernels), tokens, [30])
     assert torch.equal(run_cuts(stored.bind(kernels), tokens, [30]), expected)
-    packed = load_model(tmp_path / "quantized", pack=kernels.pack)
+    packed = load_model(tmp_path / "quantized", operators=kernels)
     assert torch.equal(run_cuts(packed.bind(kernels), tokens, [30]), expected)
+
+
+@pytest.mark.parametrize("quantize", [None, *QUANTIZATIONS])
+def test_no_weight_is_laid_out_that_the_model_does_not_keep(case_folder, kernels, quantize):
+    seen = []
+    model = load_model(
+        case_folder, quantize=quantize, operators=kernels, progress=lambda done, whole: seen.append((done, whole))
+    )
+    sizes = [w.nbytes if isinstance(w, torch.Tensor) else w.num_bytes for _, w in model.named_weights()]
+    assert seen[-1] == (sum(sizes), sum(sizes)) and len(seen) == len(sizes)
 
 
 def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
@@ -44,7 +54,7 @@ def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
         format = INT8 if name.endswith(("in_proj", "shared_mlp.output_linear")) else INT4
         set_parameter(model, f"{name}.weight", format.quantize(module.weight.detach()))
     save_model(model, tmp_path / "mixed")
-    stored = load_model(tmp_path / "mixed", pack=kernels.pack)
+    stored = load_model(tmp_path / "mixed", operators=kernels)
     assert model.is_quantized and stored.is_quantized and not original.is_quantized
     tokens = random_tokens(model.config.vocab_size, 2, 30)
     assert torch.equal(run_cuts(stored.bind(kernels), tokens, [30]), run_cuts(model.bind(kernels), tokens, [30]))

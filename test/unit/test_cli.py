@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from granite4_neuron import checkpoint, neuron_sdk
 from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
-from granite4_neuron.ops.int8 import Int8
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
 from granite4_neuron.stored_tensors import WEIGHTS
 
@@ -348,8 +348,13 @@ class TestCheck:
         status, output, _ = run(*command)
         assert status == 0 and "quantized weights" in output
         assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
-        original = Int8.quantize
-        monkeypatch.setattr(Int8, "quantize", lambda self, weight: original(self, weight.flip(-1)))
+        original = checkpoint.load_model
+
+        def with_columns_in_another_order(*arguments, operators, **options):
+            operators = replace(operators, quantize=lambda weight, format: format.quantize(weight.flip(-1)))
+            return original(*arguments, operators=operators, **options)
+
+        monkeypatch.setattr(checkpoint, "load_model", with_columns_in_another_order)
         status, output, _ = run(*command)
         assert status == 1 and "FAILED" in output
 

@@ -126,6 +126,36 @@ class TestPackedWeights:
                 packed.rows(torch.tensor([row]))
 
 
+@every_dtype
+@pytest.mark.parametrize("format", ops.FORMATS.values(), ids=ops.FORMATS)
+class TestQuantize:
+    @pytest.mark.parametrize("shape", [(1, 1), (50, 32), (70, 131), (3, 33, 2050)])
+    @pytest.mark.parametrize("size", [1e-40, 1e-5, 1.0, 1e4])
+    def test_equals_the_definition(self, dtype, shape, size, format):
+        """Bit by bit, for rows and groups of very different sizes, with zeros and ties among them."""
+        torch.manual_seed(len(shape))
+        weight = (torch.randn(shape) * torch.logspace(-2, 0, shape[-1]) * size).to(dtype)
+        weight.view(-1, shape[-1])[::7] *= 0
+        weight.view(-1, shape[-1])[1::7] = (torch.randint(-8, 8, shape[-1:]) * size).to(dtype)
+        self.check(weight, format)
+        self.check(weight.transpose(-1, -2), format)
+
+    def check(self, weight, format):
+        ours, expected = cpu.quantize(weight, format), format.quantize(weight)
+        assert ours.format is format and ours.shape == weight.shape
+        assert torch.equal(ours.values, expected.values) and torch.equal(ours.scales, expected.scales)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_what_is_not_finite_stays_so_alone(self, dtype, value, format):
+        weight = torch.randn(3, 70).to(dtype)
+        weight[1, 69] = value
+        ours, expected = cpu.quantize(weight, format), format.quantize(weight)
+        assert torch.equal(torch.isfinite(ours.scales), torch.isfinite(expected.scales))
+        assert torch.isfinite(ours.scales).view(3, -1).all(-1).tolist() == [True, False, True]
+        assert not torch.isfinite(ours.dequantize(torch.float32)[1, 69])
+        assert torch.equal(ours.values[0], expected.values[0]) and torch.equal(ours.values[2], expected.values[2])
+
+
 class TestNorm:
     @every_dtype
     @pytest.mark.parametrize("groups", [1, 3])

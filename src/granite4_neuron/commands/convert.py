@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from granite4_neuron.checkpoint_folder import find
@@ -37,10 +38,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"removed {leftover}, which a conversion that was stopped had left behind", file=sys.stderr)
     # Not at the top: what follows takes seconds to import, and --help does not need it.
     from granite4_neuron import checkpoint
+    from granite4_neuron.ops import TORCH, cpu
 
     folder = find(model_or_bundled(options))
+    operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
-        model = checkpoint.load_model(folder, dtype_of(options.dtype), quantize=options.quantize, progress=progress)
+        model = checkpoint.load_model(
+            folder, dtype_of(options.dtype), quantize=options.quantize, operators=operators, progress=progress
+        )
     checkpoint.save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

@@ -17,6 +17,7 @@ from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.json_files import read_object
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.quantization_config import stored_quantization
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
@@ -82,8 +83,8 @@ def load(
         if (dtype, state_dtype, prefill_scan, decode_kernel) != (None, None, "chunked", "torch"):
             raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
-    pack = cpu.operators(cpu_kernels).pack if backend == "cpu" else None
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize, pack=pack, progress=progress)
+    operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
+    weights = checkpoint.load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)

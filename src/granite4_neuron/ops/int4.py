@@ -64,7 +64,7 @@ def _best_scales(groups: torch.Tensor) -> torch.Tensor:
     """[rows, groups, GROUP] in float32 to [rows, groups] in bfloat16. A group of zeros has the scale 1, one that is not
     finite a scale that is not.
     """
-    largest = torch.linalg.vector_norm(groups, torch.inf, dim=-1)
+    largest = groups.abs().amax(-1)
     largest.masked_fill_(largest < torch.finfo(torch.float32).tiny, _LARGEST[0])
     best = torch.full_like(largest, torch.inf)
     scales = (largest / _LARGEST[0]).bfloat16()
@@ -72,11 +72,19 @@ def _best_scales(groups: torch.Tensor) -> torch.Tensor:
         for candidate in (largest / units, largest / -units):
             candidate = candidate.bfloat16()
             scale = candidate.float()
-            error = (_multiples(groups, scale).mul_(scale[..., None]) - groups).square_().sum(-1)
+            error = _sum((_multiples(groups, scale).mul_(scale[..., None]) - groups).square_())
             is_better = error < best
             best = error.where(is_better, best)
             scales = candidate.where(is_better, scales)
     return scales
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, a power of two, in an order that the kernels have too."""
+    while values.shape[-1] > 1:
+        first, second = values.chunk(2, -1)
+        values = first + second
+    return values[..., 0]
 
 
 def _multiples(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.stochastic_rounding import stochastic_round
-from granite4_neuron.ops.weight import CompactWeight, Format, Weight
+from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, quantize
 
 Operator = Callable[..., torch.Tensor]
 # One module's parameters by name, and not their values: a parameter that is replaced later is found there too.
@@ -97,6 +97,13 @@ class DecoderLayerWeights:
         return [*self.mixer.now(), self.feed_forward.norm["weight"]]
 
 
+class Quantize(Protocol):
+    """How a backend makes a matrix of fewer bits."""
+
+    def __call__(self, weight: torch.Tensor, format: Format) -> QuantizedWeight:
+        """`format.quantize(weight)`, bit by bit."""
+
+
 class Pack(Protocol):
     """How a backend lays out matrices for its products."""
 
@@ -117,6 +124,7 @@ class Operators:
     mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     decoder_layers: all decoder layers as one call, see `ops.cpu.decoder`; None for one after another, by their parts.
+    quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
     refusals: a sentence for each faster way that is not taken: which it is, and why.
@@ -140,6 +148,7 @@ class Operators:
     mamba_decode: MambaKernels = SINGLE_TOKEN
     round_state: Operator = stochastic_round
     decoder_layers: Callable[..., Callable[..., list[torch.Tensor]]] | None = None
+    quantize: Quantize = quantize
     pack: Pack | None = None
     refusals: tuple[str, ...] = ()
 

@@ -103,6 +103,11 @@ class QuantizedWeight:
         return QuantizedWeight(self.format, self.values[number], self.scales[number], self.shape[1:])
 
 
+def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
+    """As `Format.quantize`."""
+    return format.quantize(weight)
+
+
 def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """The matrix as plain torch multiplies by it: a tensor is itself, anything else is dequantized to dtype."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)

@@ -26,7 +26,7 @@ from granite4_neuron.ops.cpu.functions import (
     silu_and_mul,
     write_cache,
 )
-from granite4_neuron.ops.cpu.weights import PackedWeight, pack
+from granite4_neuron.ops.cpu.weights import PackedWeight, pack, quantize
 from granite4_neuron.ops.operators import TORCH, Operators
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "pack",
     "paged_attention",
     "paged_mamba_mixer",
+    "quantize",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",
@@ -86,6 +87,7 @@ def operators(kernels: str = "fused") -> Operators:
         embedding=embedding,
         logits=logits,
         decoder_layers=DecoderLayers,
+        quantize=quantize,
         pack=pack,
     )
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from granite4_neuron.ops.cpu.build import kernel
-from granite4_neuron.ops.weight import Format, Weight
+from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
 from granite4_neuron.weight_memory import WeightMemory
 
 _PLAIN = "plain"
@@ -42,6 +42,13 @@ class PackedWeight:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows, those of all experts counted through: [...] ids to [..., columns] in float32."""
         return kernel("weight_rows")(self.packed, ids)
+
+
+def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
+    """`ops.operators.Quantize`."""
+    values, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in format.layout(weight.shape).values())
+    kernel("quantize")(weight.detach().reshape(-1, weight.shape[-1]).contiguous(), format.name, values, scales)
+    return QuantizedWeight(format, values, scales, weight.shape)
 
 
 class Pack:

@@ -19,6 +19,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -69,6 +70,11 @@ inline float sum(Vec values) {
 #else
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);
 #endif
+}
+
+// The largest, or one that is not a number.
+inline float maximum(Vec values) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
 
 inline float silu(float x) {

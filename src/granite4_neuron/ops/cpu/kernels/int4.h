@@ -6,6 +6,79 @@
 
 namespace granite4_neuron {
 
+// How a matrix becomes `Int4`, row by row; see `Int8Rows`.
+struct Int4Rows {
+  using Value = uint8_t;
+  using Scale = at::BFloat16;
+  static constexpr int64_t GROUP = 32, ZERO = 8;  // columns that share a scale; what is stored for 0
+
+  static int64_t values_of(int64_t columns) {
+    return scales_of(columns) * GROUP / 2;
+  }
+  static int64_t scales_of(int64_t columns) {
+    return (columns + GROUP - 1) / GROUP;
+  }
+  static void quantize(const float* row, int64_t columns, Value* values, Scale* scales) {
+    for (int64_t g = 0; g < scales_of(columns); g++, values += GROUP / 2) {
+      Values group;
+      for (int64_t v = 0; v < VECTORS; v++) group[v] = Vec::loadu(row + g * GROUP + v * LANES);
+      scales[g] = best_scale(group);
+      int32_t numbers[GROUP];
+      Values multiples = multiples_of(scales[g], group);
+      for (int64_t v = 0; v < VECTORS; v++)
+        at::vec::convert_to_int_of_same_size<float>(multiples[v] + Vec(ZERO)).store(numbers + v * LANES);
+      for (int64_t i = 0; i < GROUP / 2; i++)
+        values[i] = static_cast<Value>(numbers[2 * i] & 15 | numbers[2 * i + 1] << 4);
+    }
+  }
+
+ private:
+  static constexpr int64_t VECTORS = GROUP / LANES;
+  using Values = std::array<Vec, VECTORS>;
+
+  static Values multiples_of(float scale, const Values& group) {
+    Values multiples;
+    for (int64_t v = 0; v < VECTORS; v++)
+      multiples[v] = at::vec::clamp((group[v] / Vec(scale)).round(), Vec(-ZERO), Vec(ZERO - 1));
+    return multiples;
+  }
+
+  // The sum of squares of what the multiples of a scale are off by: one half added to the other, and again.
+  static float squared_error(float scale, const Values& group) {
+    Values squares = multiples_of(scale, group);
+    for (int64_t v = 0; v < VECTORS; v++) {
+      Vec error = squares[v] * Vec(scale) - group[v];
+      squares[v] = error * error;
+    }
+    for (int64_t half = VECTORS / 2; half > 0; half /= 2)
+      for (int64_t v = 0; v < half; v++) squares[v] = squares[v] + squares[v + half];
+    float values[LANES];
+    squares[0].store(values);
+    for (int64_t half = LANES / 2; half > 0; half /= 2)
+      for (int64_t i = 0; i < half; i++) values[i] += values[i + half];
+    return values[0];
+  }
+
+  static Scale best_scale(const Values& group) {
+    constexpr std::array<float, 6> UNITS{8.5f, 8.0f, 7.5f, 7.0f, 6.5f, 6.0f};
+    Vec largest_of_lanes(0.0f);
+    for (const Vec& values : group) largest_of_lanes = at::vec::maximum(largest_of_lanes, values.abs());
+    float largest = maximum(largest_of_lanes), best = std::numeric_limits<float>::infinity();
+    if (largest < std::numeric_limits<float>::min()) largest = UNITS[0];
+    auto scale = static_cast<Scale>(largest / UNITS[0]);
+    for (float units : UNITS)
+      for (float signed_units : {units, -units}) {
+        auto candidate = static_cast<Scale>(largest / signed_units);
+        float error = squared_error(candidate, group);
+        if (error < best) {
+          best = error;
+          scale = candidate;
+        }
+      }
+    return scale;
+  }
+};
+
 // A tile is one group after another: the group's steps, and behind them its rows' scales in bfloat16. Of a step the
 // lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
 //
@@ -16,7 +89,7 @@ template <typename T>
 struct Int4Tiles {
   using Value = uint8_t;  // two columns of a row
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t GROUP = 32, ZERO = 8, HALF = TILE / 2;
+  static constexpr int64_t GROUP = Int4Rows::GROUP, ZERO = Int4Rows::ZERO, HALF = TILE / 2;
   static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);

@@ -17,6 +17,36 @@ inline Vec load_int8(const int8_t* from) {
 #endif
 }
 
+// How a matrix becomes `Int8`, row by row.
+struct Int8Rows {
+  using Value = int8_t;
+  using Scale = float;
+  static constexpr int64_t GROUP = LANES;  // columns that a row has whole ones of, zeros behind the last
+
+  static int64_t values_of(int64_t columns) {
+    return columns;
+  }
+  static int64_t scales_of(int64_t) {
+    return 1;
+  }
+  // row: [columns], and zeros up to a whole group.
+  static void quantize(const float* row, int64_t columns, Value* values, Scale* scale) {
+    Vec largest(0.0f);
+    for (int64_t c = 0; c < columns; c += GROUP) largest = at::vec::maximum(largest, Vec::loadu(row + c).abs());
+    *scale = maximum(largest) / LARGEST;
+    if (*scale < std::numeric_limits<float>::min()) *scale = 1.0f;
+    for (int64_t c = 0; c < columns; c += GROUP) {
+      int32_t numbers[LANES];
+      at::vec::convert_to_int_of_same_size<float>((Vec::loadu(row + c) / Vec(*scale)).round()).store(numbers);
+      int64_t count = std::min(GROUP, columns - c);
+      for (int64_t i = 0; i < count; i++) values[c + i] = static_cast<Value>(numbers[i]);
+    }
+  }
+
+ private:
+  static constexpr float LARGEST = 127.0f;
+};
+
 // A tile's steps, and behind them its rows' scales. See `PlainTiles` for what these functions are.
 template <typename T>
 struct Int8Tiles {

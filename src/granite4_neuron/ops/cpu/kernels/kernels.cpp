@@ -11,6 +11,7 @@
 #include "norm.h"
 #include "paged.h"
 #include "paged_attention.h"
+#include "quantize.h"
 
 namespace granite4_neuron {
 
@@ -73,6 +74,7 @@ at::Tensor feed_forward_block_operator(
 // Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D; of blocks: see lists.h. Matrices are tensors of
 // bytes, see `weight_in`.
 TORCH_LIBRARY(granite4_neuron, library) {
+  library.def("quantize(Tensor weight, str format, Tensor(a!) values, Tensor(b!) scales) -> ()");
   library.def(
       "pack(Tensor values, Tensor? scales, str format, ScalarType dtype, int[] shape, Tensor(a!) bytes) -> ()");
   library.def("packed_bytes(int[] shape, str format, ScalarType dtype) -> int", &granite4_neuron::packed_bytes);
@@ -119,6 +121,7 @@ TORCH_LIBRARY(granite4_neuron, library) {
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   using at::Tensor;
   using granite4_neuron::weight_in;
+  library.impl("quantize", &granite4_neuron::quantize);
   library.impl("pack", &granite4_neuron::pack);
   library.impl("weight_rows", [](const Tensor& weight, const Tensor& ids) {
     return granite4_neuron::weight_rows(weight_in(weight), ids);
