@@ -41,6 +41,14 @@ constexpr int64_t PAIR = 2 * LANES;
       AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__) AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__) \
           AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
 
+// f(0), f(1) ... f(COUNT - 1), where the compiler knows each number: what is kept in an array stays in registers.
+template <int COUNT, typename F>
+[[gnu::always_inline]] inline void for_each(const F& f) {
+  [&]<int... NUMBERS>(std::integer_sequence<int, NUMBERS...>) {
+    (f(std::integral_constant<int, NUMBERS>()), ...);
+  }(std::make_integer_sequence<int, COUNT>());
+}
+
 template <typename T>
 inline std::pair<Vec, Vec> load_pair(const T* from) {
   if constexpr (std::is_same_v<T, float>) {

@@ -82,9 +82,8 @@ struct Int4Rows {
 // A tile is one group after another: the group's steps, and behind them its rows' scales in bfloat16. Of a step the
 // lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
 //
-// GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `add_group`, which adds a
-// group's sums, times its scales, to those of the groups before; `pack` and `read_row`, in the place of the common
-// ones.
+// GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `group_scales`, a group's;
+// `pack` and `read_row`, in the place of the common ones.
 template <typename T>
 struct Int4Tiles {
   using Value = uint8_t;  // two columns of a row
@@ -118,26 +117,23 @@ struct Int4Tiles {
     }
   }
 
-  static int64_t groups_of(int64_t columns) {
-    return (columns + GROUP - 1) / GROUP;
-  }
   static int64_t tile_bytes(int64_t columns) {
-    return groups_of(columns) * GROUP_BYTES;
+    return Int4Rows::scales_of(columns) * GROUP_BYTES;
   }
   static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
 
-  static void add_group(const char* group, const typename Arithmetic::Total& sums, typename Arithmetic::Total& totals) {
-    const auto* scales = reinterpret_cast<const at::BFloat16*>(group + SCALES);
-    for (int v = 0; v < Arithmetic::VECTORS; v += 2) {
-      auto [first, second] = load_pair(scales + v * LANES);
-      totals[v] = at::vec::fmadd(sums[v], first, totals[v]);
-      totals[v + 1] = at::vec::fmadd(sums[v + 1], second, totals[v + 1]);
-    }
+  static typename Arithmetic::Total group_scales(const char* group) {
+    const auto* stored = reinterpret_cast<const at::BFloat16*>(group + SCALES);
+    typename Arithmetic::Total scales;
+    for_each<Arithmetic::VECTORS / 2>([&](auto pair) {
+      std::tie(scales[2 * pair], scales[2 * pair + 1]) = load_pair(stored + 2 * pair * LANES);
+    });
+    return scales;
   }
 
   // values: [rows, columns of whole groups / 2]; scales: [rows, groups]; both of all experts.
   static void pack(const Value* values, const float* scales, const Weight& weight, char* to) {
-    int64_t tiles = tiles_of(weight.rows), groups = groups_of(weight.columns), width = groups * GROUP / 2;
+    int64_t tiles = tiles_of(weight.rows), groups = Int4Rows::scales_of(weight.columns), width = groups * GROUP / 2;
     parallel_tasks(weight.experts * tiles, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; task++) {
         int64_t first = task % tiles * TILE, count = std::min(TILE, weight.rows - first);
@@ -168,7 +164,7 @@ struct Int4Tiles {
 
   static void check(const Weight& weight, const at::Tensor& values, const std::optional<at::Tensor>& scales) {
     TORCH_CHECK(scales.has_value() && scales->is_contiguous() && scales->scalar_type() == at::kFloat);
-    int64_t groups = weight.experts * weight.rows * groups_of(weight.columns);
+    int64_t groups = weight.experts * weight.rows * Int4Rows::scales_of(weight.columns);
     TORCH_CHECK(scales->numel() == groups && values.numel() == groups * GROUP / 2);
   }
 

@@ -8,11 +8,21 @@ namespace granite4_neuron {
 // Bytes that weights are fetched ahead of their use where they are used once.
 constexpr int64_t AHEAD = 4096;
 
-// Weights that are fetched into the cache while others are multiplied: each step of these fetches `stride` bytes.
+// Weights that are fetched into the cache while others are multiplied: each step of these fetches `stride` bytes. Of
+// several tiles at a time it is those of the first, and `skipped` bytes from `end` on are left out.
 struct Fetch {
   const char* next;
   int64_t stride;
+  const char* end = nullptr;
+  int64_t skipped = 0;
 
+  // What is left of TILES tiles that are multiplied together, and then what stands behind them.
+  template <typename Tiles, int TILES>
+  static Fetch together(const char* tile, int64_t tile_bytes) {
+    Fetch fetch{tile, Tiles::STEP_BYTES, tile + tile_bytes, (TILES - 1) * tile_bytes};
+    fetch.advance<TILES>(AHEAD);
+    return fetch;
+  }
   // In pass number `pass` of `passes` over a tile. With one pass memory is read as fast as it goes. With several it is
   // read evenly: in each of them a part of the next tile.
   template <typename Tiles>
@@ -20,62 +30,88 @@ struct Fetch {
     if (passes == 1) return {tile + AHEAD, Tiles::STEP_BYTES};
     return {tile + tile_bytes + pass * tile_bytes / passes, (Tiles::STEP_BYTES + passes - 1) / passes};
   }
+  template <int TILES>
+  void advance(int64_t bytes) {
+    next += bytes;
+    if constexpr (TILES > 1) {
+      if (next < end) return;
+      next += skipped;
+      skipped = 0;
+    }
+  }
   template <int64_t MOST>
   void step(int64_t offset) const {
     for (int64_t byte = 0; byte < MOST; byte += 64) __builtin_prefetch(next + offset + byte, 0, 2);
   }
 };
 
-// totals[t * COUNT + v] = the sum over steps of weights times x[v], in the order of the columns, for TILES tiles that are
-// `stride` bytes apart.
+template <typename Arithmetic, int COUNT>
+[[gnu::always_inline]] inline void set_to_zero(typename Arithmetic::Total (&totals)[COUNT]) {
+  for_each<COUNT>([&](auto v) { for_each<Arithmetic::VECTORS>([&](auto i) { totals[v][i] = Vec(0.0f); }); });
+}
+
+// emit(t, v, the sum over steps of weights times x[v], in the order of the columns) for TILES tiles that are `stride`
+// bytes apart, COUNT vectors, and a column at least; t and v are known to the compiler, and sums stay in registers.
+template <typename Steps, int COUNT, int TILES, typename Emit>
+[[gnu::always_inline]] inline void sum_steps(
+    const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns, Fetch& fetch,
+    const Emit& emit) {
+  using Arithmetic = typename Steps::Arithmetic;
+  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  typename Arithmetic::Total sums[TILES * COUNT];
+  set_to_zero<Arithmetic>(sums);
+  int64_t steps = steps_of<Arithmetic>(columns);
+  do {
+    for_each<TILES>([&](auto t) {
+      fetch.template step<Steps::FETCH_BYTES>(t * stride);
+      auto weights = Steps::load(step + t * stride);
+      for_each<COUNT>([&](auto v) {
+        auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
+        auto& sum = sums[t * COUNT + v];
+        for_each<Arithmetic::VECTORS>([&](auto i) { sum[i] = Arithmetic::add(sum[i], weights[i], factor); });
+      });
+    });
+    fetch.template advance<TILES>(fetch.stride);
+    step += Steps::STEP_BYTES;
+    x += X_STEP;
+  } while (--steps > 0);
+  for_each<TILES>([&](auto t) { for_each<COUNT>([&](auto v) { emit(t, v, sums[t * COUNT + v]); }); });
+}
+
+// totals[t * COUNT + v] = what `sum_steps` emits.
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_steps(
     const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
-    typename Steps::Arithmetic::Total* totals, Fetch& fetch) {
-  using Arithmetic = typename Steps::Arithmetic;
-  constexpr int VECTORS = Arithmetic::VECTORS;
-  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
-  Vec sums[TILES * COUNT][VECTORS];
-#pragma GCC unroll 12
-  for (int v = 0; v < TILES * COUNT; v++)
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; i++) sums[v][i] = Vec(0.0f);
-  int64_t steps = steps_of<Arithmetic>(columns);
-  for (int64_t s = 0; s < steps; s++, step += Steps::STEP_BYTES, x += X_STEP) {
-#pragma GCC unroll 4
-    for (int t = 0; t < TILES; t++) {
-      fetch.template step<Steps::FETCH_BYTES>(t * stride);
-      auto weights = Steps::load(step + t * stride);
-#pragma GCC unroll 12
-      for (int v = 0; v < COUNT; v++) {
-        auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
-#pragma GCC unroll 4
-        for (int i = 0; i < VECTORS; i++)
-          sums[t * COUNT + v][i] = Arithmetic::add(sums[t * COUNT + v][i], weights[i], factor);
-      }
-    }
-    fetch.next += fetch.stride;
-  }
-#pragma GCC unroll 12
-  for (int v = 0; v < TILES * COUNT; v++)
-#pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; i++) totals[v][i] = sums[v][i];
+    typename Steps::Arithmetic::Total* totals, Fetch fetch) {
+  sum_steps<Steps, COUNT, TILES>(
+      step, stride, x, columns, fetch, [&](auto t, auto v, const auto& sum) { totals[t * COUNT + v] = sum; });
 }
 
 // The same of weights that have a scale for each row and group of columns: one group's sums after another's.
 template <typename Tiles, int COUNT, int TILES>
 inline void multiply_scaled_groups(
     const char* group, int64_t stride, const typename Tiles::Arithmetic::Input* x, int64_t columns,
-    typename Tiles::Arithmetic::Total* totals, Fetch& fetch) {
+    typename Tiles::Arithmetic::Total* totals, Fetch fetch) {
   using Arithmetic = typename Tiles::Arithmetic;
-  constexpr int64_t STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  constexpr int64_t SCALE_BYTES = Tiles::GROUP_BYTES - Tiles::SCALES;
   for (int v = 0; v < TILES * COUNT; v++) totals[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
-    typename Arithmetic::Total sums[TILES * COUNT];
-    const auto* of_group = x + first / Arithmetic::COLUMNS * STEP;
-    multiply_steps<Tiles, COUNT, TILES>(group, stride, of_group, std::min(Tiles::GROUP, columns - first), sums, fetch);
-    for (int t = 0; t < TILES; t++)
-      for (int v = 0; v < COUNT; v++) Tiles::add_group(group + t * stride, sums[t * COUNT + v], totals[t * COUNT + v]);
+    typename Arithmetic::Total scales[TILES];
+    for_each<TILES>([&](auto t) { scales[t] = Tiles::group_scales(group + t * stride); });
+    sum_steps<Tiles, COUNT, TILES>(
+        group, stride, x + first / Arithmetic::COLUMNS * X_STEP, std::min(Tiles::GROUP, columns - first), fetch,
+        [&](auto t, auto v, const auto& sum) {
+          auto& total = totals[t * COUNT + v];
+          for_each<Arithmetic::VECTORS>([&](auto i) { total[i] = at::vec::fmadd(sum[i], scales[t][i], total[i]); });
+        });
+    if (fetch.stride == Tiles::STEP_BYTES) {  // all of the tile in this pass, and so the scales too
+      for_each<TILES>([&](auto t) { fetch.template step<SCALE_BYTES>(t * stride); });
+      fetch.template advance<TILES>(SCALE_BYTES);
+    }
+    // Totals that do not fit into registers beside the sums are added to in memory: the compiler would keep copies of
+    // them there, and write both.
+    if constexpr (2 * TILES * COUNT * Arithmetic::VECTORS >= REGISTERS) asm volatile("" ::: "memory");
   }
 }
 
@@ -90,7 +126,7 @@ constexpr auto multiply_function() {
 
 template <typename Steps>
 using MultiplySteps = void (*)(
-    const char*, int64_t, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch&);
+    const char*, int64_t, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch);
 
 template <typename Steps, int TILES, size_t... NUMBERS>
 constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
@@ -171,7 +207,7 @@ inline void multiply_together(
   static constexpr auto table = multiply_steps_table<Tiles, TOGETHER>(std::make_index_sequence<FEW>());
   typename Tiles::Arithmetic::Total totals[TOGETHER * FEW];
   int64_t bytes = Tiles::tile_bytes(columns);
-  Fetch fetch = Fetch::in_pass<Tiles>(tiles, bytes, 0, 1);
+  Fetch fetch = Fetch::together<Tiles, TOGETHER>(tiles, bytes);
   table[x.count - 1](tiles, bytes, x.data, columns, totals, fetch);
   for (int64_t t = 0; t < TOGETHER; t++)
     for (int64_t v = 0; v < x.count; v++) {

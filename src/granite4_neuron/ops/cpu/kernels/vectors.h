@@ -6,11 +6,14 @@
 
 namespace granite4_neuron {
 
-// Vectors that a tile is multiplied by at a time: their sums, and a step of weights, fit the registers.
-constexpr int64_t AT_ONCE = LANES == 16 ? 12 : 3;
+constexpr int REGISTERS = LANES == 16 ? 32 : 16;
+
+// Vectors that a tile is multiplied by at a time: their sums, a step of weights and one of a vector fit the registers.
+constexpr int64_t AT_ONCE = LANES == 16 ? 14 : 3;
 
 // Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
-// room for LANES of them; a block of one is that vector. Behind the last column there are zeros up to a whole step.
+// room for LANES of them, of which the rest is not read; a block of one is that vector. Behind the last column there are
+// zeros up to a whole step.
 template <typename Arithmetic>
 struct Vectors {
   using Input = typename Arithmetic::Input;
@@ -47,7 +50,6 @@ inline void fill_block(const Row& row, int64_t width, int64_t columns, typename 
   if (width == 1) return fill(0, to);
   Scratch<Input> rows(LANES * stride);
   for (int64_t v = 0; v < width; v++) fill(v, rows.data() + v * stride);
-  std::fill(rows.data() + width * stride, rows.data() + LANES * stride, static_cast<Input>(0.0f));
   const auto* from = reinterpret_cast<const float*>(rows.data());
   for (int64_t s = 0; s < steps; s += LANES)
     at::vec::transpose_mxn<float>(from + s, steps, reinterpret_cast<float*>(to) + s * LANES, LANES, LANES, LANES);
