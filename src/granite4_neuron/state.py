@@ -8,7 +8,9 @@ sequence of slot s is entry s - 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +79,8 @@ class HybridState:
         With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them; they are in
         `state_dtype`.
 
-        Keys and values are not cleared: attention reads none that was not written, and a large tensor that is not
-        touched takes no memory of the operating system, which makes the null slot free.
+        Keys and values are not cleared: attention reads none that was not written. On a CPU a slot takes memory of the
+        operating system only as it is written, which makes the null slot free.
         """
         layers: list[MambaState | KeyValueState] = []
         for layer_type in config.layer_types:
@@ -87,8 +89,8 @@ class HybridState:
                 conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree, kernel_layout)
                 layers.append(
                     MambaState(
-                        torch.zeros(entries, *conv_shape, dtype=dtype, device=device),
-                        torch.zeros(entries, *ssm_shape, dtype=state_dtype, device=device),
+                        _zeros((entries, *conv_shape), dtype, device),
+                        _zeros((entries, *ssm_shape), state_dtype, device),
                     )
                 )
             else:
@@ -141,6 +143,15 @@ class HybridState:
     def _first_slot(self, layer: MambaState | KeyValueState) -> int:
         """The slot that is entry 0 of a layer's tensors."""
         return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Unlike torch's zeros these have not been written.
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
