@@ -77,7 +77,6 @@ inline void multiply_groups(
     }
   });
   parallel_tasks(groups.size() * tiles, TOGETHER, [&](int64_t begin, int64_t end) {
-    std::vector<char> loaded;
     for (int64_t task = begin, next = 0; task < end; task = next) {
       int64_t g = task / tiles;
       const auto& [expert, choices] = groups[g];
@@ -86,7 +85,7 @@ inline void multiply_groups(
         int64_t row = number * TILE, count = std::min(TILE, rows - row);
         store_totals<T>(totals, 1.0f, nullptr, out + choices[v] * rows + row, count);
       };
-      multiply_tiles<Tiles>(weight, expert, task - g * tiles, next - g * tiles, vectors[g], loaded, store);
+      multiply_tiles<Tiles>(weight, expert, task - g * tiles, next - g * tiles, vectors[g], store);
     }
   });
 }

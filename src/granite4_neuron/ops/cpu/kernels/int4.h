@@ -2,7 +2,7 @@
 // numbers that they are, group by group.
 #pragma once
 
-#include "weight.h"
+#include "int8.h"
 
 namespace granite4_neuron {
 
@@ -94,6 +94,7 @@ struct Int4Tiles {
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
   static constexpr bool LOADING_IS_WORK = false;
 
+  template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
     if constexpr (Arithmetic::COLUMNS == 2) {
@@ -105,15 +106,12 @@ struct Int4Tiles {
     }
 #endif
     if constexpr (Arithmetic::COLUMNS == 1) {
-      float values[TILE];
-      for (int64_t r = 0; r < HALF; r++) {
-        auto byte = static_cast<uint8_t>(step[r]);
-        values[r] = static_cast<float>((byte & 15) - ZERO);
-        values[r + HALF] = static_cast<float>((byte >> 4) - ZERO);
+      int8_t values[PAIR];
+      for (int64_t r = 0; r < PAIR; r++) {
+        int64_t row = PART * PAIR + r;
+        values[r] = static_cast<int8_t>((step[row % HALF] >> (row < HALF ? 0 : 4) & 15) - ZERO);
       }
-      typename Arithmetic::Operand weights;
-      for (int v = 0; v < Arithmetic::VECTORS; v++) weights[v] = Vec::loadu(values + v * LANES);
-      return weights;
+      return {load_int8(values), load_int8(values + LANES)};
     }
   }
 

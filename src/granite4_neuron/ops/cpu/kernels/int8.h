@@ -70,17 +70,15 @@ struct Int8Tiles {
   }
 #endif
 
+  template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
     if constexpr (Arithmetic::COLUMNS == 2) return load_pairs(step);
     else
 #endif
     {
-      typename Arithmetic::Operand weights;
-#pragma GCC unroll 4
-      for (int v = 0; v < Arithmetic::VECTORS; v++)
-        weights[v] = load_int8(reinterpret_cast<const int8_t*>(step) + v * LANES);
-      return weights;
+      const auto* values = reinterpret_cast<const int8_t*>(step) + PART * PAIR;
+      return {load_int8(values), load_int8(values + LANES)};
     }
   }
   // Pairs lie so that unpacking bytes, which goes by 128 bits, gives the first and the second 16 rows.

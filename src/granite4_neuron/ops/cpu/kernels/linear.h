@@ -54,8 +54,7 @@ inline void multiply_all(const Weight& weight, const T* x, int64_t vectors, cons
   auto inputs = as_vectors<Arithmetic>(x, vectors, weight.columns, scratch.data());
   fetch_follower(weight);
   parallel_tasks(tiles_of(weight.rows), vectors <= FEW ? TOGETHER : 1, [&](int64_t begin, int64_t end) {
-    std::vector<char> loaded;
-    multiply_tiles<Tiles>(weight, 0, begin, end, inputs, loaded, [&](int64_t number, int64_t v, const auto& totals) {
+    multiply_tiles<Tiles>(weight, 0, begin, end, inputs, [&](int64_t number, int64_t v, const auto& totals) {
       int64_t row = number * TILE, count = std::min(TILE, weight.rows - row);
       store_totals(totals, factor, bias ? bias + row : nullptr, y + v * weight.rows + row, count);
     });

@@ -58,17 +58,29 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
     const Emit& emit) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
+  // Beside the sums there is room for all vectors' factors and a register of weights, and not for an operand.
+  constexpr bool IS_TIGHT = TILES * COUNT * Arithmetic::VECTORS + COUNT + 2 > REGISTERS;
   typename Arithmetic::Total sums[TILES * COUNT];
   set_to_zero<Arithmetic>(sums);
   int64_t steps = steps_of<Arithmetic>(columns);
   do {
     for_each<TILES>([&](auto t) {
       fetch.template step<Steps::FETCH_BYTES>(t * stride);
-      auto weights = Steps::load(step + t * stride);
-      for_each<COUNT>([&](auto v) {
-        auto factor = Arithmetic::broadcast(x + v * Arithmetic::COLUMNS);
-        auto& sum = sums[t * COUNT + v];
-        for_each<Arithmetic::VECTORS>([&](auto i) { sum[i] = Arithmetic::add(sum[i], weights[i], factor); });
+      for_each<Arithmetic::VECTORS / 2>([&](auto part) {
+        auto weights = Steps::template load<part>(step + t * stride);
+        auto sum = [&](auto v, auto i) -> Vec& { return sums[t * COUNT + v][2 * part + i]; };
+        auto factor = [&](auto v) { return Arithmetic::broadcast(x + v * Arithmetic::COLUMNS); };
+        if constexpr (COUNT < Arithmetic::VECTORS && IS_TIGHT) {
+          for_each<2>([&](auto i) {
+            auto weight = Arithmetic::in_register(weights[i]);
+            for_each<COUNT>([&](auto v) { sum(v, i) = Arithmetic::add(sum(v, i), weight, factor(v)); });
+          });
+        } else {
+          for_each<COUNT>([&](auto v) {
+            auto of_vector = factor(v);
+            for_each<2>([&](auto i) { sum(v, i) = Arithmetic::add(sum(v, i), weights[i], of_vector); });
+          });
+        }
       });
     });
     fetch.template advance<TILES>(fetch.stride);
@@ -84,7 +96,9 @@ inline void multiply_steps(
     const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
     typename Steps::Arithmetic::Total* totals, Fetch fetch) {
   sum_steps<Steps, COUNT, TILES>(
-      step, stride, x, columns, fetch, [&](auto t, auto v, const auto& sum) { totals[t * COUNT + v] = sum; });
+      step, stride, x, columns, fetch, [&](auto t, auto v, const auto& sum) {
+        for_each<Steps::Arithmetic::VECTORS>([&](auto i) { totals[t * COUNT + v][i] = sum[i]; });
+      });
 }
 
 // The same of weights that have a scale for each row and group of columns: one group's sums after another's.
@@ -137,22 +151,26 @@ constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
 template <typename Tiles>
 struct LoadedSteps {
   using Arithmetic = typename Tiles::Arithmetic;
-  using Operand = typename Arithmetic::Operand;
-  static constexpr int64_t STEP_BYTES = sizeof(Operand), FETCH_BYTES = Tiles::STEP_BYTES;
+  static constexpr int64_t VECTOR_BYTES = sizeof(Vec);
+  static constexpr int64_t STEP_BYTES = Arithmetic::VECTORS * VECTOR_BYTES, FETCH_BYTES = Tiles::STEP_BYTES;
 
-  static Operand load(const char* step) {
-    Operand weights;
+  template <int PART>
+  static typename Arithmetic::Operand load(const char* step) {
     // One register after another: as a whole it would go through memory, in pieces that a load has to wait for.
-    for (size_t v = 0; v < weights.size(); v++)
-      std::memcpy(&weights[v], step + v * sizeof(weights[v]), sizeof(weights[v]));
-    return weights;
+    return {Arithmetic::load(step + 2 * PART * VECTOR_BYTES), Arithmetic::load(step + (2 * PART + 1) * VECTOR_BYTES)};
   }
-  static void fill(std::vector<char>& steps, const char* tile, int64_t columns) {
-    int64_t count = steps_of<Arithmetic>(columns);
-    steps.resize(count * STEP_BYTES);
-    for (int64_t s = 0; s < count; s++) {
-      Operand weights = Tiles::load(tile + s * Tiles::STEP_BYTES);
-      std::memcpy(&steps[s * STEP_BYTES], &weights, sizeof(weights));
+  static int64_t tile_bytes(int64_t columns) {
+    return steps_of<Arithmetic>(columns) * STEP_BYTES;
+  }
+  // Those of a tile, at `to`, which has room for `tile_bytes`.
+  static void fill(const char* tile, int64_t columns, char* to) {
+    for (int64_t count = steps_of<Arithmetic>(columns); count > 0; count--) {
+      for_each<Arithmetic::VECTORS / 2>([&](auto part) {
+        auto weights = Tiles::template load<part>(tile);
+        std::memcpy(to + 2 * part * VECTOR_BYTES, &weights, sizeof(weights));
+      });
+      tile += Tiles::STEP_BYTES;
+      to += STEP_BYTES;
     }
   }
 };
@@ -178,19 +196,20 @@ inline void multiply_vectors(
 // More vectors than these are better off with steps that are loaded once, if loading them is work.
 constexpr int64_t MANY = 2 * AT_ONCE;
 
-// emit(v, totals) for all vectors, with totals[i] = the tile's row i . x[v]; `loaded` is for its use.
+// emit(v, totals) for all vectors, with totals[i] = the tile's row i . x[v].
 template <typename Tiles, typename Emit>
 inline void multiply_tile(
-    const char* tile, Vectors<typename Tiles::Arithmetic> x, int64_t columns, std::vector<char>& loaded,
-    const Emit& emit) {
+    const char* tile, Vectors<typename Tiles::Arithmetic> x, int64_t columns, const Emit& emit) {
   auto finish = [&](int64_t v, auto& totals) {
     Tiles::finish(tile, columns, totals);
     emit(v, totals);
   };
   if constexpr (Tiles::LOADING_IS_WORK) {
     if (x.count > MANY) {
-      LoadedSteps<Tiles>::fill(loaded, tile, columns);
-      return multiply_vectors<Tiles, LoadedSteps<Tiles>>(tile, loaded.data(), x, columns, finish);
+      using Steps = LoadedSteps<Tiles>;
+      Scratch<char> steps(Steps::tile_bytes(columns));
+      Steps::fill(tile, columns, steps.data());
+      return multiply_vectors<Tiles, Steps>(tile, steps.data(), x, columns, finish);
     }
   }
   multiply_vectors<Tiles, Tiles>(tile, tile, x, columns, finish);
@@ -222,7 +241,7 @@ inline void multiply_together(
 template <typename Tiles, typename Emit>
 inline void multiply_tiles(
     const Weight& weight, int64_t expert, int64_t first, int64_t last, Vectors<typename Tiles::Arithmetic> x,
-    std::vector<char>& loaded, const Emit& emit) {
+    const Emit& emit) {
   int64_t number = first;
   if (x.count <= FEW)
     for (; number + TOGETHER <= last; number += TOGETHER) {
@@ -231,7 +250,7 @@ inline void multiply_tiles(
     }
   for (; number < last; number++) {
     auto of_tile = [&](int64_t v, const auto& totals) { emit(number, v, totals); };
-    multiply_tile<Tiles>(weight.tile(expert, number), x, weight.columns, loaded, of_tile);
+    multiply_tile<Tiles>(weight.tile(expert, number), x, weight.columns, of_tile);
   }
 }
 

@@ -23,9 +23,22 @@ struct Floats {
   static constexpr int64_t COLUMNS = 1;
   static constexpr int VECTORS = TILE / LANES;
   using Input = float;  // what the vectors are converted to
-  using Operand = std::array<Vec, VECTORS>;
+  using Operand = std::array<Vec, 2>;
   using Total = std::array<Vec, VECTORS>;
 
+  static Vec load(const char* from) {
+    return Vec::loadu(from);
+  }
+  // What is loaded once: the compiler would load it again for each of its uses.
+  static Vec in_register(Vec loaded) {
+#if defined(CPU_CAPABILITY_AVX2)
+    __m256 kept = loaded;
+    asm("" : "+x"(kept));
+    return kept;
+#else
+    return loaded;
+#endif
+  }
   static Vec broadcast(const Input* x) {
     return Vec(*x);
   }
@@ -45,9 +58,15 @@ struct Bfloat16Pairs {
   static constexpr int64_t COLUMNS = 2;
   static constexpr int VECTORS = TILE / LANES;
   using Input = at::BFloat16;
-  using Operand = std::array<__m512bh, VECTORS>;
+  using Operand = std::array<__m512bh, 2>;
   using Total = std::array<Vec, VECTORS>;
 
+  static __m512bh load(const char* from) {
+    return (__m512bh)_mm512_loadu_si512(from);
+  }
+  static __m512bh in_register(__m512bh loaded) {
+    return loaded;
+  }
   static __m512bh broadcast(const Input* x) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof(pair));
@@ -114,29 +133,25 @@ inline Weight weight_in(const at::Tensor& bytes) {
 //
 // What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES, and FETCH_BYTES,
 // what a step is of weights in memory; LOADING_IS_WORK, whether many vectors are better off with steps that are loaded
-// once; `load`, a step as the arithmetic's operand; `offset`, where a step has a value, in bytes; `tile_bytes`, of a
-// whole tile; `finish`, what becomes of sums when all columns are added up; `value`, one of them as a number;
-// `add_scales`, which puts those of a tile's rows into it; `check`, of the tensors that a weight is to be packed from.
+// once; `load`, part number PART of a step, two of its VECTORS; `offset`, where a step has a value, in bytes;
+// `tile_bytes`, of a whole tile; `finish`, what becomes of sums when all columns are added up; `value`, one of them as a
+// number; `add_scales`, which puts those of a tile's rows into it; `check`, of the tensors that a weight is to be packed
+// from.
 template <typename T>
 struct PlainTiles {
   using Value = T;
   using Arithmetic = typename ArithmeticOf<T>::type;
   static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), FETCH_BYTES = STEP_BYTES;
-  static constexpr bool LOADING_IS_WORK = false;
+  static constexpr bool LOADING_IS_WORK = !std::is_same_v<T, typename Arithmetic::Input>;
 
+  template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
-    const T* values = reinterpret_cast<const T*>(step);
-    typename Arithmetic::Operand weights;
     if constexpr (Arithmetic::COLUMNS == 2) {
-#pragma GCC unroll 4
-      for (int v = 0; v < Arithmetic::VECTORS; v++)
-        std::memcpy(&weights[v], values + v * 2 * LANES, sizeof(weights[v]));
+      return {Arithmetic::load(step), Arithmetic::load(step + STEP_BYTES / 2)};
     } else {
-#pragma GCC unroll 4
-      for (int v = 0; v < Arithmetic::VECTORS; v += 2)
-        std::tie(weights[v], weights[v + 1]) = load_pair(values + v * LANES);
+      auto [first, second] = load_pair(reinterpret_cast<const T*>(step) + PART * PAIR);
+      return {first, second};
     }
-    return weights;
   }
   static int64_t offset(int64_t row, int64_t column) {
     return (row * Arithmetic::COLUMNS + column) * sizeof(T);
