@@ -147,8 +147,7 @@ class BlockAttention {
     std::fill(scores + visible, scores + KEYS, -INFINITY);
     Vec highest = Vec::loadu(scores);
     for (int64_t s = LANES; s < KEYS; s += LANES) highest = at::vec::maximum(highest, Vec::loadu(scores + s));
-    auto larger = [](Vec& a, Vec& b) { return at::vec::maximum(a, b); };
-    float new_top = std::max(top_[row], at::vec::vec_reduce_all<float>(larger, highest));
+    float new_top = std::max(top_[row], maximum(highest));
     Vec offset(new_top), weight_sum(0.0f);
     for (int64_t s = 0; s < KEYS; s += PAIR) {
       store_pair(
