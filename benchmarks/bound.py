@@ -21,6 +21,7 @@ from granite4_neuron.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
+_TRIAL_SIZE = 512  # of a product that shows which dtype is faster
 _READ_BYTES = 2**29
 _TRIES = 5
 
@@ -44,9 +45,8 @@ class Machine:
     """Measures the rates with weights that lie in memory as a model's do."""
 
     def __init__(self, dtype: torch.dtype):
-        # Without instructions for bfloat16 torch's products in it are many times slower than what a processor does.
-        dtypes = {dtype, torch.float32}
-        self._products = [(_weights(each, m, k), _weights(each, n, k)) for m, k, n in _PRODUCT_SIZES for each in dtypes]
+        faster = _faster_dtype(dtype, torch.float32)
+        self._products = [(_weights(faster, m, k), _weights(faster, n, k)) for m, k, n in _PRODUCT_SIZES]
         self._matrix = _weights(dtype, _READ_BYTES // dtype.itemsize // 1024, 1024)
         self._vector = self._matrix[:1].clone()
         operators = cpu.operators()
@@ -114,6 +114,13 @@ def _is_expert(name: str) -> bool:
 
 def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return WeightMemory([(torch.Size(shape), dtype)]).empty(torch.Size(shape), dtype).fill_(0.01)
+
+
+@torch.inference_mode()
+def _faster_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Without instructions for bfloat16, torch's products in it are many times slower than what a processor does."""
+    trials = {dtype: _weights(dtype, _TRIAL_SIZE, _TRIAL_SIZE) for dtype in dtypes}
+    return min(trials, key=lambda dtype: _seconds(lambda: F.linear(trials[dtype], trials[dtype])))
 
 
 def _flops(x: torch.Tensor, weight: torch.Tensor) -> float:

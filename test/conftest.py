@@ -14,6 +14,18 @@ from test.support.nki_emulator import provide_nki
 
 provide_nki()
 
+# What they test does not depend on the versions of torch and transformers: one environment is enough.
+ONCE = (
+    "test/faults/",
+    "test/integration/test_benchmark",
+    "test/integration/test_one_text.py",
+    "test/integration/test_other_processors.py",
+    "test/integration/test_tune.py",
+    "test/unit/test_cli_chat.py",
+    "test/unit/test_nki_",
+    "test/unit/test_stochastic_rounding.py",
+)
+
 # The same examples on every machine, without a limit of time.
 settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("package")
@@ -28,6 +40,12 @@ def pytest_configure(config):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(variable, "1")
         cpu.has_fused_kernels()  # Compile them once, before the workers start.
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(ONCE):
+            item.add_marker("once")
 
 
 def pytest_terminal_summary(terminalreporter):
