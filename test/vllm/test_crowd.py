@@ -3,9 +3,11 @@
 import random
 
 import pytest
+import torch
 
 from granite4_neuron.checkpoint import save_model
 from granite4_neuron.random_weights import random_model
+from granite4_neuron.vllm_cpu.sampling import rejecting_placeholders
 from test.support.checkpoints import CASES, small_config
 from test.vllm import drafter
 from test.vllm.conftest import ONE_PROCESS, Greedy, run_engines
@@ -41,7 +43,7 @@ SLOW = {
     "short convolution, 3 drafts, parts of blocks": served_by("conv3_no_bias", 3, "some", prefix_match_unit=8),
     "attention only, 3 drafts": served_by("attention_only_rope", 3, "some", **FEW_TOKENS),
     "attention only, 5 drafts, few blocks": served_by("attention_only_nope", 5, "all", **FEW_BLOCKS, **FEW_TOKENS),
-    "vLLM's layers, 3 drafts": served_by("moe", 3, "some", enable_lora=True, max_lora_rank=8, **FEW_TOKENS),
+    "no compiler, 3 drafts": served_by("two_groups", 3, "some", **FEW_TOKENS),
 }
 
 
@@ -126,9 +128,29 @@ def check(engine, result):
 def test_among_others(checkpoint, tmp_path, name):
     model, drafts, acceptance, options = {**FAST, **SLOW}[name]
     one = engine(checkpoint(model), model, drafts, acceptance, options)
-    result = run_engines({"one": one}, [], tmp_path, **ONE_PROCESS)["one"]
+    environment = dict(CXX="false", XDG_CACHE_HOME=str(tmp_path / "cache")) if "no compiler" in name else {}
+    result = run_engines({"one": one}, [], tmp_path, **ONE_PROCESS, **environment)["one"]
     check(one, result)
     metrics = result["metrics"]
     assert (metrics["accepted"] > 0) == (acceptance != "none")
     assert (metrics["preemptions"] > 0) == ("num_gpu_blocks_override" in options)
     assert (result["cached"] > 0) == one["options"]["enable_prefix_caching"]
+
+
+def test_placeholders_of_sampled_requests():
+    """They are rejected, whatever the token is worth that lies before them in memory: the last one of another row."""
+    from vllm.platforms import current_platform
+    from vllm.utils import cpu_triton_utils
+
+    current_platform.import_kernels()
+    reject = rejecting_placeholders(cpu_triton_utils._rejection_random_sample_kernel_impl)
+    texts, last = torch.full((2, 4), -1, dtype=torch.int32), 7
+    ends, drafts = torch.tensor([1, 4], dtype=torch.int32), torch.tensor([last, -1, -1, -1], dtype=torch.int32)
+    probabilities = torch.eye(last + 1)[[last, 3, 3, 3]]
+    bonus, recovered = torch.tensor([[5], [6]], dtype=torch.int32), torch.tensor([0, 3, 3, 3], dtype=torch.int32)
+    chance, greedy = torch.full((4,), 0.5, dtype=torch.float64), torch.tensor([False, False])
+    reject(
+        texts, ends, drafts, None, probabilities, bonus, recovered, chance, greedy, 3,
+        vocab_size=last + 1, NO_DRAFT_PROBS=True, SYNTHETIC_MODE=False,
+    )  # fmt: skip
+    assert texts.tolist() == [[last, 5, -1, -1], [3, -1, -1, -1]]
