@@ -40,9 +40,9 @@ SLOW = {
     "groups, 3 drafts, default blocks": served_by("two_groups", 3, "some", block_size=None),
     "groups, 1 draft": served_by("two_groups", 1, "all", **FEW_TOKENS),
     "wide steps, 5 drafts": served_by("dense", 5, "some"),
-    "short convolution, 3 drafts, parts of blocks": served_by("conv3_no_bias", 3, "some", prefix_match_unit=8),
+    "short convolution, 3 drafts": served_by("conv3_no_bias", 3, "some"),
     "attention only, 3 drafts": served_by("attention_only_rope", 3, "some", **FEW_TOKENS),
-    "attention only, 5 drafts, few blocks": served_by("attention_only_nope", 5, "all", **FEW_BLOCKS, **FEW_TOKENS),
+    "attention only, 5 drafts, few blocks": served_by("attention_only_nope", 5, "all", num_gpu_blocks_override=20),
     "no compiler, 3 drafts": served_by("two_groups", 3, "some", **FEW_TOKENS),
 }
 
