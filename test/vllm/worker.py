@@ -17,6 +17,8 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
+from test.vllm import crowd
+
 COUNTERS = {
     "preemptions": "vllm:num_preemptions",
     "drafts": "vllm:spec_decode_num_draft_tokens",
@@ -92,9 +94,17 @@ def serve_in_parallel(engine: dict, prompts: list[list[int]], tokens: int) -> di
     return results_of(asyncio.run(every_round()))
 
 
+def serve_crowd(engine: dict, *_: object) -> dict:
+    """The engine's own "requests", see crowd.py."""
+    llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
+    result = crowd.run(llm.llm_engine, engine["requests"], engine["acceptance"])
+    return {**result, "metrics": {name: counted(metric) for name, metric in COUNTERS.items()}}
+
+
 def serve_into(path: str, engine: dict, prompts: list[list[int]], tokens: int) -> None:
     try:
         run = serve_in_parallel if "data_parallel_size" in engine["options"] else serve
+        run = serve_crowd if "requests" in engine else run
         result = run(engine, prompts, tokens)
     except Exception:  # whatever vLLM raises is the result
         result = {"error": traceback.format_exc()}

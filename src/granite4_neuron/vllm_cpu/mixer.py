@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend
 
 from granite4_neuron.config import MODEL_TYPE
 from granite4_neuron.ops import cpu
+from granite4_neuron.vllm_cpu.metadata import Scan, StepBackend, Verify
 from granite4_neuron.vllm_cpu.mixing import (
     DecodeRows,
     MixerWeights,
@@ -59,64 +60,35 @@ class Granite4MambaMixer2(MambaMixer2):
             return super().conv_ssm_forward(projected_states, output)
         output.copy_(self.mix(projected_states[:, self.tped_intermediate_size :]))
 
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return StepBackend if self.is_granite4 else super().get_attn_backend()
+
     def mix(self, xBC_dt: torch.Tensor) -> torch.Tensor:
         """[tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""
-        metadata = self._metadata()
-        if metadata is None:  # vLLM is measuring the memory of a step
-            return xBC_dt.new_zeros(len(xBC_dt), self.tped_intermediate_size, dtype=torch.float32)
-        decodes, real = metadata.num_decode_tokens, metadata.num_decode_tokens + metadata.num_prefill_tokens
-        parts = []
-        if decodes:
-            parts.append(self._decode(metadata, xBC_dt[:decodes]))
-        if real > decodes:
-            parts += self._prefill(metadata, xBC_dt[decodes:real])
-        if len(xBC_dt) > real:
-            parts.append(torch.zeros(len(xBC_dt) - real, self.tped_intermediate_size))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = self._parts()
+        if len(parts) == 1 and parts[0].tokens == slice(0, len(xBC_dt)):
+            return self._mix_part(parts[0], xBC_dt)
+        mixed = xBC_dt.new_zeros(len(xBC_dt), self.tped_intermediate_size, dtype=torch.float32)
+        for part in parts:
+            mixed[part.tokens] = self._mix_part(part, xBC_dt[part.tokens])
+        return mixed
 
     def decode_rows(self, tokens: int) -> tuple[Pages, DecodeRows] | None:
         """States and rows of a step that only decodes, a few tokens of each sequence; None for other steps."""
-        metadata = self._metadata()
-        if metadata is None or metadata.num_decode_tokens != tokens:
+        parts = self._parts()
+        if len(parts) != 1 or not isinstance(parts[0], Verify) or parts[0].tokens != slice(0, tokens):
             return None
-        return self._pages(), self._rows(metadata)
+        return self._pages(), parts[0].rows
 
-    def _metadata(self) -> Mamba2AttentionMetadata | None:
+    def _parts(self) -> list[Scan | Verify]:
+        """Of the step; none while vLLM is measuring the memory of a step."""
         of_layers = get_forward_context().attn_metadata
-        return None if of_layers is None else of_layers.get(self.prefix)
+        return [] if of_layers is None else of_layers[self.prefix].parts
 
-    def _decode(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.mixer_weights, xBC_dt, self._pages(), self._rows(metadata))
-
-    def _rows(self, metadata: Mamba2AttentionMetadata) -> DecodeRows:
-        pages = metadata.state_indices_tensor_d
-        starts = metadata.query_start_loc_d
-        if starts is None:
-            starts = _one_token_each(len(pages))
-        return DecodeRows(starts, pages, metadata.num_accepted_tokens)
-
-    def _prefill(self, metadata: Mamba2AttentionMetadata, xBC_dt: torch.Tensor) -> list[torch.Tensor]:
-        """One sequence after another, each in two parts if the prefix cache keeps a state in the middle."""
-        weights, pages = self.mixer_weights, self._pages()
-        starts = metadata.query_start_loc_p.tolist()
-        own_pages = metadata.state_indices_tensor_p.tolist()
-        checkpoint = metadata.checkpoint_meta if metadata.checkpoint_chunk_idx is not None else None
-        kept_pages = checkpoint.state_indices.tolist() if checkpoint is not None else own_pages
-        offsets = checkpoint.offsets if checkpoint is not None else [0] * len(own_pages)
-        parts = []
-        for row, has_state in enumerate(metadata.has_initial_states_p.tolist()):
-            start, end, page = starts[row], starts[row + 1], own_pages[row]
-            if page <= 0:  # padding
-                parts.append(torch.zeros(end - start, self.tped_intermediate_size))
-                continue
-            read = page if has_state else None
-            if offsets[row]:
-                middle = start + offsets[row]
-                parts.append(self.prefill(weights, xBC_dt[start:middle], pages, read, kept_pages[row]))
-                start, read = middle, kept_pages[row]
-            if start < end:
-                parts.append(self.prefill(weights, xBC_dt[start:end], pages, read, page))
-        return parts
+    def _mix_part(self, part: Scan | Verify, xBC_dt: torch.Tensor) -> torch.Tensor:
+        if isinstance(part, Verify):
+            return self.decode(self.mixer_weights, xBC_dt, self._pages(), part.rows)
+        return self.prefill(self.mixer_weights, xBC_dt, self._pages(), part.read, part.write)
 
     def _pages(self) -> Pages:
         """The pages of the cache that vLLM has bound last."""
@@ -141,8 +113,3 @@ class Granite4MambaMixer2(MambaMixer2):
             self.n_groups // self.tp_size,
             self.time_step_limit,
         )
-
-
-@lru_cache(maxsize=64)
-def _one_token_each(sequences: int) -> torch.Tensor:
-    return torch.arange(sequences + 1, dtype=torch.int32)

@@ -1,6 +1,10 @@
-"""A function that vLLM's rejection sampler gets wrong on a CPU."""
+"""Functions that vLLM's rejection sampler gets wrong on a CPU."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
 
 import torch
 
@@ -27,12 +31,27 @@ def expand_kernel(
     output[: len(expanded)] = expanded
 
 
-def register() -> None:
-    """Replace vLLM's function, which its CPU platform looks up when a worker starts.
-
-    For dtypes other than int64 vLLM's own writes to a copy, and leaves the temperatures of sampled requests
-    uninitialised.
+def rejecting_placeholders(kernel: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's `_rejection_random_sample_kernel_impl`, which takes the probability of a placeholder for a draft, -1, for
+    that of the last token in the row before, and so may accept it.
     """
-    from vllm.utils import cpu_triton_utils
 
-    cpu_triton_utils._expand_kernel_impl = expand_kernel
+    @wraps(kernel)
+    def reject(output, ends, drafts, draft_probs, target_probs, bonus, recovered, uniform, *others, **constants):
+        uniform = uniform.masked_fill(drafts < 0, math.inf)  # which no probability reaches
+        drafts = drafts.clamp(min=0)
+        kernel(output, ends, drafts, draft_probs, target_probs, bonus, recovered, uniform, *others, **constants)
+
+    return reject
+
+
+def register() -> None:
+    """Replace vLLM's functions, which its CPU platform looks up when a worker starts.
+
+    For dtypes other than int64 vLLM's own `_expand_kernel_impl` writes to a copy, and leaves the temperatures of
+    sampled requests uninitialised.
+    """
+    from vllm.utils import cpu_triton_utils as kernels
+
+    kernels._expand_kernel_impl = expand_kernel
+    kernels._rejection_random_sample_kernel_impl = rejecting_placeholders(kernels._rejection_random_sample_kernel_impl)

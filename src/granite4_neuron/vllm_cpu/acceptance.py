@@ -1,0 +1,38 @@
+"""Keeps how many tokens a sequence accepted in its last step, for as long as the sequence has to pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+_KEPT = "granite4_neuron_accepted"
+
+
+def keeping_accepted(update_states: Callable) -> Callable:
+    """vLLM's `GPUModelRunner._update_states`, which takes sequences that a step leaves out from the batch and puts them
+    back later, as if they had accepted one token. Their next step would start from the wrong one of their states.
+
+    A sequence that was preempted starts anew.
+    """
+
+    @wraps(update_states)
+    def update(runner, scheduler_output):
+        batch, cached = runner.input_batch, scheduler_output.scheduled_cached_reqs
+        for request in batch.req_id_to_index.keys() - scheduler_output.num_scheduled_tokens.keys():
+            accepted = batch.num_accepted_tokens_cpu[batch.req_id_to_index[request]]
+            setattr(runner.requests[request], _KEPT, int(accepted))
+        result = update_states(runner, scheduler_output)
+        for request in cached.req_ids:
+            accepted = vars(runner.requests[request]).pop(_KEPT, None)
+            if accepted is not None and request not in cached.resumed_req_ids:
+                batch.num_accepted_tokens_cpu[batch.req_id_to_index[request]] = accepted
+        return result
+
+    return update
+
+
+def register() -> None:
+    """Replace it in vLLM's model runner for CPUs."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner._update_states = keeping_accepted(CPUModelRunner._update_states)
