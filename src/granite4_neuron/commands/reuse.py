@@ -81,8 +81,7 @@ def prefix_cache(
     if options.prompt_cache is not None:
         check_folder_of(options.prompt_cache)
         if options.prompt_cache.exists():
-            about = runtime.dtype, runtime.fingerprint, runtime.state_dtype
-            cache.load(Snapshot.load(options.prompt_cache, *about))
+            cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
 
 
