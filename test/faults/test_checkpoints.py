@@ -4,6 +4,7 @@ To add one: a function that damages a good folder, and a part of the sentence.
 """
 
 import json
+import math
 import os
 import shutil
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron.checkpoint import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.stored_tensors import INDEX, WEIGHTS
@@ -398,3 +400,47 @@ def test_a_chat_template(folder, refuses, template, message):
     values_of(TOKENIZER_CONFIG, chat_template=json.dumps(template))(folder)
     said = refuses("generate", "--model", folder, "--chat", "hello")
     assert "this checkpoint's chat template does not render the conversation" in said and message in said
+
+
+def with_number(name, number):
+    """Damage: one number of a tensor is another."""
+
+    def change(stored):
+        stored[name].view(-1)[-1] = number
+
+    return tensors(change)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+IN_PROJ = "model.layers.0.mamba.in_proj.weight"
+NUMBERS = {
+    "NaN": (IN_PROJ, math.nan, ()),
+    "NaN in another dtype": (IN_PROJ, math.nan, ("--dtype", "bfloat16")),
+    "NaN in int8": (IN_PROJ, math.nan, ("--quantize", "int8")),
+    "infinity in int4": (IN_PROJ, math.inf, ("--quantize", "int4")),
+    "minus infinity in the embedding": (EMBEDDING, -math.inf, ("--quantize", "int4")),
+    "NaN in a norm": ("model.norm.weight", math.nan, ("--quantize", "int8")),
+    "NaN in the convolution": ("model.layers.0.mamba.conv1d.weight", math.nan, ()),
+}
+
+
+@pytest.mark.parametrize("name, number, options", NUMBERS.values(), ids=NUMBERS.keys())
+def test_weights_that_are_not_finite_are_not_converted(folder, refuses, name, number, options):
+    with_number(name, number)(folder)
+    said = refuses("convert", "--model", folder, "--output", folder.parent / "new", *options)
+    assert f"{name} in {folder} holds numbers that are not finite (NaN or infinity)" in said
+    assert not list(folder.parent.glob("*new*"))
+
+
+def test_weights_that_a_dtype_does_not_hold_are_not_converted(folder, refuses):
+    with_number(IN_PROJ, -1e6)(folder)
+    said = refuses("convert", "--model", folder, "--output", folder.parent / "new", "--dtype", "float16")
+    assert f"{IN_PROJ} in {folder} holds 1e+06, and torch.float16 ends at 6.55e+04; choose another dtype." in said
+
+
+def test_scales_that_are_not_finite_are_not_converted(folder, refuses, capsys):
+    quantized = folder.parent / "int8"
+    assert main(["convert", "--model", str(folder), "--quantize", "int8", "--output", str(quantized)]) == 0
+    capsys.readouterr()
+    with_number(f"{IN_PROJ}_scale", math.nan)(quantized)
+    assert f"{IN_PROJ} in" in refuses("convert", "--model", quantized, "--output", folder.parent / "new")
