@@ -97,6 +97,13 @@ def test_a_name_of_a_model(refuses, name, answer):
     assert answer in refuses("generate", "--model", name, "x")
 
 
+@pytest.mark.parametrize("command", [("generate", "--file"), ("evaluate",)], ids=["generate", "evaluate"])
+def test_a_text_without_an_end(refuses, folder, monkeypatch, command):
+    monkeypatch.setattr("granite4_neuron.commands.options._MOST_CHARACTERS", 10_000)
+    said = refuses(*command, "/dev/zero", "--model", folder)
+    assert said == "/dev/zero has more than 10,000 characters, the most that are read."
+
+
 def test_a_name_with_escape_sequences(refuses):
     said = refuses("generate", "--model", "./\x1b[2J\nx\u202e", "x")
     assert r"\x1b[2J\nx\u202e" in said and said.isprintable()

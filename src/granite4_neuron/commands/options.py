@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ examples:
 
 
 _SHOWN_DIGITS = 40
+_MOST_CHARACTERS = 2**28  # of a text; a device may have no end
 _LARGEST = 2**31 - 1  # more than there is of anything that is counted, and still a number for every library
 MOST_THREADS = 1024
 
@@ -297,19 +299,23 @@ def read_text(file: str | None, nothing: str) -> str:
     """The text in a file, or on standard input where it is None or "-".
 
     Raises:
-        UserError: it cannot be read or is not text; with the message `nothing` if standard input is closed, or is a
-            terminal and the user did not ask for it.
+        UserError: it cannot be read, is not text, or has no end; with the message `nothing` if standard input is
+            closed, or is a terminal and the user did not ask for it.
     """
     from_input = file in (None, "-")
+    name = "standard input" if from_input else file
     if from_input and (sys.stdin is None or (file is None and sys.stdin.isatty())):
         raise UserError(nothing)
     try:
-        text = sys.stdin.read() if from_input else Path(file).read_text(encoding="utf-8")
+        with nullcontext(sys.stdin) if from_input else open(file, encoding="utf-8") as source:
+            text = source.read(_MOST_CHARACTERS + 1)
         text.encode("utf-8")  # in the C locale Python takes any bytes from standard input, as lone surrogates
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+        raise UserError(f"{name} cannot be read ({error.strerror}).") from None
     except UnicodeError:
-        raise UserError(f"{'standard input' if from_input else file} is not text in UTF-8.") from None
+        raise UserError(f"{name} is not text in UTF-8.") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise UserError(f"{name} has more than {_MOST_CHARACTERS:,} characters, the most that are read.")
     return text
 
 
