@@ -82,7 +82,7 @@ def measure_kept_prompt(runtime: Runtime, prompt: Sequence[int], warmup: int, re
                 started = time.perf_counter()
                 cache = PrefixCache(runtime, None, None)
                 if times is second:
-                    cache.load(Snapshot.load(file, runtime.dtype, runtime.fingerprint, runtime.state_dtype))
+                    cache.load(Snapshot.load(file, runtime))
                 _generate(runtime, [prompt], 1, prefix_cache=cache)
                 times.append(1e3 * (time.perf_counter() - started))
                 cache.export(prompt).save(file)

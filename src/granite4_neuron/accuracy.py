@@ -10,6 +10,7 @@ import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime
 from granite4_neuron.state import HybridState
 
@@ -129,9 +130,11 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
         runtime: ours.
 
     Raises:
-        UserError: the runtime has no room for the sequences.
+        UserError: the sequences are longer than the model's longest, or the runtime has no room for them.
     """
     longest = max(map(len, prompts)) + new_tokens
+    if longest > runtime.max_length:
+        raise UserError(f"a prompt and its new tokens are {longest:,}; the model's longest are {runtime.max_length:,}.")
     state = runtime.allocate(len(prompts), longest)  # first, since it may be refused
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
     sequences = [_greedy(reference, prompt, new_tokens) for prompt in prompts]

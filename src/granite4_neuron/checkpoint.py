@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def load_model(
     quantize: str | None = None,
     *,
     operators: Operators = TORCH,
+    must_be_finite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
@@ -67,11 +69,12 @@ def load_model(
         parallel: the rank whose part is read.
         quantize: "int8", "int4" or None, for what is stored; not for a part of a model.
         operators: quantize the matrices and lay them out: those that the model will be bound to.
+        must_be_finite: look at every number. Where it is not asked for, the logits will tell.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
-        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with,
-            or there is not enough memory for it.
+        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with;
+            there is not enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -102,6 +105,8 @@ def load_model(
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+            if must_be_finite:
+                _check_finite(f"{name} in {folder}", weight, dtype if name not in formats else torch.float32)
             set_parameter(model, name, plan.place(name, weight, block))
             done += plan.num_bytes_of(name)
             if progress is not None:
@@ -161,6 +166,19 @@ def save_model(
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
             if (files_from / name).is_file():
                 shutil.copyfile(files_from / name, partial / name)
+
+
+def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:
+    """See whether all numbers of a stored weight, or its scales, are finite and will be in `dtype`."""
+    numbers = weight if isinstance(weight, torch.Tensor) else weight.scales
+    least, most = (float(extreme) for extreme in numbers.aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise UserError(f"{what} holds numbers that are not finite (NaN or infinity); convert a checkpoint without.")
+    if max(-least, most) > torch.finfo(dtype).max:
+        raise UserError(
+            f"{what} holds {max(-least, most):.4g}, and {dtype} ends at {torch.finfo(dtype).max:.4g}; choose another "
+            "dtype."
+        )
 
 
 def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from granite4_neuron import memory
 from granite4_neuron.commands import (
     chat,
     check,
@@ -30,6 +29,7 @@ from granite4_neuron.commands import (
 )
 from granite4_neuron.commands.options import EXAMPLES
 from granite4_neuron.commands.output import OutputError
+from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
 
 EXIT_BAD_INPUT = 2
@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
     with _interruptible_imports():
         try:
-            options = parser().parse_args(arguments)
-            _set_up_logging(options.log_level)
-            return options.run(options)
+            with as_user_errors():
+                options = parser().parse_args(arguments)
+                _set_up_logging(options.log_level)
+                return options.run(options)
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except BrokenPipeError:
@@ -60,14 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = f"the output cannot be written ({error})."
         except UserError as error:
             message = str(error)
-        except OSError as error:
-            message = f"{error.filename or 'the system'}: {error.strerror or error}."
-            if memory.is_exhausted(error):
-                message = "there is not enough memory."
-        except (MemoryError, RuntimeError) as error:
-            if not memory.is_exhausted(error):
-                raise
-            message = "there is not enough memory."
     print(f"granite4-neuron: {message}", file=sys.stderr)
     return EXIT_BAD_INPUT
 

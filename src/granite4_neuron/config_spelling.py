@@ -58,7 +58,7 @@ def _time_step_limit(spelled: Any) -> tuple[float, float]:
     plain = [bound["__float__"] if isinstance(bound, dict) and "__float__" in bound else bound for bound in spelled]
     try:
         lower, upper = (float(bound) for bound in plain)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"time_step_limit is {reprlib.repr(spelled)}, and must be a pair of numbers.") from None
     return lower, upper
 

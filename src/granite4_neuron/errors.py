@@ -1,5 +1,32 @@
 """The one exception type that is meant for a person to read."""
 
+_MOST_CHARACTERS = 1600
+_LAST_CHARACTERS = 400  # of them, from the end, where it says what would be right
+
 
 class UserError(ValueError):
-    """Bad input. The message is one sentence that says what is wrong and what would be right."""
+    """Bad input. The message is one sentence that says what is wrong and what would be right.
+
+    Names in it may come from a file or from a request: the message is `printable`.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """A text as one line that a terminal shows as it is: other characters are escaped, and a long text is cut.
+
+    What is printable already stays as it is.
+    """
+    text = _cut(text)
+    if text.isprintable():
+        return text
+    return _cut("".join(one if one.isprintable() else repr(one)[1:-1] for one in text))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    mark = " [...] "
+    return text[: _MOST_CHARACTERS - _LAST_CHARACTERS - len(mark)] + mark + text[-_LAST_CHARACTERS:]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
+import reprlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from granite4_neuron.errors import UserError
-
-# The index of the largest model has 60 kB; a tokenizer's file is not read here.
-_MOST_BYTES = 2**26
+from granite4_neuron.regular_files import read_bytes
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -22,13 +20,7 @@ def read_object(path: Path) -> dict[str, Any]:
             JSON object.
     """
     try:
-        # Opening a named pipe that nobody writes to would wait forever.
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
-            raise UserError(f"{path} is not a regular file.")
-        if about.st_size > _MOST_BYTES:
-            raise UserError(f"{path} has {about.st_size:,} bytes, too many for a file of settings.")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; a checkpoint folder holds a {path.name}.") from None
     except OSError as error:
@@ -41,4 +33,18 @@ def read_object(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; it must hold an object.")
+    return values
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object from its pairs, as `json.loads` calls it.
+
+    Raises:
+        ValueError: a name is there twice, of which each reader would take another one.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"{reprlib.repr(twice)} is in it twice")
     return values

@@ -78,8 +78,8 @@ def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
     return StoredQuantization(about["format"])
 
 
-def _compressed_tensors(about: dict[str, Any]) -> StoredQuantization:
-    groups = about.get("config_groups")
+def _compressed_tensors(about: Any) -> StoredQuantization:
+    groups = about.get("config_groups") if isinstance(about, dict) else None
     if not isinstance(groups, dict) or not groups or not all(map(_has_weights, groups.values())):
         raise _refusal("no config_groups that say how")
     for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):

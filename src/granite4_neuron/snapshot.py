@@ -6,21 +6,70 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.regular_files import check_regular
+
+# Shape and dtype of tensors by their names; a dtype that no state has is there by its name in safetensors.
+Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 
 FORMAT = "granite4-neuron snapshot"
 VERSION = 1
+LOGITS = "logits"  # after the last token; a prefix cache adds them
 _SAMPLES = 64  # values of each weight
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# What a file says of a snapshot, beside its format and version.
+_FIELDS = {
+    "start": _is_count,
+    "length": _is_count,
+    "dtype": _is_text,
+    "fingerprint": _is_text,
+    "tokens": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "note": _is_text,
+}
+
+
+class Model(Protocol):
+    """What snapshots are compared with: a `Runtime` that makes them."""
+
+    @property
+    def config(self) -> GraniteMoeHybridConfig: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def state_dtype(self) -> torch.dtype: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def slot_layout(self, start: int, length: int) -> Layout: ...
 
 
 @dataclass(frozen=True)
@@ -48,20 +97,14 @@ class Snapshot:
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Of its SSM states."""
-        states = (tensor for name, tensor in self.tensors.items() if name.endswith(".ssm_state"))
-        return next((state.dtype for state in states), torch.float32)
-
-    def check(self, dtype: torch.dtype, fingerprint: str, state_dtype: torch.dtype = torch.float32) -> None:
-        """See whether it is of this model, with SSM states in `state_dtype`.
+    def check(self, model: Model) -> None:
+        """See whether it is of this model, and holds all that a sequence leaves behind there and nothing else.
 
         Raises:
-            UserError: it is not.
+            UserError: it is not, or does not.
         """
-        _check("the snapshot", str(self.dtype), self.fingerprint, dtype, fingerprint)
-        _check_state("the snapshot", self, state_dtype)
+        _check_about("the snapshot", self, str(self.dtype), model)
+        _check_layout("the snapshot", self, {name: (one.shape, one.dtype) for name, one in self.tensors.items()}, model)
 
     def save(self, file: Path) -> None:
         """Write a safetensors file that only its owner may read: all of it, or nothing, and then the old file stays.
@@ -71,12 +114,15 @@ class Snapshot:
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
         about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
+        target = Path(os.path.realpath(file))  # of a link, which stays
         partial = None
         try:
-            descriptor, partial = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            with suppress(FileNotFoundError):
+                check_regular(file)
+            descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
             os.close(descriptor)
             save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
-            os.replace(partial, file)
+            os.replace(partial, target)
             partial = None
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error  # without the name of the partial file
@@ -86,39 +132,30 @@ class Snapshot:
                 os.unlink(partial)
 
     @classmethod
-    def load(
-        cls, file: Path, dtype: torch.dtype, fingerprint: str, state_dtype: torch.dtype = torch.float32
-    ) -> Snapshot:
-        """Read a file that `save` wrote for a model of this dtype and fingerprint, with SSM states in `state_dtype`.
+    def load(cls, file: Path, model: Model) -> Snapshot:
+        """Read a file that `save` wrote of a sequence of this model. What it says is compared before tensors are read.
 
         Raises:
             UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
         """
-        if file.is_dir():
-            raise UserError(f"{file} is a folder; give the file of a snapshot.")
         try:
+            check_regular(file)
             with safe_open(file, framework="pt") as stored:
-                about = json.loads((stored.metadata() or {}).get("snapshot", "{}"))
-                if about.get("format") != FORMAT:
-                    raise UserError(f"{file} is no snapshot of a sequence.")
-                if about["version"] != VERSION:
-                    raise UserError(
-                        f"{file} has version {about['version']} of the format and this package reads {VERSION}; "
-                        "make the snapshot again."
-                    )
-                _check(str(file), about["dtype"], about["fingerprint"], dtype, fingerprint)
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (a handle, not a dict)
-        except UserError:
-            raise
+                about = _about(file, (stored.metadata() or {}).get("snapshot", "null"))
+                tokens, note = tuple(about["tokens"]), about["note"]
+                header = cls(about["start"], about["length"], {}, model.dtype, about["fingerprint"], tokens, note)
+                _check_about(str(file), header, about["dtype"], model)
+                slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (a handle, not a dict)
+                layout = {
+                    name: (torch.Size(one.get_shape()), _DTYPES.get(one.get_dtype(), one.get_dtype()))
+                    for name, one in slices.items()
+                }
+                _check_layout(str(file), header, layout, model)
+                return replace(header, tensors={name: stored.get_tensor(name) for name in layout})
         except OSError as error:
-            raise UserError(f"{file} cannot be read ({error}).") from None
-        except (SafetensorError, ValueError, KeyError) as error:
+            raise UserError(f"{file} cannot be read ({error.strerror or error}).") from None
+        except SafetensorError as error:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
-        snapshot = cls(
-            about["start"], about["length"], tensors, dtype, fingerprint, tuple(about["tokens"]), about.get("note", "")
-        )
-        _check_state(str(file), snapshot, state_dtype)
-        return snapshot
 
 
 def check_chain(
@@ -140,7 +177,8 @@ def check_chain(
     for snapshot in snapshots:
         _check("the snapshot", str(snapshot.dtype), snapshot.fingerprint, dtype, fingerprint)
     # Only the last one has the recurrent state.
-    _check_state("the snapshot", snapshots[-1], state_dtype)
+    layout = {name: (one.shape, one.dtype) for name, one in snapshots[-1].tensors.items()}
+    _check_state("the snapshot", _state_dtype(layout), state_dtype)
     if lengths[-1] > max_length:
         raise UserError(f"the snapshot has {lengths[-1]} tokens and the state has room for {max_length}.")
 
@@ -207,6 +245,59 @@ def _values(weight: Weights, places: torch.Tensor) -> torch.Tensor:
     return weight.rows(places // columns).gather(1, (places % columns)[:, None])
 
 
+def _about(file: Path, text: str) -> dict[str, Any]:
+    """What a file says of its snapshot, each field of its type."""
+    try:
+        about = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise UserError(f"{file} is no snapshot of a sequence.")
+    if about.get("version") != VERSION:
+        raise UserError(
+            f"{file} has version {reprlib.repr(about.get('version'))} of the format and this package reads {VERSION}; "
+            "make the snapshot again."
+        )
+    for name, is_right in _FIELDS.items():
+        if not is_right(about.get(name)):
+            wrong = f"{name} is {reprlib.repr(about[name])}" if name in about else f"it has no {name}"
+            raise UserError(f"{file} is damaged or incomplete ({wrong}); make the snapshot again.")
+    return about
+
+
+def _check_about(what: str, snapshot: Snapshot, dtype: str, model: Model) -> None:
+    _check(what, dtype, snapshot.fingerprint, model.dtype, model.fingerprint)
+    start, length, tokens = snapshot.start, snapshot.length, snapshot.tokens
+    if not start < length <= model.max_length:
+        raise UserError(
+            f"{what} is of tokens {reprlib.repr(start)} to {reprlib.repr(length)}, and the model's longest sequence "
+            f"has {model.max_length}; make it again."
+        )
+    if tokens and len(tokens) != length:
+        raise UserError(f"{what} has {len(tokens)} tokens and the state after {length}; make it again.")
+    if tokens and max(tokens) >= model.config.vocab_size:
+        raise UserError(f"{what} has a token id outside the vocabulary; make it again.")
+
+
+def _check_layout(what: str, snapshot: Snapshot, layout: Layout, model: Model) -> None:
+    """Compare its tensors with those that the model would make of such a sequence."""
+    _check_state(what, _state_dtype(layout), model.state_dtype)
+    expected = dict(model.slot_layout(snapshot.start, snapshot.length))
+    if LOGITS in layout:
+        expected[LOGITS] = torch.Size([model.config.vocab_size]), torch.float32
+    for name in sorted(layout.keys() | expected.keys()):
+        if name not in layout:
+            raise UserError(f"{what} lacks {name}; make it again.")
+        if name not in expected:
+            raise UserError(f"{what} has {name}, which a sequence of this model does not have; make it again.")
+        if layout[name] != expected[name]:
+            (shape, dtype), (its_shape, its_dtype) = layout[name], expected[name]
+            raise UserError(
+                f"{what} has {name} of shape {list(shape)} in {dtype} instead of {list(its_shape)} in {its_dtype}; "
+                "make it again."
+            )
+
+
 def _check(what: str, its_dtype: str, its_fingerprint: str, dtype: torch.dtype, fingerprint: str) -> None:
     if its_dtype != str(dtype):
         raise UserError(f"{what} was made in {its_dtype} and the model runs in {dtype}; make it again.")
@@ -214,8 +305,11 @@ def _check(what: str, its_dtype: str, its_fingerprint: str, dtype: torch.dtype, 
         raise UserError(f"{what} was made with another checkpoint, or other weights of it; make it again.")
 
 
-def _check_state(what: str, snapshot: Snapshot, state_dtype: torch.dtype) -> None:
-    if snapshot.state_dtype != state_dtype:
-        raise UserError(
-            f"{what} has SSM states in {snapshot.state_dtype} and the model runs with {state_dtype}; make it again."
-        )
+def _check_state(what: str, its_dtype: torch.dtype | str | None, dtype: torch.dtype) -> None:
+    if its_dtype not in (None, dtype):
+        raise UserError(f"{what} has SSM states in {its_dtype} and the model runs with {dtype}; make it again.")
+
+
+def _state_dtype(layout: Layout) -> torch.dtype | str | None:
+    """Of the SSM states; None where there are none."""
+    return next((dtype for name, (_, dtype) in layout.items() if name.endswith(".ssm_state")), None)

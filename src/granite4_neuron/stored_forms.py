@@ -69,7 +69,7 @@ class CompressedForm:
 
     def layout(self, shape: torch.Size) -> Layout:
         *rows, columns = shape
-        groups = 1 if self.scheme.group_size is None else math.ceil(columns / self.scheme.group_size)
+        groups = 1 if self.scheme.group_size is None else -(-columns // self.scheme.group_size)
         scales = {"_scale": (torch.Size([*rows, groups]), None)}
         if not self.scheme.is_packed:
             return {"": (shape, torch.int8), **scales}
@@ -93,7 +93,7 @@ class CompressedForm:
             numbers = _unpacked_int8(tensors["_packed"], columns) if self.scheme.is_packed else tensors[""].contiguous()
             return QuantizedWeight(INT8, numbers, scales[..., 0].float(), shape)
         groups = math.ceil(columns / INT4_GROUP)
-        repeats = groups if self.scheme.group_size is None else self.scheme.group_size // INT4_GROUP
+        repeats = groups if self.scheme.group_size is None else min(groups, self.scheme.group_size // INT4_GROUP)
         scales = scales.bfloat16().repeat_interleave(repeats, dim=-1)[..., :groups].contiguous()
         return QuantizedWeight(INT4, _whole_groups(tensors["_packed"], columns), scales, shape)
 

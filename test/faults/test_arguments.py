@@ -97,6 +97,26 @@ def test_a_name_of_a_model(refuses, name, answer):
     assert answer in refuses("generate", "--model", name, "x")
 
 
+@pytest.mark.parametrize("command", [("generate", "--file"), ("evaluate",)], ids=["generate", "evaluate"])
+def test_a_text_without_an_end(refuses, folder, monkeypatch, command):
+    monkeypatch.setattr("granite4_neuron.commands.options._MOST_CHARACTERS", 10_000)
+    said = refuses(*command, "/dev/zero", "--model", folder)
+    assert said == "/dev/zero has more than 10,000 characters, the most that are read."
+
+
+def test_a_name_with_escape_sequences(refuses):
+    said = refuses("generate", "--model", "./\x1b[2J\nx\u202e", "x")
+    assert r"\x1b[2J\nx\u202e" in said and said.isprintable()
+
+
+def test_messages_are_one_line_and_not_endless():
+    for message in ("x" * 10**6 + ".", "\0" * 10**6 + ".", "a\nb\r\x9b."):
+        said = str(UserError(message))
+        assert said.isprintable() and said.endswith(".") and len(said) <= 1600
+        assert str(UserError(said)) == said
+    assert str(UserError("\N{LATIN SMALL LETTER E WITH ACUTE} is a letter.")).startswith("\xe9 is")
+
+
 def test_a_file_of_weights(refuses, folder):
     assert "is not a folder but a file" in refuses("generate", "--model", folder / "model.safetensors", "x")
     (folder / "granite.gguf").write_bytes(b"GGUF")
@@ -111,6 +131,22 @@ def test_a_file_of_weights(refuses, folder):
         (("generate", "--max-tokens", "0", "x"), "argument --max-tokens: 0 is not a whole number of at least 1"),
         (("generate", "--temperature", "inf", "x"), "argument --temperature: inf is not a number at least 0"),
         (("generate", "--threads", "0", "x"), "argument --threads: 0 is not a whole number of at least 1"),
+        (("generate", "--threads", "2147483648", "x"), "argument --threads: 2147483648 is more than 1024, the most"),
+        (("generate", "--threads", "9" * 5000, "x"), f"{'9' * 40}... is more than 1024, the most that it can be"),
+        (("generate", "--threads", "x" * 5000, "x"), f"{'x' * 40}... is not a whole number of at least 1"),
+        (("generate", "--max-tokens", "9" * 400, "x"), "... is more than 2147483647, the most that it can be"),
+        (("generate", "--seed", str(2**63), "x"), "is more than 9223372036854775807, the most that it can be"),
+        (("generate", "--temperature", "9" * 5000, "x"), "... is not a number at least 0"),
+        (("generate", "--prefix-cache", "9" * 400, "x"), "is more memory than there is anywhere"),
+        (("generate", "--prefix-cache", "9" * 5000 + "GiB", "x"), "is more memory than there is anywhere"),
+        (("generate", "--speculate", "ngram:" + "9" * 5000, "x"), "... is more than 2147483647, the most that it can"),
+        (("chat", "--prefix-cache", "9" * 400), "is more memory than there is anywhere"),
+        (("chat", "--max-length", "9" * 5000), "is more than 2147483647"),
+        (("tune", "--threads", "4096", "--output", "x"), "argument --threads: 4096 is more than 1024"),
+        (("plan", "--latency", "--drafted", "2147483647"), "2147483647 is more than 1024, the most that it can be"),
+        (("plan", "--context", "9" * 5000), "... is more than 2147483647, the most that it can be"),
+        (("serve", "--port", "65536"), "argument --port: 65536 is more than 65535, the most that it can be"),
+        (("check", "--tokens", "100000"), "a prompt and its new tokens are 100,"),
         (("generate", "--file", "x" * 5000), "cannot be read (File name too long)"),
         (("generate", "--file", "."), "cannot be read (Is a directory)"),
         (("generate", "--tuned-configs", "x" * 5000, "x"), "which is not a folder"),
@@ -125,5 +161,5 @@ def test_a_file_of_weights(refuses, folder):
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
 def test_a_command(refuses, folder, arguments, message):
-    model = ("--model", folder) if arguments and arguments[0] in ("generate", "convert") else ()
+    model = ("--model", folder) if arguments and arguments[0] in ("generate", "convert", "check") else ()
     assert message in refuses(*arguments, *model)

@@ -4,6 +4,7 @@ To add one: a function that damages a good folder, and a part of the sentence.
 """
 
 import json
+import math
 import os
 import shutil
 
@@ -12,6 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron.checkpoint import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.cli import main
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.stored_tensors import INDEX, WEIGHTS
 
 CONFIG = "config.json"
@@ -35,6 +39,23 @@ def values_of(name, **changes):
         for key, value in changes.items():
             text = text.replace(f'"<{key}>"', value if isinstance(value, str) else json.dumps(value))
         file.write_text(text)
+
+    return damage
+
+
+def tokenizer_with(**parts):
+    """Damage: tokenizer.json has other parts."""
+    return values_of("tokenizer.json", **parts)
+
+
+def tokenizer_text(old, new):
+    """Damage: tokenizer.json has another text in one place."""
+
+    def damage(folder):
+        file = folder / "tokenizer.json"
+        text = json.dumps(json.loads(file.read_text()))
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
 
     return damage
 
@@ -120,6 +141,14 @@ def swapped(weight_map):
         weight_map[name] = {names[0]: names[1], names[1]: names[0]}.get(file, file)
 
 
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+
+
+def times(step, count, steps="normalizers"):
+    return {"type": "Sequence", steps: [step] * count}
+
+
 FAULTS = {
     # Files that are something else
     "config is a pipe": (pipe(CONFIG), "is not a regular file"),
@@ -162,10 +191,22 @@ FAULTS = {
         values_of(CONFIG, eos_token_id='"two"'),
         "eos_token_id is 'two', and must be a whole number or a list of them",
     ),
+    "time_step_limit 10**400": (
+        values_of(CONFIG, time_step_limit="[0, 1" + "0" * 400 + "]"),
+        "time_step_limit is [0, 10000",
+    ),
+    "a kind of layer with escape sequences": (
+        values_of(CONFIG, layer_types=["\x1b[2J\r\nmamba\u202e" + "x" * 10**6]),
+        r"layer_types has unknown names (\x1b[2J\r\nmamba\u202exxx",
+    ),
     "a long wrong value is cut": (values_of(CONFIG, hidden_act=json.dumps("x" * 10_000)), "hidden_act is 'xxxx"),
     # Quantized by others
     "gptq": (values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantized ('gptq')"),
     "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized ('fp8')"),
+    "compressed-tensors, and no more": (
+        values_of(CONFIG, quantization_config='"compressed-tensors"'),
+        "quantized by compressed-tensors with no config_groups that say how",
+    ),
     "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized ('yes')"),
     # Tokenizers
     "a tokenizer of a later version": (
@@ -179,6 +220,62 @@ FAULTS = {
         "model_max_length is 'x', and must be a number",
     ),
     "tokenizer config is a list": (text_of(TOKENIZER_CONFIG, "[]"), "holds a JSON list"),
+    "a normalizer that multiplies": (
+        tokenizer_with(normalizer=times(TENFOLD, 3)),
+        "tokenizer.json has steps that make up to 1e+03 characters of one; at most 100 are accepted",
+    ),
+    "a normalizer that multiplies without end": (
+        tokenizer_with(normalizer=times(times(TENFOLD, 40), 40)),
+        "has steps that make up to inf characters of one",
+    ),
+    "a normalizer that inserts": (
+        tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x" * 50}),
+        "has steps that make up to 101 characters of one",
+    ),
+    "a normalizer that begins": (
+        tokenizer_with(normalizer={"type": "Prepend", "prepend": "x" * 100}),
+        "has steps that make up to 101 characters of one",
+    ),
+    "a normalizer under a name that is escaped": (
+        tokenizer_text('"normalizer": null', '"\\u006eormalizer": ' + json.dumps(times(TENFOLD, 3))),
+        "has steps that make up to 1e+03 characters of one",
+    ),
+    "two normalizers": (
+        tokenizer_text('"normalizer": null', '"normalizer": ' + json.dumps(times(TENFOLD, 3)) + ', "normalizer": null'),
+        "'normalizer' is in it twice",
+    ),
+    "a normalizer that nobody knows": (
+        tokenizer_with(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}),
+        "has a step of type 'Precompiled', and nothing is known of its growth",
+    ),
+    "a normalizer that is text": (tokenizer_with(normalizer='"NFC"'), "has a step of type None"),
+    "bytes of bytes": (
+        tokenizer_with(pre_tokenizer=times(BYTES, 3, "pretokenizers")),
+        "has steps that make up to 125 characters of one",
+    ),
+    "a normalizer and a pre-tokenizer": (
+        tokenizer_with(normalizer={**TENFOLD, "content": "x" * 21}),
+        "has steps that make up to 105 characters of one",
+    ),
+    "a post-processor that adds": (
+        tokenizer_with(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"x": {"id": "x", "ids": [1] * 200, "tokens": ["x"] * 200}},
+            }
+        ),
+        "has steps that make up to 201 characters of one",
+    ),
+    "a decoder that multiplies": (
+        tokenizer_with(decoder=times(TENFOLD, 3, "decoders")),
+        "has steps that make up to 1e+03 characters of one",
+    ),
+    "tokenizers for other versions": (
+        values_of(TOKENIZER_CONFIG, fast_tokenizer_files=["tokenizer.4.0.0.json"]),
+        "has fast_tokenizer_files for other versions of transformers",
+    ),
     "special tokens are numbers": (values_of(TOKENIZER_CONFIG, eos_token="17"), "the tokenizer in"),
     # Sampling
     "top_p NaN": (values_of(GENERATION_CONFIG, do_sample=True, top_p="NaN"), "top_p is nan, and must be a number"),
@@ -202,6 +299,10 @@ FAULTS = {
     "only pytorch_model.bin": (only("pytorch_model.bin"), "It holds weights as pickled by torch (pytorch_model.bin)"),
     "a folder of the Hugging Face cache": (hub_cache, "snapshots/0123456789"),
     "a tensor too many": (tensors(lambda stored: stored.update(extra=torch.zeros(1))), "not of this model: extra"),
+    "a tensor with escape sequences": (
+        tensors(lambda stored: stored.update({"\x1b]0;title\x07\n" + "x" * 10**6: torch.zeros(1)})),
+        r"not of this model: \x1b]0;title\x07\nxxx",
+    ),
     "a tensor under both spellings": (tensors(under_both_spellings), "hold one tensor twice"),
     "a tensor in two shards": (shards(change_folder=in_two_shards), "hold one tensor twice"),
     # The index of shards
@@ -212,6 +313,10 @@ FAULTS = {
     "a shard outside": (
         shards(lambda index: index.update({next(iter(index)): "../../secret.safetensors"})),
         "names files outside of its folder (../../secret.safetensors), which are not opened",
+    ),
+    "a shard with escape sequences": (
+        shards(lambda index: index.update({next(iter(index)): "\x1b[31m\n.safetensors"})),
+        r"of its 18 shards: \x1b[31m\n.safetensors",
     ),
     "a shard at an absolute path": (
         shards(lambda index: index.update({next(iter(index)): "/etc/passwd"})),
@@ -242,13 +347,22 @@ def test_a_damaged_checkpoint(folder, refuses, damage, message):
     damage(folder)
     said = refuses("generate", "--model", folder, "--max-tokens", 1, "x")
     assert message in said
-    assert len(said) < 1000
+    assert len(said) < 2000 and said.isprintable()
 
 
 def test_sharded_as_it_should_be_is_read(folder, capsys):
     """What the damage to shards starts from."""
     shards()(folder)
     load_model(folder)
+
+
+def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
+    """Whatever file its configuration names, nobody has looked at that."""
+    text = (folder / "tokenizer.json").read_text().replace("<|bos|>", "<|begin|>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    values_of(TOKENIZER_CONFIG, tokenizer_file=json.dumps(str(tmp_path / "tokenizer.json")))(folder)
+    tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / CONFIG))
+    assert "<|bos|>" in tokenizer.get_vocab() and "<|begin|>" not in tokenizer.get_vocab()
 
 
 def test_an_incomplete_download(folder, refuses):
@@ -286,3 +400,47 @@ def test_a_chat_template(folder, refuses, template, message):
     values_of(TOKENIZER_CONFIG, chat_template=json.dumps(template))(folder)
     said = refuses("generate", "--model", folder, "--chat", "hello")
     assert "this checkpoint's chat template does not render the conversation" in said and message in said
+
+
+def with_number(name, number):
+    """Damage: one number of a tensor is another."""
+
+    def change(stored):
+        stored[name].view(-1)[-1] = number
+
+    return tensors(change)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+IN_PROJ = "model.layers.0.mamba.in_proj.weight"
+NUMBERS = {
+    "NaN": (IN_PROJ, math.nan, ()),
+    "NaN in another dtype": (IN_PROJ, math.nan, ("--dtype", "bfloat16")),
+    "NaN in int8": (IN_PROJ, math.nan, ("--quantize", "int8")),
+    "infinity in int4": (IN_PROJ, math.inf, ("--quantize", "int4")),
+    "minus infinity in the embedding": (EMBEDDING, -math.inf, ("--quantize", "int4")),
+    "NaN in a norm": ("model.norm.weight", math.nan, ("--quantize", "int8")),
+    "NaN in the convolution": ("model.layers.0.mamba.conv1d.weight", math.nan, ()),
+}
+
+
+@pytest.mark.parametrize("name, number, options", NUMBERS.values(), ids=NUMBERS.keys())
+def test_weights_that_are_not_finite_are_not_converted(folder, refuses, name, number, options):
+    with_number(name, number)(folder)
+    said = refuses("convert", "--model", folder, "--output", folder.parent / "new", *options)
+    assert f"{name} in {folder} holds numbers that are not finite (NaN or infinity)" in said
+    assert not list(folder.parent.glob("*new*"))
+
+
+def test_weights_that_a_dtype_does_not_hold_are_not_converted(folder, refuses):
+    with_number(IN_PROJ, -1e6)(folder)
+    said = refuses("convert", "--model", folder, "--output", folder.parent / "new", "--dtype", "float16")
+    assert f"{IN_PROJ} in {folder} holds 1e+06, and torch.float16 ends at 6.55e+04; choose another dtype." in said
+
+
+def test_scales_that_are_not_finite_are_not_converted(folder, refuses, capsys):
+    quantized = folder.parent / "int8"
+    assert main(["convert", "--model", str(folder), "--quantize", "int8", "--output", str(quantized)]) == 0
+    capsys.readouterr()
+    with_number(f"{IN_PROJ}_scale", math.nan)(quantized)
+    assert f"{IN_PROJ} in" in refuses("convert", "--model", quantized, "--output", folder.parent / "new")

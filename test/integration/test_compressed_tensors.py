@@ -117,6 +117,19 @@ def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
                 assert (difference <= error * meaning[name].abs()).all() and (error == 0 or difference.any())
 
 
+@pytest.mark.parametrize("size", [2**30, 2**75, 32 * 10**400], ids=["2**30", "2**75", "32 * 10**400"])
+def test_a_group_of_more_columns_than_there_are(size):
+    """It is one group, and takes no more memory than that."""
+    shape = torch.Size([3, 70])
+    numbers, scales = Scheme(4).quantize(torch.randn(shape), torch.bfloat16)
+    tensors = {f"a.{name}": tensor for name, tensor in Scheme(4).tensors(numbers, scales).items()}
+    stored = SimpleNamespace(read=tensors.__getitem__, folder="folder")
+    of_channel, of_group = (CompressedForm(WeightScheme(4, group_size, True)) for group_size in (None, size))
+    assert of_group.layout(shape) == of_channel.layout(shape)
+    weights = [form.read("a.weight", shape, stored) for form in (of_channel, of_group)]
+    assert torch.equal(weights[0].scales, weights[1].scales) and torch.equal(weights[0].values, weights[1].values)
+
+
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 66, 70])
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_columns_of_any_number(num_bits, columns):

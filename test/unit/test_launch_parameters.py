@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.choices import FOLDER_VARIABLE
+from granite4_neuron.json_files import without_duplicates
 from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels, pinned_launch_parameters
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
@@ -180,7 +181,22 @@ class TestBrokenFiles:
     def test_what_is_no_text(self, tmp_path):
         (tmp_path / "table.json").write_bytes(b"\xff\xfe{}")
         self.refused(tmp_path / "table.json")
-        self.refused(tmp_path, "cannot be read")
+        self.refused(tmp_path, "is not a regular file")
+
+    def test_what_has_no_end(self, tmp_path):
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "zeros").symlink_to("/dev/zero")
+        for name in ("pipe", "zeros"):
+            self.refused(tmp_path / name, "is not a regular file")
+        (tmp_path / "hole").touch()
+        os.truncate(tmp_path / "hole", 2**30)
+        self.refused(tmp_path / "hole", "too many for a file of settings")
+
+    def test_a_name_twice_among_many(self):
+        """Looking for it at every name would take an hour."""
+        pairs = [(str(number), 0) for number in range(1_000_000)]
+        with pytest.raises(ValueError, match="'999999' is in it twice"):
+            without_duplicates([*pairs, pairs[-1]])
 
     @given(JSON)
     def test_any_other_json(self, tmp_path_factory, value):

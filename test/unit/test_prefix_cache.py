@@ -271,7 +271,7 @@ class TestFiles:
         cache.export(TOKENS[:45]).save(tmp_path / "prompt")
         other = ChunkRuntime(model)
         loaded = PrefixCache(other, None, None)
-        loaded.load(Snapshot.load(tmp_path / "prompt", other.dtype, other.fingerprint))
+        loaded.load(Snapshot.load(tmp_path / "prompt", other))
         assert new_tokens(other, loaded, TOKENS[:45]) == expected and run_tokens(other) == 3
         longer = TOKENS[:45] + OTHERS[:4]
         assert new_tokens(other, loaded, longer, max_tokens=1) == new_tokens(runtime, None, longer, max_tokens=1)

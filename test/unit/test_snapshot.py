@@ -116,7 +116,7 @@ def test_snapshots_of_one_prompt_hold_its_keys_once(runtime, expected):
 def test_a_file_holds_all_of_it(runtime, begun, expected, tmp_path):
     file = tmp_path / "prompt.safetensors"
     runtime.snapshot(begun, 2, LENGTH).save(file)
-    loaded = Snapshot.load(file, runtime.dtype, runtime.fingerprint)
+    loaded = Snapshot.load(file, runtime)
     assert (loaded.start, loaded.length) == (0, LENGTH)
     poison(begun)
     runtime.restore(begun, [loaded], 4)
@@ -146,7 +146,7 @@ class TestRefused:
     def refused(self, runtime, snapshot, file, message):
         for attempt in (
             lambda: runtime.restore(runtime.allocate(1, 80), [snapshot], 1),
-            lambda: Snapshot.load(file, runtime.dtype, runtime.fingerprint),
+            lambda: Snapshot.load(file, runtime),
         ):
             with pytest.raises(UserError, match=message) as error:
                 attempt()
@@ -175,7 +175,7 @@ class TestRefused:
             about = stored.metadata()["snapshot"].replace('"version": 1', '"version": 2')
         save_file(load_file(file), file, metadata={"snapshot": about})
         with pytest.raises(UserError, match="has version 2 of the format and this package reads 1"):
-            Snapshot.load(file, ours.dtype, ours.fingerprint)
+            Snapshot.load(file, ours)
 
     def test_a_state_that_is_too_short(self, ours, snapshot):
         with pytest.raises(UserError, match="the snapshot has 37 tokens and the state has room for 36"):
@@ -185,16 +185,16 @@ class TestRefused:
     def test_a_truncated_file(self, ours, file, length):
         file.write_bytes(file.read_bytes()[:length])
         with pytest.raises(UserError, match="is damaged or incomplete"):
-            Snapshot.load(file, ours.dtype, ours.fingerprint)
+            Snapshot.load(file, ours)
 
     def test_no_snapshot_at_all(self, ours, tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "other")
         with pytest.raises(UserError, match="is no snapshot"):
-            Snapshot.load(tmp_path / "other", ours.dtype, ours.fingerprint)
+            Snapshot.load(tmp_path / "other", ours)
         with pytest.raises(UserError, match="cannot be read"):
-            Snapshot.load(tmp_path / "none", ours.dtype, ours.fingerprint)
-        with pytest.raises(UserError, match="is a folder; give the file"):
-            Snapshot.load(tmp_path, ours.dtype, ours.fingerprint)
+            Snapshot.load(tmp_path / "none", ours)
+        with pytest.raises(UserError, match="is not a regular file"):
+            Snapshot.load(tmp_path, ours)
 
     def test_no_place_to_write_to(self, snapshot, tmp_path):
         with pytest.raises(UserError, match=r"file could not be written \(No such file or directory\)\."):

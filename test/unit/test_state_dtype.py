@@ -61,14 +61,13 @@ def test_a_snapshot_of_another_state_dtype_is_refused(tmp_path):
     logits_of(runtime, state, [2], [TOKENS[0][:39]])
     snapshot = runtime.snapshot(state, 2, 39)
     snapshot.save(tmp_path / "file")
-    about = runtime.dtype, runtime.fingerprint
-    runtime.restore(state, [Snapshot.load(tmp_path / "file", *about, torch.float16)], 1)
+    runtime.restore(state, [Snapshot.load(tmp_path / "file", runtime)], 1)
     assert torch.equal(runtime.step(state, [Row(1, 39, TOKENS[0][39:])]), expected)
     message = "SSM states in torch.float16 and the model runs with torch.float32; make it again"
     with pytest.raises(UserError, match=message):
         other.restore(other.allocate(1, 64), [snapshot], 1)
     with pytest.raises(UserError, match=message):
-        Snapshot.load(tmp_path / "file", *about)
+        Snapshot.load(tmp_path / "file", other)
 
 
 def test_the_nki_kernel_has_no_float16():

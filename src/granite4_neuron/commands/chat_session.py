@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, print_table, size, write
+from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Session:
             write("/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.")
         while (message := self._messages.read()) is not None and message.strip() != "/exit":
             try:
-                self._handle(message)
+                with as_user_errors():
+                    self._handle(message)
             except UserError as error:
                 if not self._is_terminal:
                     raise
@@ -87,12 +89,16 @@ class Session:
         num_turns = len(self._conversation.turns)
         with self._interruptible(), ProgressBar("prompt", "tokens") as progress:
             for text in self._conversation.ask(message, progress):
-                write(text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text, end="")
+                self._write(text, end="")
         write("")
         if len(self._conversation.turns) == num_turns:
             _note("stopped before the answer began; the message is not part of the conversation.")
         elif (reason := self._conversation.turns[-1].finish_reason) != "stop":
             _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
+
+    def _write(self, text: str, end: str = "\n") -> None:
+        """Print what a model or a person said."""
+        write(text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text, end=end)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -110,7 +116,7 @@ class Session:
         if text:
             self._conversation.system = None if text == "-" else text
         else:
-            write(self._conversation.system or "There is no system message.")
+            self._write(self._conversation.system or "There is no system message.")
 
     def _undo(self) -> None:
         _note(f"took back: {self._conversation.undo().user}")
@@ -128,11 +134,11 @@ class Session:
         self._conversation.clear()
 
     def _save(self, file: str) -> None:
-        self._conversation.save(Path(file).expanduser())
+        self._conversation.save(_path(file))
         _note(f"wrote {file}")
 
     def _load(self, file: str) -> None:
-        self._conversation.load(Path(file).expanduser())
+        self._conversation.load(_path(file))
         _note(f"read {file}: {self._conversation.num_tokens:,} tokens")
 
     def _stats(self) -> None:
@@ -165,6 +171,20 @@ class Session:
         print_table(table)
 
 
+def _path(file: str) -> Path:
+    """
+    Raises:
+        UserError: no file can have this name.
+    """
+    if "\0" in file:
+        raise UserError(f"{file} has a null character, which no name of a file has.")
+    try:
+        return Path(file).expanduser()
+    except RuntimeError:
+        raise UserError(f"{file} is in a home folder that is not known; write the whole path.") from None
+
+
 def _note(text: str) -> None:
     """Print a remark about the chat on standard error."""
+    text = text.translate(_CONTROL_CHARACTERS)
     print(f"({text})" if sys.stderr.isatty() else text, file=sys.stderr)

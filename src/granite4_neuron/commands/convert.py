@@ -12,6 +12,7 @@ from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_or_bundled
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
+from granite4_neuron.errors import printable
 from granite4_neuron.output_folder import check_output, remove_leftovers
 
 
@@ -35,7 +36,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     check_output(options.output)
     for leftover in remove_leftovers(options.output):
-        print(f"removed {leftover}, which a conversion that was stopped had left behind", file=sys.stderr)
+        print(
+            f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
+        )
     # Not at the top: what follows takes seconds to import, and --help does not need it.
     from granite4_neuron import checkpoint
     from granite4_neuron.ops import TORCH, cpu
@@ -44,7 +47,12 @@ def run(options: argparse.Namespace) -> int:
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = checkpoint.load_model(
-            folder, dtype_of(options.dtype), quantize=options.quantize, operators=operators, progress=progress
+            folder,
+            dtype_of(options.dtype),
+            quantize=options.quantize,
+            operators=operators,
+            must_be_finite=True,
+            progress=progress,
         )
     checkpoint.save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,16 +49,25 @@ examples:
 """
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number of at least `least`."""
+_SHOWN_DIGITS = 40
+_MOST_CHARACTERS = 2**28  # of a text; a device may have no end
+_LARGEST = 2**31 - 1  # more than there is of anything that is counted, and still a number for every library
+MOST_THREADS = 1024
+
+
+def at_least(least: int, most: int = _LARGEST) -> Callable[[str], int]:
+    """The type of an option that is a whole number of at least `least`, and at most `most`."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = None
-        if number is None or number < least:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+            # Python does not read more digits than some thousands.
+            number = most + 1 if text.isdecimal() else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number of at least {least}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} is more than {most}, the most that it can be")
         return number
 
     return parse
@@ -74,10 +84,14 @@ def number_in(least: float, most: float = math.inf, includes_least: bool = True)
         if not (least <= number <= most and math.isfinite(number)) or (number == least and not includes_least):
             lower = f"{'at least' if includes_least else 'above'} {least:g}"
             upper = f" and at most {most:g}" if math.isfinite(most) else ""
-            raise argparse.ArgumentTypeError(f"{text} is not a number {lower}{upper}")
+            raise argparse.ArgumentTypeError(f"{_shown(text)} is not a number {lower}{upper}")
         return number
 
     return parse
+
+
+def _shown(number: str) -> str:
+    return number if len(number) <= _SHOWN_DIGITS else f"{number[:_SHOWN_DIGITS]}..."
 
 
 def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
@@ -130,7 +144,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="above 1 discourages repetition",
     )
     sampling.add_argument(
-        "--seed", type=at_least(0), metavar="N", help="seed of the random numbers, for repeatable texts"
+        "--seed", type=at_least(0, 2**63 - 1), metavar="N", help="seed of the random numbers, for repeatable texts"
     )
 
 
@@ -237,7 +251,10 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
         help="for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
     )
     parser.add_argument(
-        "--threads", type=at_least(1), metavar="N", help="threads to compute with (default: one per processor core)"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="threads to compute with (default: one per processor core)",
     )
 
 
@@ -282,19 +299,23 @@ def read_text(file: str | None, nothing: str) -> str:
     """The text in a file, or on standard input where it is None or "-".
 
     Raises:
-        UserError: it cannot be read or is not text; with the message `nothing` if standard input is closed, or is a
-            terminal and the user did not ask for it.
+        UserError: it cannot be read, is not text, or has no end; with the message `nothing` if standard input is
+            closed, or is a terminal and the user did not ask for it.
     """
     from_input = file in (None, "-")
+    name = "standard input" if from_input else file
     if from_input and (sys.stdin is None or (file is None and sys.stdin.isatty())):
         raise UserError(nothing)
     try:
-        text = sys.stdin.read() if from_input else Path(file).read_text(encoding="utf-8")
+        with nullcontext(sys.stdin) if from_input else open(file, encoding="utf-8") as source:
+            text = source.read(_MOST_CHARACTERS + 1)
         text.encode("utf-8")  # in the C locale Python takes any bytes from standard input, as lone surrogates
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+        raise UserError(f"{name} cannot be read ({error.strerror}).") from None
     except UnicodeError:
-        raise UserError(f"{'standard input' if from_input else file} is not text in UTF-8.") from None
+        raise UserError(f"{name} is not text in UTF-8.") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise UserError(f"{name} has more than {_MOST_CHARACTERS:,} characters, the most that are read.")
     return text
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXIT_DOES_NOT_FIT = 1
 _LATENCY_DEFAULTS = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
 _LATENCY_CONTEXT = 2048
+_MOST_DRAFTED = 1024
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -48,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     planner.add_argument(
         "--drafted",
-        type=at_least(0),
+        type=at_least(0, _MOST_DRAFTED),
         metavar="K",
         help=f"--latency: tokens drafted ahead (default: {_LATENCY_DEFAULTS['drafted']})",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from granite4_neuron.speculation import Drafter
 
 DRAFT_TOKENS = 4
+_MOST_BYTES = 2.0**60
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -81,8 +83,7 @@ def prefix_cache(
     if options.prompt_cache is not None:
         check_folder_of(options.prompt_cache)
         if options.prompt_cache.exists():
-            about = runtime.dtype, runtime.fingerprint, runtime.state_dtype
-            cache.load(Snapshot.load(options.prompt_cache, *about))
+            cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
 
 
@@ -198,8 +199,11 @@ def num_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KiB|MiB|GiB)", text)
     if match is None:
-        raise UserError(f"{text!r} is no size; write it like 500MiB or 2GiB.")
-    return int(float(match[1]) * _UNITS[match[2]])
+        raise UserError(f"{reprlib.repr(text)} is no size; write it like 500MiB or 2GiB.")
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _MOST_BYTES:
+        raise UserError(f"{reprlib.repr(text)} is more memory than there is anywhere; write it like 500MiB or 2GiB.")
+    return int(size)
 
 
 def ngram_tokens(text: str) -> int:
@@ -210,5 +214,8 @@ def ngram_tokens(text: str) -> int:
     """
     match = re.fullmatch(r"ngram(?::(\d+))?", text)
     if match is None:
-        raise UserError(f"--speculate is {text!r}; it must be ngram or ngram:K.")
-    return int(match[1] or DRAFT_TOKENS)
+        raise UserError(f"--speculate is {reprlib.repr(text)}; it must be ngram or ngram:K.")
+    try:
+        return DRAFT_TOKENS if match[1] is None else at_least(0)(match[1])
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--speculate ngram:K: {error}.") from None

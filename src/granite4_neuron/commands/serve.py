@@ -46,7 +46,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_backend(serve)
     address = serve.add_argument_group("clients")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    address.add_argument("--port", type=at_least(0), default=8000, metavar="N", help="0 for any (default: %(default)s)")
+    address.add_argument(
+        "--port", type=at_least(0, 65535), default=8000, metavar="N", help="0 for any (default: %(default)s)"
+    )
     address.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: none)")
     address.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
+    MOST_THREADS,
     add_model,
     at_least,
     check_folder_of,
@@ -40,7 +41,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--batch-size", type=at_least(1), nargs="+", default=[1], metavar="B", help="sequences at a time (default: 1)"
     )
     tune.add_argument(
-        "--threads", type=at_least(1), default=os.cpu_count() or 1, metavar="N", help="default: one per processor core"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="default: one per processor core",
     )
     tune.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="a folder; what is in it for other sizes stays"

@@ -19,6 +19,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, require
 from granite4_neuron.sizes import sequence_bytes, token_bytes
 from granite4_neuron.snapshot import (
+    LOGITS,
     Snapshot,
     cut_keys_and_values,
     keys_and_values,
@@ -195,12 +196,11 @@ class PrefixCache:
         """Add a snapshot from `export`.
 
         Raises:
-            UserError: it is of another model, or was not made by `export`.
+            UserError: it is of another model, does not hold what it should, or was not made by `export`.
         """
-        runtime = self._runtime
-        snapshot.check(runtime.dtype, runtime.fingerprint, runtime.state_dtype)
+        snapshot.check(self._runtime)
         tensors = dict(snapshot.tensors)
-        logits = tensors.pop("logits", None)
+        logits = tensors.pop(LOGITS, None)
         if len(snapshot.tokens) != snapshot.length or snapshot.start or logits is None:
             raise UserError("the snapshot was not made from a prefix cache, with tokens and logits; make it again.")
 
@@ -215,7 +215,7 @@ class PrefixCache:
         if node.length != len(tokens) or node.recurrent is None:
             return None
         snapshots = self._snapshots(node)
-        tensors = {**padded_keys_and_values(snapshots, node.length), "logits": node.logits}
+        tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+from granite4_neuron import memory
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
-from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.chat import ConversationEncoder
 from granite4_neuron.snapshot import Snapshot
+
+_POINTER_BYTES = 8  # to a token in a list
 
 
 @dataclass(frozen=True)
@@ -149,19 +153,21 @@ class Conversation:
         Raises:
             UserError: the file cannot be read, holds no conversation, or one with another model or dtype.
         """
-        runtime = self._engine.runtime
-        snapshot = Snapshot.load(file, runtime.dtype, runtime.fingerprint, runtime.state_dtype)
+        snapshot = Snapshot.load(file, self._engine.runtime)
         if not snapshot.note:
             raise UserError(f"{file} holds the state of a prompt, and no conversation.")
         try:
-            note = json.loads(snapshot.note)
-            system, turns = note["system"], _loaded_turns(note["turns"])
-        except (ValueError, KeyError, TypeError) as error:
+            saved = _saved_conversation(json.loads(snapshot.note), self._engine.runtime.config.vocab_size)
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); save the conversation again.") from None
-        for turn in turns:
-            check_tokens(turn.stored, runtime.config.vocab_size, f"the conversation in {file}")
+        # A turn has all tokens before it too: a short file may stand for more than there is room for.
+        num_bytes = _POINTER_BYTES * sum(turn["start"] + len(turn["prompt"]) for turn in saved["turns"])
+        memory.check_available(num_bytes, f"the turns in {file}", "take another conversation")
+        turns = _loaded_turns(saved["turns"])
+        if turns[-1].stored != list(snapshot.tokens):
+            raise UserError(f"{file} is damaged (its state is of other tokens); save the conversation again.")
         self._cache.load(snapshot)
-        self.system, self.turns = system, turns
+        self.system, self.turns = saved["system"], turns
 
     @property
     def cache_stats(self) -> PrefixCacheStats:
@@ -211,17 +217,52 @@ class Conversation:
         return saved
 
 
+def _saved_conversation(note: object, vocab_size: int) -> dict[str, Any]:
+    """What `Conversation.save` wrote: the system message, and turns as `_saved_turns` makes them.
+
+    Raises:
+        ValueError: it is something else.
+    """
+
+    def check(values: object, fields: Mapping[str, Callable[[Any], bool]], which: str) -> dict[str, Any]:
+        if not isinstance(values, dict) or values.keys() != fields.keys():
+            raise ValueError(f"{which} must be an object of {', '.join(fields)}")
+        for name, is_right in fields.items():
+            if not is_right(values[name]):
+                raise ValueError(f"{name} is {reprlib.repr(values[name])} in {which}")
+        return values
+
+    def is_tokens(value: object) -> bool:
+        return isinstance(value, list) and all(type(token) is int and 0 <= token < vocab_size for token in value)
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    def is_system(value: object) -> bool:
+        return value is None or isinstance(value, str)
+
+    fields = dict(system=is_system, user=is_text, answer=is_text, prompt=is_tokens)
+    fields |= dict(generated=lambda value: is_tokens(value) and value != [])
+    fields |= dict(finish_reason=lambda value: value in ("stop", "length", "interrupted"))
+    fields |= dict(start=lambda value: type(value) is int and value >= 0)
+    note = check(note, dict(system=is_system, turns=lambda value: isinstance(value, list) and value != []), "it")
+    length = 0
+    for number, turn in enumerate(note["turns"], start=1):
+        check(turn, fields, f"turn {number}")
+        if turn["start"] > length:
+            raise ValueError(f"start is {reprlib.repr(turn['start'])} in turn {number}")
+        length = turn["start"] + len(turn["prompt"]) + len(turn["generated"])
+    return note
+
+
 def _loaded_turns(saved: Sequence[Mapping]) -> list[Turn]:
     """The reverse of `_saved_turns`."""
     turns, before = [], []
     for values in saved:
         values = dict(values)
-        start = values.pop("start")
-        turn = Turn(**{**values, "prompt": [*before[:start], *values["prompt"]]})
-        if not turn.generated or not isinstance(turn.user, str) or not isinstance(turn.answer, str):
-            raise ValueError("a turn is incomplete")
-        turns.append(turn)
-        before = [*turn.prompt, *turn.generated]
+        prompt = [*before[: values.pop("start")], *values["prompt"]]
+        turns.append(Turn(**{**values, "prompt": prompt}))
+        before = [*prompt, *values["generated"]]
     return turns
 
 

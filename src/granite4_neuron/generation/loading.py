@@ -15,6 +15,7 @@ from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFI
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
 from granite4_neuron.json_files import read_object
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
@@ -109,16 +110,23 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
     """The checkpoint's tokenizer.
 
     Raises:
-        UserError: there is none, it cannot be read, or it has more entries than the model's vocabulary.
+        UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it has
+            more entries than the model's vocabulary.
     """
-    if not (folder / "tokenizer.json").is_file():
+    file = folder / "tokenizer.json"
+    if not file.is_file():
         raise UserError(f"{folder} has no tokenizer.json.")
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).exists():
             _check_tokenizer_config(folder / name)
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        check_normalizer(file)
+        # A tokenizer_config.json may name another file, which nobody has looked at.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file))
+        check_growth(tokenizer.backend_tokenizer, str(file))
         tokenizer.encode("a")
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse
         raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
     if len(tokenizer) > config.vocab_size:
@@ -135,6 +143,8 @@ def _check_tokenizer_config(file: Path) -> None:
     longest = values.get("model_max_length")
     if longest is not None and not is_number(longest):
         raise UserError(f"{file}: model_max_length is {reprlib.repr(longest)}, and must be a number.")
+    if "fast_tokenizer_files" in values:
+        raise UserError(f"{file} has fast_tokenizer_files for other versions of transformers; leave them out.")
 
 
 def _xla_runtime() -> type:

@@ -162,6 +162,9 @@ class NeuronRuntime:
     def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
         self._refuse("snapshot")
 
+    def slot_layout(self, start: int, length: int) -> NoReturn:
+        self._refuse("snapshot")
+
     def restore(self, state: None, snapshots: Sequence[Snapshot], slot: int) -> NoReturn:
         self._refuse("snapshot")
 

@@ -31,6 +31,8 @@ import torch
 
 from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.errors import UserError
+from granite4_neuron.json_files import without_duplicates
+from granite4_neuron.regular_files import read_bytes
 
 # What each parameter may be.
 CHOICES = {
@@ -167,12 +169,14 @@ def read_table(file: Path) -> LaunchTable | None:
         UserError: the file cannot be read, or anything in it is not as it must be.
     """
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        stored = json.loads(read_bytes(file).decode("utf-8"), object_pairs_hook=without_duplicates)
         return LaunchTable(_entries(stored))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}).") from None
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a table of launch parameters ({error}).") from None
 
@@ -192,15 +196,6 @@ def write_table(file: Path, table: LaunchTable) -> None:
             written.replace(file)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}).") from None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{reprlib.repr(twice)} is in it twice")
-    return values
 
 
 def _entries(stored: object) -> dict[int, LaunchParameters]:

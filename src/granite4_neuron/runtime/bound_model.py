@@ -6,6 +6,8 @@ import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.snapshot import Layout
+from granite4_neuron.state import HybridState
 
 
 class BoundModel:
@@ -13,6 +15,7 @@ class BoundModel:
 
     own_slots = 0
     model: GraniteMoeHybridForCausalLM
+    state_dtype: torch.dtype
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -37,3 +40,11 @@ class BoundModel:
     def refusals(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
         return self.model.operators.refusals
+
+    def slot_layout(self, start: int, length: int) -> Layout:
+        """As `Runtime.slot_layout`: that of a state which takes no memory."""
+        degree, positions = self.model.parallel.degree, length - start
+        layout = dict(kernel_layout=self.model.kernel_layout, state_dtype=self.state_dtype)
+        state = HybridState.allocate(self.config, 1, positions, self.dtype, "meta", degree, **layout)
+        tensors = state.slot_tensors(torch.tensor([1], device="meta"), 0, positions)
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

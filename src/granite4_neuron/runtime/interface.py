@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.snapshot import Layout, Snapshot
 from granite4_neuron.state import HybridState
 
 Ability = Literal["all_logits", "source", "verify", "copy", "snapshot"]
@@ -59,7 +59,7 @@ class Runtime(Protocol):
     tokens_per_verification: the most tokens of a row in `verify`.
     own_slots: the number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state.
     cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "source" (of a row),
-        "verify" (and `commit`), "copy", "snapshot" (and `restore`). See `require`.
+        "verify" (and `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
     """
 
@@ -135,6 +135,9 @@ class Runtime(Protocol):
         """A copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and the keys
         and values from position `start` on.
         """
+
+    def slot_layout(self, start: int, length: int) -> Layout:
+        """Shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
 
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Restore a sequence into a slot, from one snapshot or from several, each of which starts at the length of the

@@ -1,0 +1,24 @@
+"""What the system refuses, as a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from granite4_neuron import memory
+from granite4_neuron.errors import UserError
+
+
+@contextmanager
+def as_user_errors() -> Iterator[None]:
+    """Within it, an error of the system, other than a closed pipe, is a `UserError`; so is memory that has run out."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, MemoryError, RuntimeError) as error:
+        if memory.is_exhausted(error):
+            raise UserError("there is not enough memory.") from None
+        if not isinstance(error, OSError):
+            raise
+        raise UserError(f"{error.filename or 'the system'}: {error.strerror or error}.") from None

@@ -1,0 +1,39 @@
+"""Files that somebody else may have put there: only regular ones are read, and written to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from granite4_neuron.errors import UserError
+
+# The index of the largest model has 60 kB, and the largest tokenizers have 30 MB.
+_MOST_BYTES = 2**26
+
+
+def check_regular(file: Path) -> os.stat_result:
+    """What the system knows of a file. Opening a named pipe that nobody writes to would wait forever, and a device may
+    have no end.
+
+    Raises:
+        UserError: it is something else than a regular file, or a link to one.
+        OSError: there is none, or it may not be looked at.
+    """
+    about = os.stat(file)
+    if not stat.S_ISREG(about.st_mode):
+        raise UserError(f"{file} is not a regular file.")
+    return about
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file of settings.
+
+    Raises:
+        UserError: it is something else than a regular file of a reasonable size.
+        OSError: it cannot be read.
+    """
+    size = check_regular(file).st_size
+    if size > _MOST_BYTES:
+        raise UserError(f"{file} has {size:,} bytes, too many for a file of settings.")
+    return file.read_bytes()
