@@ -154,6 +154,13 @@ class TestTree:
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
 
+    def test_where_prompts_part(self, runtime, state):
+        """Far enough behind the prefix that is found already, and not only behind the beginning."""
+        cache = PrefixCache(runtime, None, None, at_branches=True)
+        self.keep(cache, state, TOKENS[:20], TOKENS[:60])
+        for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
+            assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+
 
 class TestReservedSlots:
     @settings(max_examples=60)

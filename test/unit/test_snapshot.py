@@ -124,6 +124,15 @@ def test_a_file_holds_all_of_it(runtime, begun, expected, tmp_path):
     assert os.listdir(tmp_path) == [file.name]
 
 
+def test_only_the_owner_may_read_a_file(runtime, begun, tmp_path):
+    """Also where others may read the one that it takes the place of."""
+    file = tmp_path / "prompt.safetensors"
+    file.touch(0o666)
+    file.chmod(0o666)
+    runtime.snapshot(begun, 2, LENGTH).save(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.fixture(scope="module")
 def ours():
     return runtime_of(small_config(layer_types=("mamba", "attention")))
