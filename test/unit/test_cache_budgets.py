@@ -154,6 +154,27 @@ class TestTree:
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
 
+    def test_counts(self, cache):
+        assert cache.find(PROMPTS[5]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
+
+    def test_logits_are_its_own(self, runtime, state):
+        """The caller's may be a view of a step's, which is used again."""
+        cache, logits = PrefixCache(runtime, None, None), torch.arange(VOCAB).float()
+        cache.keep(PROMPTS[0], state, 1, logits)
+        logits.zero_()
+        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+
+    def test_an_engine_goes_on_from_several_pieces(self, any_runtime):
+        """Of 16-bit states too: only the last piece has them."""
+        cache = PrefixCache(any_runtime, None, any_runtime.tokens_per_step)
+        engine = Engine(any_runtime, 1, prefix_cache=cache)
+        cached = []
+        for prompt in (TOKENS[:45], TOKENS[:60], TOKENS[:60] + OTHERS[:5]):
+            id = engine.add(Request(prompt, 3))
+            cached.append(run(engine)[id][0].prompt.cached_tokens)
+        assert cached == [0, 45, 60] and len(cache.find(TOKENS[:60]).snapshots) > 1
+
     def test_where_prompts_part(self, runtime, state):
         """Far enough behind the prefix that is found already, and not only behind the beginning."""
         cache = PrefixCache(runtime, None, None, at_branches=True)
@@ -204,6 +225,18 @@ class TestReservedSlots:
         generate_one(engine, Request(TOKENS[:45], 3))
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
+
+    def test_logits_are_its_own(self, runtime):
+        cache, logits = SlotPrefixCache(runtime, (2, 3)), torch.arange(VOCAB).float()
+        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, logits)
+        logits.zero_()
+        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+
+    def test_counts(self, runtime):
+        cache = SlotPrefixCache(runtime, (2, 3))
+        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, LOGITS)
+        assert cache.find(PROMPTS[1]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_where_prompts_part(self, runtime):
         """Far enough behind the prefix that is found already, and not only behind the beginning."""

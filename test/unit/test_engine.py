@@ -144,6 +144,16 @@ class TestSchedule:
         run(engine)
         assert [len(rows) for rows in runtime.steps] == [5, 3]
 
+    def test_a_step_is_filled_and_has_no_more_rows_than_the_runtime_takes(self, runtime, monkeypatch):
+        for most, length, rows in ((8, 4, [4, 4]), (8, 2, [8]), (3, 2, [3, 3, 2]), (1, 2, [1] * 8)):
+            monkeypatch.setattr(ChunkRuntime, "rows_per_step", most)
+            engine = Engine(runtime, 8)
+            for _ in range(8):
+                engine.add(Request([3] * length, max_tokens=1))
+            runtime.steps.clear()
+            run(engine)
+            assert [len(of_step) for of_step in runtime.steps] == rows
+
     def test_prompts_first(self, runtime):
         engine = Engine(runtime, 3, prompts_first=True)
         for number in (6, 7, 4):
