@@ -357,6 +357,20 @@ def test_steps_of_several_threads_take_turns(model, alone):
         assert sorted(tokens_of(each for each in outputs if each.id == id)) == sorted(alone(number, 8, False))
 
 
+def test_limits_that_the_prompt_and_the_vocabulary_set():
+    """To the last one that is allowed."""
+    Request([1, 2, 3], snapshots_at=[1, 3], logprobs=10, prompt_logprobs=10, logit_bias={9: 1}).check(10)
+    for options, message in (
+        (dict(snapshots_at=[4]), r"snapshots are asked for at \[4\] tokens; the prompt has 3"),
+        (dict(snapshots_at=[0]), r"snapshots are asked for at \[0\] tokens; the prompt has 3"),
+        (dict(logprobs=11), "logprobs is 11, and must be from 0 to 10"),
+        (dict(prompt_logprobs=11), "prompt_logprobs is 11, and must be from 0 to 10"),
+        (dict(logit_bias={10: 1}), "logit_bias has a token id outside the vocabulary, which is 0 to 9"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Request([1, 2, 3], **options).check(10)
+
+
 def test_text_and_stop_strings(texting):
     runtime, tokenizer = texting
     engine = Engine(runtime, 2, tokenizer=tokenizer)

@@ -102,10 +102,11 @@ class Request:
             )
         if self.logit_bias:
             check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
+        most = min(MOST_TOP_LOGPROBS, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(self, name)
-            if number is not None and not (is_whole(number) and 0 <= number <= min(MOST_TOP_LOGPROBS, vocab_size)):
-                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {MOST_TOP_LOGPROBS}.")
+            if number is not None and not (is_whole(number) and 0 <= number <= most):
+                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {most}.")
 
 
 @dataclass(frozen=True)
