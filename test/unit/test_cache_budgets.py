@@ -1,5 +1,7 @@
 """Who is evicted, and when: the order of use and the budget, to the byte, in both prefix caches and in slots."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import Engine, PrefixCache, Request, SlotPrefixCache, spare_slots
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SlotPrefixCache, spare_slots
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.speculation import DraftRequest
 from granite4_neuron.state import HybridState
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, cached_bytes, engine_model, generate_one, run
 from test.support.stepping import random_tokens
@@ -153,6 +156,15 @@ class TestTree:
         generate_one(engine, Request(TOKENS[:45], 3))
         id = engine.add(Request(TOKENS[:45], 3))
         assert run(engine)[id][0].prompt.cached_tokens == 45
+
+    def test_only_what_was_exported_is_loaded(self, runtime, cache):
+        exported = cache.export(PROMPTS[0])
+        for changes in (dict(tokens=PROMPTS[0][:-1]), dict(tokens=()), dict(start=1)):
+            with pytest.raises(UserError, match="was not made from a prefix cache, with tokens and logits"):
+                PrefixCache(runtime, None, None).load(replace(exported, **changes))
+        other = PrefixCache(runtime, None, None)
+        other.load(exported)
+        assert other.export(PROMPTS[0]).num_bytes == exported.num_bytes == other.stats.num_bytes
 
     def test_counts(self, cache):
         assert cache.find(PROMPTS[5]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
@@ -332,6 +344,40 @@ def test_no_draft_passes_the_end(runtime, model):
         assert prompt + generate_one(engine, Request(prompt, max_tokens)) == text[: 21 + max_tokens]
         # The last token is chosen, and never run.
         assert max(verified, default=0) <= 21 + max_tokens - 1
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A runtime verifies 4 tokens of a row."""
+    monkeypatch.setattr(ChunkRuntime, "tokens_per_verification", 4)
+    return 4
+
+
+def test_no_draft_is_more_than_a_verification_takes(runtime, model, few):
+    prompt = TOKENS[:21]
+    text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 60))
+    for drafter in (Oracle(text), DraftModel(ChunkRuntime(model), VOCAB, 1, 200)):
+        engine = Engine(runtime, 1, drafter=drafter, draft_tokens=40)
+        assert prompt + generate_one(engine, Request(prompt, 60)) == text
+        assert engine.stats.acceptance_rate == 1 and engine.stats.decode_tokens_per_row > few - 0.5
+
+
+def test_a_draft_model_catches_up_by_any_number_of_tokens(model, few):
+    """Its last draft is never run, so there is one more than a verification takes."""
+    chooser = Sampler(GenerationConfig(top_k=None), 0)
+    for more in range(1, 12):
+        begun, fresh = (DraftModel(ChunkRuntime(model), VOCAB, 1, 200) for _ in range(2))
+        begun.propose([DraftRequest(0, TOKENS[:20], 2, chooser)])
+        asked = [DraftRequest(0, TOKENS[: 20 + more], 40, chooser)]
+        [drafts] = begun.propose(asked)
+        assert [drafts] == fresh.propose(asked) and len(drafts) == few + 1
+
+
+def test_a_prefix_that_fills_the_state(runtime, state):
+    snapshot = runtime.snapshot(state, 1, 20)
+    runtime.restore(runtime.allocate(1, 20), [snapshot], 1)
+    with pytest.raises(UserError, match="has 20 tokens and the state has room for 19"):
+        runtime.restore(runtime.allocate(1, 19), [snapshot], 1)
 
 
 def test_a_model_of_attention_alone_has_no_state_to_count():
