@@ -193,6 +193,9 @@ class TestTree:
         self.keep(cache, state, TOKENS[:20], TOKENS[:60])
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+        # Where two have parted already there is no snapshot to go on from.
+        self.keep(cache, state, [*TOKENS[:50], (TOKENS[50] + 1) % VOCAB])
+        assert cache.new_branches([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
 
 
 class TestReservedSlots:
