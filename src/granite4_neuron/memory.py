@@ -44,7 +44,7 @@ def is_exhausted(error: Exception) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
         return any(message in str(error) for message in _TORCH_MESSAGES)
-    return isinstance(error, MemoryError)
+    return isinstance(error, (MemoryError, OverflowError))  # more than a size can be
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def enough_for(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, OSError, RuntimeError) as error:
+    except (MemoryError, OSError, OverflowError, RuntimeError) as error:
         if not is_exhausted(error):
             raise
         available = available_bytes()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError, generate, load
+from granite4_neuron.engine import Engine, Request
 from granite4_neuron.generation import chat_prompt
 
 PROMPTS = {
@@ -40,6 +41,26 @@ OPTIONS = {
     "seed": (1.5, "1", -1, 2**63),
     "stop": (None, [1], b"x", "", [""], 3),
     "stop_token_ids": (None, ["a"], 3, [1.5]),
+}
+
+REQUESTS = {
+    "tokens": (None, {1, 2}, b"ab", "ab", 3, torch.tensor(3), torch.tensor([[1, 2]]), torch.tensor([1.5]), {1: 2}),
+    "stop": (3, [1], b"x", "", [""], [None], {"x": 1}),
+    "stop_token_ids": (0, ["a"], [[1]], "1", [1.5]),
+    "snapshots_at": (1, ["a"], [[1]], [0]),
+    "logit_bias": (3, [1], {"a": 1}, {1: "x"}, {1: 101}),
+    "sampling": ("greedy", {"temperature": 1}),
+    "max_tokens": (None, 2.5, "3", True, 0),
+}
+
+ENGINES = {
+    "num_sequences": (None, 0, -1, 1.5, "1", True, 10**30),
+    "max_length": (0, 1, -1, 2.5, "10"),
+    "memory_bytes": (-1, "1", math.nan),
+    "tokenizer": ("x", 3),
+    "prefix_cache": ("x", 3),
+    "drafter": ("x", 3),
+    "draft_tokens": (None, 0, 1.5, "4"),
 }
 
 LOADS = {
@@ -78,6 +99,32 @@ def test_a_prompt(texting, prompt):
 def test_an_option(texting, name, value):
     with pytest.raises(UserError, match=rf"({name.removeprefix('repetition_')}|stop string).*\.$"):
         generate(*texting, "A", **{name: value})
+
+
+@pytest.mark.parametrize("name, value", each(REQUESTS))
+def test_a_request(texting, name, value):
+    runtime, tokenizer = texting
+    engine = Engine(runtime, 1, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=rf"({name}|the prompt|stop string|snapshots) .*\.$"):
+        engine.add(Request(**{"tokens": [1], name: value}))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("name, value", each(ENGINES))
+def test_an_engine(texting, name, value):
+    with pytest.raises(UserError, match=r"\.$") as error:
+        Engine(texting[0], **{"num_sequences": 1, name: value})
+    assert name in str(error.value) or "of 1,000,000,000,000" in str(error.value)
+
+
+@pytest.mark.parametrize("id", ["x", None, 1.5, []], ids=repr)
+def test_an_id(texting, id):
+    engine = Engine(texting[0], 1)
+    for method in (engine.cancel, engine.finish):
+        with pytest.raises(UserError, match=r"^id is .*\.$"):
+            method(id)
+    with pytest.raises(UserError, match="id is 7, and must be that of a sequence that runs"):
+        engine.finish(7)
 
 
 @pytest.mark.parametrize("name, value", each(LOADS))

@@ -89,3 +89,11 @@ def test_after_an_endless_template_there_is_another_process():
         with pytest.raises(TemplateFailed, match="more than 3 seconds"):
             renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
         assert renderer.render("c", {}) == "c"
+
+
+def test_a_text_has_its_limit():
+    """To the character."""
+    with closing(Renderer()) as renderer:
+        assert len(renderer.render("{{ 'x' * 2**24 }}", {})) == 2**24
+        with pytest.raises(TemplateFailed, match="it makes a text of 16,777,217 characters"):
+            renderer.render("{{ 'x' * (2**24 + 1) }}", {})

@@ -90,6 +90,17 @@ def test_dtype_is_kept_or_converted(tmp_path, dtype):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == str(dtype)[len("torch.") :]
 
 
+def test_the_dtype_is_that_of_the_embedding(saved):
+    folder, _ = saved
+
+    def halve(tensors):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+
+    change_weights(folder, halve)
+    assert {parameter.dtype for parameter in load_model(folder).parameters()} == {torch.bfloat16}
+    assert checkpoint.stored_dtype(folder) == torch.bfloat16
+
+
 def test_a_tied_head_may_be_stored_too(saved):
     folder, model = saved
     change_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))

@@ -3,7 +3,10 @@
 import functools
 import itertools
 import math
+import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,6 +144,16 @@ class TestSchedule:
         run(engine)
         assert [len(rows) for rows in runtime.steps] == [5, 3]
 
+    def test_a_step_is_filled_and_has_no_more_rows_than_the_runtime_takes(self, runtime, monkeypatch):
+        for most, length, rows in ((8, 4, [4, 4]), (8, 2, [8]), (3, 2, [3, 3, 2]), (1, 2, [1] * 8)):
+            monkeypatch.setattr(ChunkRuntime, "rows_per_step", most)
+            engine = Engine(runtime, 8)
+            for _ in range(8):
+                engine.add(Request([3] * length, max_tokens=1))
+            runtime.steps.clear()
+            run(engine)
+            assert [len(of_step) for of_step in runtime.steps] == rows
+
     def test_prompts_first(self, runtime):
         engine = Engine(runtime, 3, prompts_first=True)
         for number in (6, 7, 4):
@@ -190,7 +203,7 @@ class TestMemory:
             run(engine)
         assert sorted(engine._slots._lengths.values()) == [0, 0, 0, 78]
 
-    def test_memory_of_empty_slots_is_given_up_when_it_is_in_the_way(self, runtime):
+    def test_memory_of_empty_slots_is_tokens_up_when_it_is_in_the_way(self, runtime):
         engine = Engine(runtime, 2, memory_bytes=self.size(runtime, 78))
         for number in (0, 1):
             engine.add(request_of(number, max_tokens=8))
@@ -277,6 +290,87 @@ class TestEnds:
         assert not engine.has_work
 
 
+class TestWhatCallersGive:
+    def test_tokens_of_any_kind(self, runtime, alone):
+        tokens, expected = request_of(5).tokens, alone(5, 8, False)
+        for tokens_ in (list(tokens), torch.tensor(tokens), np.array(tokens), np.array(tokens, np.uint16)):
+            assert generate_one(Engine(runtime, 1), Request(tokens_, 8)) == expected
+
+    def test_none_is_none(self, runtime, alone):
+        options = dict(stop=None, stop_token_ids=None, snapshots_at=None, logit_bias=None, frequency_penalty=None)
+        request = Request(request_of(5).tokens, 8, **options)
+        assert generate_one(Engine(runtime, 1), request) == alone(5, 8, False)
+        with_bias = Request(request_of(5).tokens, 8, logit_bias={3: None}, presence_penalty=2.0, frequency_penalty=None)
+        same = Request(request_of(5).tokens, 8, presence_penalty=2.0)
+        assert generate_one(Engine(runtime, 1), with_bias) == generate_one(Engine(runtime, 1), same)
+
+    def test_a_list_that_the_caller_goes_on_using(self, runtime, alone):
+        tokens = list(request_of(5).tokens)
+        engine = Engine(runtime, 1)
+        engine.add(Request(tokens, 8))
+        new = []
+        while engine.has_work:
+            for output in engine.step():
+                new.append(output.token)
+                tokens.append(output.token)
+        assert new == alone(5, 8, False) and engine.stats.prompt_tokens == len(tokens) - 8
+
+
+class SlowRuntime(ChunkRuntime):
+    """Lets other threads run within a step, and counts the most steps at a time."""
+
+    num_within = most_within = 0
+
+    def step(self, state, rows, all_logits=False):
+        self.num_within += 1
+        self.most_within = max(self.most_within, self.num_within)
+        time.sleep(0.001)
+        logits = super().step(state, rows, all_logits)
+        self.num_within -= 1
+        return logits
+
+
+def test_steps_of_several_threads_take_turns(model, alone):
+    runtime = SlowRuntime(model)
+    engine = Engine(runtime, 3)
+    outputs, errors, cancelled = [], [], engine.add(request_of(11, max_tokens=100))
+
+    def work(numbers):
+        try:
+            for number in numbers:
+                ids[engine.add(request_of(number))] = number
+            while engine.has_work:
+                outputs.extend(engine.step())
+                engine.cancel(cancelled)
+        except Exception as error:
+            errors.append(error)
+
+    ids = {}
+    threads = [threading.Thread(target=work, args=(range(start, 8, 4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == [] and runtime.most_within == 1
+    for id, number in ids.items():
+        # Those that come first may reach the list last.
+        assert sorted(tokens_of(each for each in outputs if each.id == id)) == sorted(alone(number, 8, False))
+
+
+def test_limits_that_the_prompt_and_the_vocabulary_set():
+    """To the last one that is allowed."""
+    Request([1, 2, 3], snapshots_at=[1, 3], logprobs=10, prompt_logprobs=10, logit_bias={9: 1}).check(10)
+    for options, message in (
+        (dict(snapshots_at=[4]), r"snapshots are asked for at \[4\] tokens; the prompt has 3"),
+        (dict(snapshots_at=[0]), r"snapshots are asked for at \[0\] tokens; the prompt has 3"),
+        (dict(logprobs=11), "logprobs is 11, and must be from 0 to 10"),
+        (dict(prompt_logprobs=11), "prompt_logprobs is 11, and must be from 0 to 10"),
+        (dict(logit_bias={10: 1}), "logit_bias has a token id outside the vocabulary, which is 0 to 9"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Request([1, 2, 3], **options).check(10)
+
+
 def test_text_and_stop_strings(texting):
     runtime, tokenizer = texting
     engine = Engine(runtime, 2, tokenizer=tokenizer)
@@ -285,9 +379,11 @@ def test_text_and_stop_strings(texting):
     text = "".join(output.text for output in run(engine)[free])
     stop = text[3:5]
     stopped, other = engine.add(Request(tokens, 20, stop=[stop])), engine.add(Request(tokens, 20))
+    by_one_text = engine.add(Request(tokens, 20, stop=stop))
     outputs = run(engine)
-    assert "".join(output.text for output in outputs[stopped]) == text[: text.index(stop)]
-    assert outputs[stopped][-1].finish_reason == "stop"
+    for id in (stopped, by_one_text):
+        assert "".join(output.text for output in outputs[id]) == text[: text.index(stop)]
+        assert outputs[id][-1].finish_reason == "stop"
     assert "".join(output.text for output in outputs[other]) == text
 
 

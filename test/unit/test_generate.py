@@ -17,7 +17,7 @@ from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import GenerationStats
 from granite4_neuron.engine.sampling import Sampler, with_overrides
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.generation import chat_prompt
+from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens
 
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
@@ -105,6 +105,12 @@ class TestLoop:
         text = "".join(response.text for response in responses)
         assert text == texting[1].decode(before, skip_special_tokens=True), "the stop token has no text"
         assert len(tokens_of(texting[0], ids[0], max_tokens=9, ignore_eos=True)[0]) == 9
+
+    def test_eos_of_the_tokenizer_counts_beside_the_checkpoints(self, texting):
+        config = GenerationConfig(eos_token_id=[7, 8])
+        assert end_of_sequence_tokens(texting[1], config) == {7, 8, texting[1].eos_token_id}
+        assert end_of_sequence_tokens(texting[1], GenerationConfig(eos_token_id=7)) == {7, texting[1].eos_token_id}
+        assert end_of_sequence_tokens(texting[1], GenerationConfig()) == {texting[1].eos_token_id}
 
     def test_the_limit_of_the_model(self, texting):
         limit = texting[0].config.max_position_embeddings

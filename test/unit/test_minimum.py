@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.minimum import minimum, minimum_of_commit
+from granite4_neuron.minimum import minimum, minimum_of_commit, minimum_of_copy
 from test.support.checkpoints import DENSE, small_config
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
@@ -41,6 +41,25 @@ def test_a_token_sees_those_before_it():
     assert whole.flops - none.flops == 4 * 8 * 100 * config.num_attention_heads * config.head_dim
     assert minimum(config, 2, torch.float32, 1, 8, 0).flops == none.flops / 2
     assert none.state == 0
+
+
+def test_a_token_of_a_prompt_sees_itself_and_those_before_it():
+    """Counted one by one, in both sequences; nothing of it is there twice, and nothing for tokens to come."""
+    config = small_config(layer_types=("attention",), **DENSE)
+    query, key = 64 * 64, 64 * 32  # 4 heads, 2 key heads, of 16
+    matrices = 2 * query + 2 * key + 3 * 64 * 80
+    for tokens, context in ((1, 0), (2, 0), (7, 0), (7, 30)):
+        seen = sum(context + position + 1 for _ in range(2) for position in range(tokens))
+        flops = minimum(config, 1, torch.float32, 2, tokens, context).flops
+        assert flops == 2 * 2 * tokens * matrices + 2 * 2 * 160 * 64 + 4 * 4 * 16 * seen
+
+
+def test_a_copy_reads_and_writes_a_slot_once():
+    """Of one rank of four: 36 Mamba layers, and 2 of the 8 key heads of each of the 4 layers of attention."""
+    least = minimum_of_copy(CONFIG, 4, torch.bfloat16, 1000, state_dtype=torch.float16)
+    assert least.state == 2 * 36 * ((2048 + 256) * 3 * 2 + 32 * 64 * 128 * 2)
+    assert least.key_values == 2 * 1000 * 4 * 2 * 2 * 128 * 2
+    assert least.bytes_accessed == least.state + least.key_values and least.flops == 0
 
 
 def test_a_verification_and_its_commit():

@@ -41,6 +41,12 @@ class TestAdditions:
         scores = Sampler(GREEDY, 0, additions(logit_bias, frequency, presence, 2))._scores(logits, tokens)
         assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
 
+    def test_come_before_the_temperature(self):
+        """A bias is added to the model's logits, whatever the temperature and what else the request asks for."""
+        config = GenerationConfig(do_sample=True, temperature=0.5, top_k=2)
+        scores = Sampler(config, 0, additions({2: 1.5}, 0, 1.0, 1))._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
+        assert scores.tolist() == [float("-inf"), 1.0, 3.0, float("-inf")]
+
     def test_reach_each_sequence_its_own(self, runtime):
         """One is pushed to a token, one keeps from repeating, one is as it is; together as alone."""
         requests = [

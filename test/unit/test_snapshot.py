@@ -15,7 +15,7 @@ from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.sizes import sequence_bytes, token_bytes
-from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.snapshot import Snapshot, fingerprint
 from granite4_neuron.state import NULL_SLOT, MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
@@ -122,6 +122,24 @@ def test_a_file_holds_all_of_it(runtime, begun, expected, tmp_path):
     runtime.restore(begun, [loaded], 4)
     assert torch.equal(continue_in(runtime, begun, 4), expected)
     assert os.listdir(tmp_path) == [file.name]
+
+
+def test_only_the_owner_may_read_a_file(runtime, begun, tmp_path):
+    """Also where others may read the one that it takes the place of."""
+    file = tmp_path / "prompt.safetensors"
+    file.touch(0o666)
+    file.chmod(0o666)
+    runtime.snapshot(begun, 2, LENGTH).save(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_fingerprint_sees_every_part_of_a_matrix(part):
+    weight = torch.randn(40, 50)
+    other = weight.clone()
+    other[10 * part : 10 * part + 10] += 1
+    before, after = (fingerprint([("weight", each)], torch.float32) for each in (weight, other))
+    assert before != after and before == fingerprint([("weight", weight.clone())], torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -78,3 +78,15 @@ def test_a_prompt_that_is_all_there_is(tokenizer, ids):
 
 def test_a_stop_string_across_characters(tokenizer, ids):
     assert text_of(tokenizer, ids("a日本c".encode()), stop=("本",)) == "a日"
+
+
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_a_prompt_that_ends_within_a_character_of_four_bytes(tokenizer, ids, cut):
+    tokens = ids("ab🎉cd".encode())
+    assert text_of(tokenizer, tokens[2 + cut :], prompt=tokens[: 2 + cut]) == "🎉cd"
+
+
+@pytest.mark.parametrize("stop", [("cd", "bcd"), ("bcd", "cd")], ids=repr)
+def test_the_stop_string_that_begins_first(tokenizer, stop):
+    """Whichever is named first, where the same token completes both."""
+    assert text_of(tokenizer, tokenizer.encode("abcd", add_special_tokens=False), stop=stop) == "a"

@@ -8,26 +8,44 @@ rectangle.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import reprlib
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
-from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence
-from granite4_neuron.engine.sampling import NoTokenLeft
+from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
+from granite4_neuron.engine.sampling import NoTokenLeft, is_whole
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 from granite4_neuron.speculation import Drafter, DraftRequest
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an engine that waits while another thread is in such a method."""
+
+    @functools.wraps(method)
+    def locked(self: Engine, *arguments: Any, **options: Any) -> Any:
+        with self._lock:
+            return method(self, *arguments, **options)
+
+    return locked
+
+
 class Engine:
-    """Runs many requests at a time on a runtime. Use it from one thread only.
+    """Runs many requests at a time on a runtime.
+
+    An engine belongs to one thread at a time, and with it its runtime's state, its prefix cache and its drafter: a call
+    from another thread waits until the step that runs has ended.
 
     The output of a sequence does not depend on other sequences: when they start and end, how long they are, or whether
     they fail.
@@ -49,8 +67,8 @@ class Engine:
         draft_tokens: the most tokens it proposes for a sequence.
 
     Raises:
-        UserError: the runtime has no room for so many or such long sequences, `memory_bytes` is too small for one, or
-            the runtime cannot verify drafts.
+        UserError: an argument is not what it must be, or the runtime has no room for so many or such long sequences or
+            cannot verify drafts.
     """
 
     def __init__(
@@ -66,10 +84,17 @@ class Engine:
         drafter: Drafter | None = None,
         draft_tokens: int = 4,
     ):
+        check_count("num_sequences", num_sequences, 1)
+        check_count("draft_tokens", draft_tokens, 1)
+        if max_length is not None:
+            check_count("max_length", max_length, 2)  # a token of the prompt, and a new one
+        if memory_bytes is not None:
+            check_count("memory_bytes", memory_bytes, 0)
+        check_has("tokenizer", tokenizer, "backend_tokenizer")
+        check_has("prefix_cache", prefix_cache, "find", "keep")
+        check_has("drafter", drafter, "propose", "end")
         if drafter is not None:
             require(runtime, "verify")
-            if draft_tokens < 1:
-                raise UserError(f"draft_tokens is {draft_tokens}, and must be at least 1.")
         longest = runtime.max_length
         self.runtime = runtime
         self.max_length = longest if max_length is None else min(max_length, longest)
@@ -85,6 +110,7 @@ class Engine:
         self._waiting: deque[RunningSequence] = deque()
         self._running: dict[int, RunningSequence] = {}  # by id, in the order in which they started
         self._prompts_are_next = True
+        self._lock = threading.RLock()
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +127,7 @@ class Engine:
         """Sequences that wait for a slot."""
         return len(self._waiting)
 
+    @_one_at_a_time
     def add(self, request: Request) -> int:
         """Queue a request; it starts in a later step.
 
@@ -128,8 +155,15 @@ class Engine:
         self._waiting.append(sequence)
         return sequence.id
 
+    @_one_at_a_time
     def cancel(self, id: int) -> bool:
-        """End a sequence at once, without further output; false if it has already ended."""
+        """End a sequence at once, without further output; false if it has already ended.
+
+        Raises:
+            UserError: `id` cannot be that of a sequence.
+        """
+        if not is_whole(id):
+            raise UserError(f"id is {reprlib.repr(id)}, and must be the number that `Engine.add` returned.")
         if id in self._running:
             self._leave(self._running[id])
             return True
@@ -139,17 +173,24 @@ class Engine:
                 return True
         return False
 
+    @_one_at_a_time
     def finish(self, id: int) -> str:
         """End a running sequence as if it had reached its limit; returns the text that was held back.
 
         Unlike `cancel`, this keeps its state in the prefix cache.
+
+        Raises:
+            UserError: no sequence of that id runs.
         """
+        if not is_whole(id) or id not in self._running:
+            raise UserError(f"id is {reprlib.repr(id)}, and must be that of a sequence that runs.")
         sequence = self._running[id]
         if self._cache is not None and sequence.logits is not None:
             self._keep(sequence)
         self._leave(sequence)
         return sequence.text.finish()
 
+    @_one_at_a_time
     def step(self) -> list[Output]:
         """Run one step; returns the new tokens, in order for each sequence: with a drafter perhaps several."""
         self._start_waiting()

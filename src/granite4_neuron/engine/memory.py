@@ -17,13 +17,12 @@ class Slots:
 
     Args:
         runtime: allocates the state.
-        num_sequences, max_length: of the state.
+        num_sequences, max_length: of the state, at least 1.
         memory_bytes: limit in bytes for all slots together; None for no limit.
         set_aside: reserved slots above those for sequences; they do not count towards `memory_bytes`.
 
     Raises:
-        UserError: `num_sequences` is less than 1, a reserved slot is not above the others, or the runtime has no room
-            for the state.
+        UserError: a reserved slot is not above the others, or the runtime has no room for the state.
     """
 
     def __init__(
@@ -34,8 +33,6 @@ class Slots:
         memory_bytes: int | None,
         set_aside: Sequence[int] = (),
     ):
-        if num_sequences < 1:
-            raise UserError(f"num_sequences is {num_sequences}, and must be at least 1.")
         if set_aside and min(set_aside) <= num_sequences:
             raise UserError(
                 f"slot {min(set_aside)} is set aside and {num_sequences} sequences take the first {num_sequences}; set "

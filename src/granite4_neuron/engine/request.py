@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -19,39 +20,71 @@ from granite4_neuron.runtime.interface import Row
 from granite4_neuron.speculation.backoff import DraftBackoff
 
 MOST_TOP_LOGPROBS = 20
+_TEXTS = (str, bytes, bytearray, memoryview)  # sequences, but not of what a request needs
+# Of fields that hold several values: what a caller may give, what it is kept as, what each is, and how that is called.
+# Tokens are looked at by `Request.check`, which knows the vocabulary.
+_FIELDS: Mapping[str, tuple[type, type, Callable[[object], bool] | None, str]] = {
+    "tokens": (Sequence, tuple, None, "a list of token ids, or a tensor of them with one axis"),
+    "stop": (Sequence, tuple, lambda value: isinstance(value, str), "a text or a list of texts"),
+    "stop_token_ids": (Collection, frozenset, is_whole, "a list or a set of token ids"),
+    "snapshots_at": (Collection, frozenset, is_whole, "a list or a set of whole numbers"),
+    "logit_bias": (Mapping, dict, is_whole, "a dictionary of numbers by token id"),
+}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to continue.
+    """A sequence to continue. It keeps what the caller gives in types of its own, which the caller cannot change later.
 
-    tokens: the prompt.
+    tokens: the prompt; a list, or a tensor with one axis, becomes a tuple.
     max_tokens: new tokens at most.
     sampling: see `Sampler`; None for the checkpoint's generation_config.json.
     seed: of the sequence's random numbers; None for different ones each time.
-    stop_token_ids: tokens that end the sequence.
-    stop: strings that end it and are not part of its text. They need an engine with a tokenizer.
+    stop_token_ids: tokens that end the sequence; None for none.
+    stop: strings that end it and are not part of its text, or one; None for none. They need an engine with a tokenizer.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
-        and an engine with a prefix cache keeps a snapshot.
-    logit_bias: added to the logits of tokens, -100 to 100.
+        and an engine with a prefix cache keeps a snapshot. None for none.
+    logit_bias: added to the logits of tokens, -100 to 100; None for none.
     frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
-        if it was generated at all; -2 to 2.
+        if it was generated at all; -2 to 2; None for 0.
     logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
     prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
+
+    Raises:
+        UserError: a field is of a type that it cannot be made from.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | torch.Tensor | np.ndarray
     max_tokens: int = 256
     sampling: GenerationConfig | None = None
     seed: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    stop: Sequence[str] = ()
-    snapshots_at: frozenset[int] = frozenset()
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    stop_token_ids: Collection[int] | None = frozenset()
+    stop: Sequence[str] | str | None = ()
+    snapshots_at: Collection[int] | None = frozenset()
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        is_tensor = isinstance(self.tokens, (torch.Tensor, np.ndarray))
+        self._set("tokens", self.tokens.tolist() if is_tensor else self.tokens)
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, ())
+        self._set("stop_token_ids", self.stop_token_ids, ())
+        self._set("snapshots_at", self.snapshots_at, ())
+        self._set("logit_bias", self.logit_bias, {})
+        if not isinstance(self.sampling, GenerationConfig | None):
+            raise UserError(f"sampling is of type {type(self.sampling).__name__}, and must be a GenerationConfig.")
+
+    def _set(self, name: str, value: object, default: Collection | None = None) -> None:
+        """Keep a field's value, or the default for None, in the field's own type."""
+        kind, make, is_item, what = _FIELDS[name]
+        value = default if value is None else value
+        is_kind = isinstance(value, kind) and not isinstance(value, _TEXTS)
+        if not is_kind or (is_item is not None and not all(map(is_item, value))):
+            raise UserError(f"{name} is {reprlib.repr(value)}, and must be {what}.")
+        object.__setattr__(self, name, make(value))
 
     def check(self, vocab_size: int) -> None:
         """Check everything that does not depend on the engine's size.
@@ -59,8 +92,7 @@ class Request:
         Raises:
             UserError: an empty prompt, a token outside the vocabulary, or an option outside its range.
         """
-        if not is_whole(self.max_tokens) or self.max_tokens < 1:
-            raise UserError(f"max_tokens is {reprlib.repr(self.max_tokens)}, and must be a whole number of at least 1.")
+        check_count("max_tokens", self.max_tokens, 1)
         if "" in self.stop:
             raise UserError("a stop string is empty; it would end every text at once.")
         check_tokens(self.tokens, vocab_size, "the prompt")
@@ -70,10 +102,11 @@ class Request:
             )
         if self.logit_bias:
             check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
+        most = min(MOST_TOP_LOGPROBS, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(self, name)
-            if number is not None and not (is_whole(number) and 0 <= number <= min(MOST_TOP_LOGPROBS, vocab_size)):
-                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {MOST_TOP_LOGPROBS}.")
+            if number is not None and not (is_whole(number) and 0 <= number <= most):
+                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {most}.")
 
 
 @dataclass(frozen=True)
@@ -242,6 +275,27 @@ class RunningSequence:
         if reason is not None:
             text += self.text.finish()
         return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Check that an option is a whole number of at least `least`.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not is_whole(value) or value < least:
+        raise UserError(f"{name} is {reprlib.repr(value)}, and must be a whole number of at least {least}.")
+
+
+def check_has(name: str, value: object, *attributes: str) -> None:
+    """Check that an optional argument has what it is used for; None is left out.
+
+    Raises:
+        UserError: it lacks one of the attributes.
+    """
+    missing = [each for each in attributes if value is not None and not hasattr(value, each)]
+    if missing:
+        raise UserError(f"{name} is of type {type(value).__name__}, which has no {' and no '.join(missing)}.")
 
 
 def check_text(text: str, which: str) -> None:

@@ -183,9 +183,12 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
 
 
 def additions(
-    logit_bias: Mapping[int, float], frequency_penalty: float, presence_penalty: float, prompt_length: int
+    logit_bias: Mapping[int, float | None],
+    frequency_penalty: float | None,
+    presence_penalty: float | None,
+    prompt_length: int,
 ) -> list[LogitsProcessor]:
-    """Processors for a request's logit_bias, frequency_penalty and presence_penalty.
+    """Processors for a request's logit_bias, frequency_penalty and presence_penalty; None is 0.
 
     Args:
         prompt_length: tokens before the generated ones.
@@ -198,9 +201,11 @@ def additions(
         check_sampling({"logit_bias": bias})
     processors: list[LogitsProcessor] = []
     if logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(id,): float(bias) for id, bias in logit_bias.items()}))
+        processors.append(SequenceBiasLogitsProcessor({(id,): float(bias or 0) for id, bias in logit_bias.items()}))
     if frequency_penalty or presence_penalty:
-        processors.append(OccurrencePenaltyLogitsProcessor(frequency_penalty, presence_penalty, prompt_length))
+        processors.append(
+            OccurrencePenaltyLogitsProcessor(frequency_penalty or 0, presence_penalty or 0, prompt_length)
+        )
     return processors
 
 

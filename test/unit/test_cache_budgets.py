@@ -1,0 +1,390 @@
+"""Who is evicted, and when: the order of use and the budget, to the byte, in both prefix caches and in slots."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SlotPrefixCache, spare_slots
+from granite4_neuron.engine.memory import Slots
+from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.speculation import DraftRequest
+from granite4_neuron.state import HybridState
+from test.support.engines import CHUNK, VOCAB, ChunkRuntime, cached_bytes, engine_model, generate_one, run
+from test.support.stepping import random_tokens
+
+TOKENS = random_tokens(VOCAB, 150).tolist()
+OTHERS = random_tokens(VOCAB, 150, seed=1).tolist()
+PROMPTS = [tuple(OTHERS[start : start + 12]) for start in range(0, 120, 12)]
+LOGITS = torch.zeros(VOCAB)
+
+
+class WithOwnSlots(ChunkRuntime):
+    """As one that keeps its state itself."""
+
+    own_slots = 9
+
+
+def held(runtime, *lengths):
+    """Bytes that sequences of these lengths hold, counted in the tensors of a state."""
+    return sum(
+        tensor[1].nbytes
+        for length in lengths
+        for tensor in HybridState.allocate(
+            runtime.config, 1, length, runtime.dtype, "meta", state_dtype=runtime.state_dtype
+        ).tensors()
+    )
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def any_runtime(request, model):
+    """With SSM states of each dtype."""
+    return CPURuntime(model, GenerationConfig(), kernels="torch", state_dtype=request.param)
+
+
+@pytest.fixture
+def state(runtime):
+    return runtime.allocate(1, 150)
+
+
+class TestTree:
+    def keep(self, cache, state, *prompts):
+        for tokens in prompts:
+            cache.keep(tokens, state, 1, LOGITS)
+
+    def kept(self, cache, prompts=PROMPTS):
+        return [number for number, tokens in enumerate(prompts) if cache.export(tokens) is not None]
+
+    @pytest.fixture
+    def cache(self, runtime, state):
+        """Room for three of the prompts, and the first three of them."""
+        cache = PrefixCache(runtime, 3 * (held(runtime, 12) + LOGITS.nbytes), None)
+        self.keep(cache, state, *PROMPTS[:3])
+        return cache
+
+    def test_what_was_found_is_evicted_last(self, cache, state):
+        for number in (0, 1):
+            cache.release(cache.find(PROMPTS[number] + (7,)))
+        self.keep(cache, state, PROMPTS[3])
+        assert self.kept(cache) == [0, 1, 3]
+        self.keep(cache, state, PROMPTS[4], PROMPTS[5])
+        assert self.kept(cache) == [3, 4, 5] and cache.stats.evictions == 3
+
+    def test_what_was_kept_again_is_evicted_last(self, cache, state):
+        self.keep(cache, state, PROMPTS[0], PROMPTS[3])
+        assert self.kept(cache) == [0, 2, 3]
+
+    def test_what_is_in_use_stays_and_keeps_its_place(self, cache, state):
+        prefix = cache.find(PROMPTS[1])
+        self.keep(cache, state, *PROMPTS[3:6])
+        assert self.kept(cache) == [1, 4, 5]
+        cache.release(prefix)
+        self.keep(cache, state, PROMPTS[6])
+        assert self.kept(cache) == [4, 5, 6]
+
+    def test_a_byte_too_little(self, any_runtime):
+        """Of a budget for one, for two, and for two that have their first tokens in common."""
+        state = any_runtime.allocate(1, 40)
+        branch = TOKENS[:12] + OTHERS[:8]
+        both = held(any_runtime, 20) + held(any_runtime, 20) - held(any_runtime, 12) + held(any_runtime, 0)
+        for prompts, size in (
+            ([TOKENS[:20]], held(any_runtime, 20)),
+            ([TOKENS[:20], OTHERS[:12]], held(any_runtime, 20, 12)),
+            ([TOKENS[:20], branch], both),
+        ):
+            size += len(prompts) * LOGITS.nbytes
+            enough, short = PrefixCache(any_runtime, size, None), PrefixCache(any_runtime, size - 1, None)
+            for cache in (enough, short):
+                self.keep(cache, state, *prompts)
+                assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
+            assert enough.stats.num_bytes == size and self.kept(enough, prompts) == list(range(len(prompts)))
+            assert short.stats.snapshots == len(prompts) - 1 and enough.stats.evictions == 0
+
+    @settings(max_examples=60)
+    @given(
+        uses=st.lists(
+            st.tuples(st.sampled_from(["find", "keep", "release"]), st.integers(0, 3), st.integers(1, 6)), max_size=40
+        ),
+        entries=st.integers(0, 5),
+        more=st.integers(-1, 1),
+    )
+    def test_any_uses(self, model, uses, entries, more):
+        """Bytes are those of distinct prefixes; evicted are the oldest, and not one more than the budget asks for."""
+        runtime = ChunkRuntime(model)
+        state = runtime.allocate(1, 40)
+        of_entry, of_token = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
+
+        def size(texts):
+            prefixes = {text[:length] for text in texts for length in range(1, len(text) + 1)}
+            return len(texts) * of_entry + len(prefixes) * of_token
+
+        budget = entries * of_entry + 20 * of_token + more
+        cache = PrefixCache(runtime, budget, None)
+        kept, in_use = [], []  # the least recently used first
+        for use, base, length in uses:
+            # Four texts: two that begin alike, and two others.
+            text = tuple((TOKENS if base < 2 else OTHERS)[: 2 * length]) + (base,) * length
+            before = list(kept)
+            if use == "find":
+                prefix = cache.find(text)
+                hits = [each for each in kept if text[: len(each)] == each]
+                assert (0 if prefix is None else prefix.length) == max(map(len, hits), default=0)
+                if hits:
+                    kept.sort(key=max(hits, key=len).__eq__)
+                    in_use.append((kept[-1], prefix))
+            elif use == "keep":
+                cache.keep(text, state, 1, LOGITS)
+                kept = [each for each in kept if each != text] + [text]
+                kept = [each for each in kept if cache.export(each) is not None]
+            elif in_use:
+                cache.release(in_use.pop()[1])
+            assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots) == (size(kept), len(kept))
+            assert cache.stats.num_bytes <= budget and {each for each, _ in in_use} <= set(kept)
+            if evicted := [each for each in before if each not in kept]:
+                older = set(before[: before.index(evicted[-1])]) - set(evicted) - {each for each, _ in in_use}
+                # The one at which the new text parts from the tree has to stay.
+                assert len(older) <= 1
+                assert text not in kept or size([*kept, evicted[-1]]) > budget
+
+    def test_a_prompt_that_is_all_there_is_reported_as_cached(self, runtime):
+        engine = Engine(runtime, 1, prefix_cache=PrefixCache(runtime, None, CHUNK))
+        generate_one(engine, Request(TOKENS[:45], 3))
+        id = engine.add(Request(TOKENS[:45], 3))
+        assert run(engine)[id][0].prompt.cached_tokens == 45
+
+    def test_only_what_was_exported_is_loaded(self, runtime, cache):
+        exported = cache.export(PROMPTS[0])
+        for changes in (dict(tokens=PROMPTS[0][:-1]), dict(tokens=()), dict(start=1)):
+            with pytest.raises(UserError, match="was not made from a prefix cache, with tokens and logits"):
+                PrefixCache(runtime, None, None).load(replace(exported, **changes))
+        other = PrefixCache(runtime, None, None)
+        other.load(exported)
+        assert other.export(PROMPTS[0]).num_bytes == exported.num_bytes == other.stats.num_bytes
+
+    def test_counts(self, cache):
+        assert cache.find(PROMPTS[5]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
+
+    def test_logits_are_its_own(self, runtime, state):
+        """The caller's may be a view of a step's, which is used again."""
+        cache, logits = PrefixCache(runtime, None, None), torch.arange(VOCAB).float()
+        cache.keep(PROMPTS[0], state, 1, logits)
+        logits.zero_()
+        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+
+    def test_an_engine_goes_on_from_several_pieces(self, any_runtime):
+        """Of 16-bit states too: only the last piece has them."""
+        cache = PrefixCache(any_runtime, None, any_runtime.tokens_per_step)
+        engine = Engine(any_runtime, 1, prefix_cache=cache)
+        cached = []
+        for prompt in (TOKENS[:45], TOKENS[:60], TOKENS[:60] + OTHERS[:5]):
+            id = engine.add(Request(prompt, 3))
+            cached.append(run(engine)[id][0].prompt.cached_tokens)
+        assert cached == [0, 45, 60] and len(cache.find(TOKENS[:60]).snapshots) > 1
+
+    def test_where_prompts_part(self, runtime, state):
+        """Far enough behind the prefix that is found already, and not only behind the beginning."""
+        cache = PrefixCache(runtime, None, None, at_branches=True)
+        self.keep(cache, state, TOKENS[:20], TOKENS[:60])
+        for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
+            assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+        # Where two have parted already there is no snapshot to go on from.
+        self.keep(cache, state, [*TOKENS[:50], (TOKENS[50] + 1) % VOCAB])
+        assert cache.new_branches([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
+
+
+class TestReservedSlots:
+    @settings(max_examples=60)
+    @given(
+        uses=st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 4)), max_size=40),
+        slots=st.integers(2, 5),
+        pinned=st.booleans(),
+    )
+    def test_any_uses(self, model, uses, slots, pinned):
+        """The same prefixes as a list in the order of use, which this test keeps for itself."""
+        runtime = ChunkRuntime(model)
+        state, pin = runtime.allocate(8, 40), tuple(TOKENS[:5])
+        cache = SlotPrefixCache(runtime, range(2, 2 + slots), [pin] if pinned else [])
+        cache.attach(state)
+        expected, evictions = [], 0  # the least recently used first
+        for is_find, base, length in uses:
+            text = tuple((TOKENS if base < 2 else OTHERS)[: 5 * length])
+            if is_find:
+                hits = [each for each in expected if text[: len(each)] == each]
+                prefix = cache.find(text)
+                assert (0 if prefix is None else prefix.length) == max(map(len, hits), default=0)
+                if hits:
+                    text = max(hits, key=len)
+                    expected.remove(text)
+                    expected.append(text)
+                    cache.release(prefix)
+                continue
+            cache.keep(text, state, 1, LOGITS)
+            if text not in expected and len(expected) == slots:
+                expected.remove(next(each for each in expected if not pinned or each != pin))
+                evictions += 1
+            expected = [each for each in expected if each != text] + [text]
+            assert list(cache._kept) == expected
+            assert len({kept.slot for kept in cache._kept.values()}) == len(expected)
+            stats = cache.stats
+            assert (stats.snapshots, stats.evictions, stats.in_use) == (len(expected), evictions, 0)
+            assert stats.num_bytes == len(expected) * LOGITS.nbytes
+
+    def test_a_prompt_that_is_all_there_is_reported_as_cached(self, runtime):
+        engine = Engine(runtime, 1, prefix_cache=SlotPrefixCache(runtime, (2, 3)))
+        generate_one(engine, Request(TOKENS[:45], 3))
+        id = engine.add(Request(TOKENS[:45], 3))
+        assert run(engine)[id][0].prompt.cached_tokens == 45
+
+    def test_logits_are_its_own(self, runtime):
+        cache, logits = SlotPrefixCache(runtime, (2, 3)), torch.arange(VOCAB).float()
+        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, logits)
+        logits.zero_()
+        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+
+    def test_counts(self, runtime):
+        cache = SlotPrefixCache(runtime, (2, 3))
+        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, LOGITS)
+        assert cache.find(PROMPTS[1]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
+
+    def test_where_prompts_part(self, runtime):
+        """Far enough behind the prefix that is found already, and not only behind the beginning."""
+        cache = SlotPrefixCache(runtime, (2, 3, 4))
+        state = runtime.allocate(4, 150)
+        for length in (20, 60):
+            cache.keep(TOKENS[:length], state, 1, LOGITS)
+        for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
+            assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
+
+    def test_spare_slots(self, model):
+        """Of 9 of a model that keeps its state, those above the sequences' own, as many as fit."""
+        runtime = WithOwnSlots(model)
+        of_slot = held(runtime, runtime.max_length)
+        assert spare_slots(runtime, 6, 10 * of_slot) == range(7, 10)
+        assert spare_slots(runtime, 6, 2 * of_slot) == range(7, 9)
+        assert spare_slots(runtime, 6, 2 * of_slot - 1) == range(7, 8)
+        assert spare_slots(runtime, 8, of_slot) == range(9, 10)
+        with pytest.raises(
+            UserError, match=f"a slot of the compiled model takes {of_slot:,} bytes; .* {of_slot - 1:,}"
+        ):
+            spare_slots(runtime, 6, of_slot - 1)
+        with pytest.raises(UserError, match="is compiled for 9 sequences, and 9 run at a time"):
+            spare_slots(runtime, 9, 10 * of_slot)
+
+
+class TestSlots:
+    def test_a_byte_too_little(self, any_runtime):
+        budget = held(any_runtime, 30, 20)
+        enough, short = (Slots(any_runtime, 3, 40, size) for size in (budget, budget - 1))
+        for slots in (enough, short):
+            assert slots.take(30) is not None
+        assert enough.take(20) is not None and enough.take(1) is None
+        assert short.take(20) is None and short.take(19) is not None
+
+    def test_the_longest_that_is_taken(self, any_runtime):
+        slots = Slots(any_runtime, 1, 100, held(any_runtime, 30))
+        slots.check(30)
+        with pytest.raises(UserError, match=f"needs {held(any_runtime, 31):,} bytes .* {held(any_runtime, 30):,}"):
+            slots.check(31)
+
+    def test_the_slot_with_the_most_memory_is_used_first(self, runtime):
+        slots = Slots(runtime, 3, 100, None)
+        long, short = slots.take(50), slots.take(10)
+        slots.give_back(short)
+        slots.give_back(long)
+        assert slots.take(5) == long and slots.take(5) == short
+
+    def test_reserved_slots_are_above_the_sequences(self, runtime):
+        Slots(runtime, 2, 10, None, (3,))
+        with pytest.raises(UserError, match="slot 2 is set aside and 2 sequences"):
+            Slots(runtime, 2, 10, None, (3, 2))
+
+
+class Oracle:
+    """Drafts what comes next, always as much as it may."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def propose(self, requests):
+        return [self.text[len(request.tokens) :][: request.most] for request in requests]
+
+    def end(self, id):
+        pass
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 6, 9, 40])
+def test_no_draft_passes_a_snapshot_that_is_due(runtime, model, draft_tokens):
+    prompt = TOKENS[:21]
+    text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 100))
+    cache = PrefixCache(runtime, None, CHUNK)
+    engine = Engine(runtime, 1, drafter=Oracle(text), draft_tokens=draft_tokens, prefix_cache=cache)
+    assert prompt + generate_one(engine, Request(prompt, 100)) == text
+    assert engine.stats.acceptance_rate == 1
+    kept = [length for length in range(1, len(text) + 1) if cache.export(text[:length]) is not None]
+    assert kept == sorted({*range(CHUNK, len(text), CHUNK), len(prompt), len(text) - 1})
+
+
+def test_no_draft_passes_the_end(runtime, model):
+    """Whatever is left to generate, no token is verified that could not be used."""
+    prompt = TOKENS[:21]
+    text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 40))
+    for max_tokens in range(2, 16):
+        verified = []
+
+        class Counting(ChunkRuntime):
+            def verify(self, state, rows, verified=verified):
+                verified.append(rows[0].start + len(rows[0].tokens))
+                return super().verify(state, rows)
+
+        engine = Engine(Counting(model), 1, drafter=Oracle(text), draft_tokens=6)
+        assert prompt + generate_one(engine, Request(prompt, max_tokens)) == text[: 21 + max_tokens]
+        # The last token is chosen, and never run.
+        assert max(verified, default=0) <= 21 + max_tokens - 1
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A runtime verifies 4 tokens of a row."""
+    monkeypatch.setattr(ChunkRuntime, "tokens_per_verification", 4)
+    return 4
+
+
+def test_no_draft_is_more_than_a_verification_takes(runtime, model, few):
+    prompt = TOKENS[:21]
+    text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 60))
+    for drafter in (Oracle(text), DraftModel(ChunkRuntime(model), VOCAB, 1, 200)):
+        engine = Engine(runtime, 1, drafter=drafter, draft_tokens=40)
+        assert prompt + generate_one(engine, Request(prompt, 60)) == text
+        assert engine.stats.acceptance_rate == 1 and engine.stats.decode_tokens_per_row > few - 0.5
+
+
+def test_a_draft_model_catches_up_by_any_number_of_tokens(model, few):
+    """Its last draft is never run, so there is one more than a verification takes."""
+    chooser = Sampler(GenerationConfig(top_k=None), 0)
+    for more in range(1, 12):
+        begun, fresh = (DraftModel(ChunkRuntime(model), VOCAB, 1, 200) for _ in range(2))
+        begun.propose([DraftRequest(0, TOKENS[:20], 2, chooser)])
+        asked = [DraftRequest(0, TOKENS[: 20 + more], 40, chooser)]
+        [drafts] = begun.propose(asked)
+        assert [drafts] == fresh.propose(asked) and len(drafts) == few + 1
+
+
+def test_a_prefix_that_fills_the_state(runtime, state):
+    snapshot = runtime.snapshot(state, 1, 20)
+    runtime.restore(runtime.allocate(1, 20), [snapshot], 1)
+    with pytest.raises(UserError, match="has 20 tokens and the state has room for 19"):
+        runtime.restore(runtime.allocate(1, 19), [snapshot], 1)
+
+
+def test_a_model_of_attention_alone_has_no_state_to_count():
+    runtime = ChunkRuntime(engine_model(layer_types=("attention", "attention")))
+    cache = PrefixCache(runtime, held(runtime, 20) + LOGITS.nbytes, None)
+    cache.keep(TOKENS[:20], runtime.allocate(1, 40), 1, LOGITS)
+    assert cache.stats.num_bytes == cache.max_bytes
