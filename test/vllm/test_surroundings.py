@@ -150,9 +150,8 @@ def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
     engines = {name: dict(model=folder, options=options) for name, options in engines.items()}
     results = run_engines(engines, prompts, tmp_path, **ONE_PROCESS, **plugin(OTHER_VLLM, tmp_path))
     assert greedy.right(prompts, results["plain"]) == [len(prompts)]
-    lines = [line for line in results["log"].splitlines() if "granite4-neuron does not take over Granite 4" in line]
-    assert len(lines) == len(engines)
-    assert all("WARNING" in line and "Mamba2AttentionMetadata has no num_decode_tokens" in line for line in lines)
+    (line,) = (line for line in results["log"].splitlines() if "granite4-neuron does not take over Granite 4" in line)
+    assert "WARNING" in line and "Mamba2AttentionMetadata has no num_decode_tokens" in line
     assert "wrong text on a CPU with speculation, and granite4-neuron does not take over" in results["n-gram"]["error"]
     assert "Mamba2AttentionMetadata has no num_decode_tokens" in results["n-gram"]["error"]
 

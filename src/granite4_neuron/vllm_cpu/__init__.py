@@ -19,8 +19,8 @@ _LOGGER = logging.getLogger("vllm.granite4_neuron")
 def register() -> None:
     """Entry point of the group vllm.general_plugins, which vLLM calls in each of its processes, perhaps several times.
 
-    It does nothing unless vLLM runs on a CPU. If it cannot take over, it logs one line that says why, and vLLM runs
-    unchanged, but does not start with a Granite 4 hybrid and speculation.
+    It does nothing unless vLLM runs on a CPU. If it cannot take over, vLLM runs Granite 4 unchanged, with a line in the
+    log that says why, but does not start with a hybrid and speculation.
 
     Raises:
         RuntimeError: it can neither take over nor prevent that.
@@ -39,11 +39,6 @@ def register() -> None:
                 f"granite4-neuron does not know this vLLM ({lack}), in which Granite 4 may give wrong text with "
                 f"speculation; install {DISTRIBUTION}, or leave granite4_neuron_cpu out of VLLM_PLUGINS."
             )
-        _LOGGER.warning(
-            "granite4-neuron does not take over Granite 4, and vLLM's own Mamba layers give wrong text on a CPU with "
-            "speculation: %s",
-            reason,
-        )
         configs.call_with_each(configs.no_speculation(reason))
         return
     from granite4_neuron.ops.cpu.build import load_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from granite4_neuron.config import ARCHITECTURE
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
+_LOGGER = logging.getLogger("vllm.granite4_neuron.configs")
 WORKER = "granite4_neuron.vllm_cpu.worker.Granite4Worker"
 
 
@@ -54,7 +57,7 @@ def why_refused(vllm_config: VllmConfig) -> str | None:
 
 def no_speculation(reason: str) -> Callable[[VllmConfig], None]:
     """For `call_with_each` where this package does not take over, because of `reason`, a sentence: vLLM alone gives
-    wrong text with speculation, without an error.
+    wrong text with speculation, without an error. Anything else is only said in the log.
     """
 
     def check(vllm_config: VllmConfig) -> None:
@@ -63,5 +66,6 @@ def no_speculation(reason: str) -> Callable[[VllmConfig], None]:
                 "vLLM's own Mamba layers give wrong text on a CPU with speculation, and granite4-neuron does not take "
                 f"over: {reason} Or leave out --speculative-config."
             )
+        _LOGGER.warning("granite4-neuron does not take over Granite 4: %s", reason)
 
     return check
