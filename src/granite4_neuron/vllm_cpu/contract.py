@@ -18,6 +18,8 @@ _GRANITE = f"{_MODELS}.granitemoehybrid"
 _MIXER = f"{_LAYERS}.mamba.mamba_mixer2"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
+_NO_FUNCTION = "is no function"
+
 
 class Term(NamedTuple):
     """What `target`, "module:name", must fulfil.
@@ -188,18 +190,22 @@ def first_break(terms: Iterable[Term]) -> str | None:
             return f"{module} has no {name}"
         lack = _BREAKS[term.kind](target, term.names.split())
         if lack is not None:
-            return f"{module}{'.' if name else ''}{name} {lack}"
+            return f"{module}.{name} {lack}"
     return None
 
 
 def _other_parameters(function: Callable, names: list[str]) -> str | None:
     """vLLM calls a function of ours in its place, so the parameters must be the same, in the same order."""
+    if not callable(function):
+        return _NO_FUNCTION
     found = list(inspect.signature(_plain(function)).parameters)
     return None if found == names else f"has the parameters {', '.join(found)}, and not {', '.join(names)}"
 
 
 def _refused_arguments(function: Callable, names: list[str]) -> str | None:
     """This package calls it with these arguments."""
+    if not callable(function):
+        return _NO_FUNCTION
     try:
         inspect.signature(function).bind(**dict.fromkeys(names))
     except TypeError as error:
@@ -215,7 +221,8 @@ def _missing_attributes(owner: object, names: list[str]) -> str | None:
 
 def _missing_in_code(function: Callable, names: list[str]) -> str | None:
     """It calls or sets them."""
-    return _missing(sorted(set(names) - _names_in(inspect.unwrap(_plain(function)).__code__)))
+    code = getattr(inspect.unwrap(_plain(function)), "__code__", None)
+    return _NO_FUNCTION if code is None else _missing(sorted(set(names) - _names_in(code)))
 
 
 def _missing(names: Iterable[str]) -> str | None:
