@@ -1,9 +1,10 @@
 """A process that runs vLLM: one engine after another, each with the same prompts.
 
 Reads {"engines": {name: {"model": folder, "options": {...}, "sampling": {...}, "rounds": 1}}, "prompts": [[token, ...],
-...], "tokens": n} as JSON from standard input. "prompts" of an engine are numbers of those it is given. Writes {name:
-{"tokens": [per round [per prompt [token, ...]]], "cached": [per round], "prompt_logprobs": [per prompt], "metrics":
-{...}}}, or {name: {"error": "..."}}, to the file that is its argument.
+...], "tokens": n} as JSON from standard input. "prompts" of an engine are numbers of those it is given, "sampling" may
+also be a list with options per prompt. Writes {name: {"tokens": [per round [per prompt [token, ...]]], "cached": [per
+round], "logprobs": [per prompt, of its tokens but the first and of the first round's], "metrics": {...}}}, or {name:
+{"error": "..."}}, to the file that is its argument.
 """
 
 import asyncio
@@ -35,21 +36,26 @@ DEFAULTS = dict(
 
 
 def logprobs_of(output) -> list[float]:
-    """Of a prompt's tokens but the first, where they were asked for."""
-    of_positions = output.prompt_logprobs or [None]
-    return [
-        entries[token].logprob for token, entries in zip(output.prompt_token_ids[1:], of_positions[1:], strict=False)
+    """Of a prompt's tokens but the first, then of the generated ones, where they were asked for."""
+    generated = output.outputs[0]
+    pairs = [
+        *zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [None])[1:], strict=False),
+        *zip(generated.token_ids, generated.logprobs or [], strict=False),
     ]
+    return [entries[token].logprob for token, entries in pairs]
 
 
-def sampling_options(tokens: int) -> dict:
-    return dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+def sampling_of(engine: dict, prompts: int, tokens: int) -> list[SamplingParams]:
+    options = engine.get("sampling", {})
+    per_prompt = options if isinstance(options, list) else [options] * prompts
+    common = dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    return [SamplingParams(**{**common, **of_prompt}) for of_prompt in per_prompt]
 
 
 def results_of(rounds: list[list[RequestOutput]]) -> dict:
     return {
         "tokens": [[list(output.outputs[0].token_ids) for output in outputs] for outputs in rounds],
-        "prompt_logprobs": [logprobs_of(output) for output in rounds[0]],
+        "logprobs": [logprobs_of(output) for output in rounds[0]],
         "cached": [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in rounds],
         "metrics": {name: counted(metric) for name, metric in COUNTERS.items()},
     }
@@ -62,7 +68,7 @@ def counted(name: str) -> int:
 
 def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
     llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
-    sampling = SamplingParams(**{**sampling_options(tokens), **engine.get("sampling", {})})
+    sampling = sampling_of(engine, len(prompts), tokens)
     rounds = [
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         for _ in range(engine.get("rounds", 1))
@@ -75,17 +81,18 @@ def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
 def serve_in_parallel(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
     """By data parallelism, which LLM does not have: each prompt by the next of the engines in turn, all at once."""
     ranks = engine["options"]["data_parallel_size"]
-    sampling = SamplingParams(**{**sampling_options(tokens), **engine.get("sampling", {})})
+    sampling = sampling_of(engine, len(prompts), tokens)
 
-    async def one(llm: AsyncLLM, prompt: list[int], name: str, rank: int) -> RequestOutput:
-        stream = llm.generate({"prompt_token_ids": prompt}, sampling, name, data_parallel_rank=rank)
+    async def one(llm: AsyncLLM, nth: int, n: int) -> RequestOutput:
+        prompt = {"prompt_token_ids": prompts[n]}
+        stream = llm.generate(prompt, sampling[n], f"{nth}-{n}", data_parallel_rank=n % ranks)
         return [output async for output in stream][-1]
 
     async def every_round() -> list[list[RequestOutput]]:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(engine["model"], **{**DEFAULTS, **engine["options"]}))
         try:
             return [
-                await asyncio.gather(*(one(llm, prompt, f"{nth}-{n}", n % ranks) for n, prompt in enumerate(prompts)))
+                await asyncio.gather(*(one(llm, nth, n) for n in range(len(prompts))))
                 for nth in range(engine.get("rounds", 1))
             ]
         finally:

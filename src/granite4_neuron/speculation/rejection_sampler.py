@@ -9,8 +9,9 @@ https://arxiv.org/abs/2302.01318). Of drafts x_i that were drawn from q_i, where
 * If all are accepted, a further token, the bonus, comes from the target model alone.
 
 Greedy requests accept what equals the target's argmax. Names, arguments, shapes and fillers are those of vLLM 0.33
-(`vllm.v1.sample.rejection_sampler`), whose metadata objects can be passed too. Drafts of all requests of a batch lie
-one after another: request i has `num_draft_tokens[i]` of the `num_tokens`, up to `cu_num_draft_tokens[i]`.
+(`vllm.v1.sample.rejection_sampler`) without its mode "fly"; its metadata objects can be passed too. Drafts of all
+requests of a batch lie one after another: request i has `num_draft_tokens[i]` of the `num_tokens`, up to
+`cu_num_draft_tokens[i]`.
 """
 
 from __future__ import annotations

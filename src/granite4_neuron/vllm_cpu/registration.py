@@ -7,7 +7,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.models import ModelRegistry
 
 from granite4_neuron.config import ARCHITECTURE
-from granite4_neuron.vllm_cpu import acceptance, sampling, state_copies
+from granite4_neuron.vllm_cpu import acceptance, configs, sampling, state_copies
 from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
 from granite4_neuron.vllm_cpu.model import Granite4ForCausalLM
 
@@ -30,3 +30,4 @@ def register_all() -> None:
     state_copies.register()
     sampling.register()
     acceptance.register()
+    configs.call_with_each(configs.accept)
