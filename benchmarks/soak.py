@@ -35,7 +35,7 @@ from granite4_neuron.engine import Engine
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, parse
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
-MAX_LENGTH = 512
+MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64
 DISCONNECT_SHARE, MALFORMED_SHARE = 0.1, 0.05
 TOLERANCE = 0.05
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -127,13 +127,14 @@ def soak(num_requests: int, num_clients: int, seed: int = 0) -> Report:
 def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
     """The texts of each kind's choices, generated one by one in an idle engine."""
     runtime, tokenizer = load(dtype=torch.float32)
-    maker = SequenceMaker(runtime, tokenizer, Limits(MAX_LENGTH, None))
+    limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
+    maker = SequenceMaker(runtime, tokenizer, limits)
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
     texts = []
     for path, body in kinds:
         kind, make = (CompletionBody, maker.of_completion) if path == COMPLETIONS else (ChatBody, maker.of_chat)
         texts.append([])
-        for request in asyncio.run(make(parse(kind, json.dumps(body).encode()))):
+        for request in make(parse(kind, json.dumps(body).encode(), limits.num_tokens)):
             engine.add(request)
             text = tokenizer.decode(request.tokens) if body.get("echo") else ""
             while engine.has_work:
@@ -146,7 +147,7 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
 @contextmanager
 def _server() -> Iterator[tuple[str, int]]:
     """A server process: its address and its process id."""
-    limits = ["--max-num-seqs", "4", "--max-queue", "64", "--max-model-len", str(MAX_LENGTH)]
+    limits = [f"--max-num-seqs={NUM_SEQUENCES}", f"--max-queue={MAX_QUEUE}", f"--max-model-len={MAX_LENGTH}"]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
     command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", "--dtype", "float32", *limits, *reuse]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

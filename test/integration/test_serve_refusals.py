@@ -60,7 +60,7 @@ BAD = {
     "not UTF-8": (b'{"prompt": "\xff"}', "not a request in JSON"),
     "half a character": (b'{"prompt": "\\ud800"}', "not a request in JSON"),
     "a field of half a character": (b'{"prompt": "x", "\\ud800": 1}', "not a request in JSON"),
-    "deep": (b"[" * 100_000, "not a request in JSON"),
+    "deep": (b"[" * 10_000, "not a request in JSON"),
     "no prompt": ({}, "prompt: field required"),
     "an empty prompt": ({"prompt": ""}, "prompt: it must be"),
     "no prompts": ({"prompt": []}, "prompt: it must be"),

@@ -1,7 +1,10 @@
 """Conversations become prompts in which only the template writes control tokens."""
 
+import itertools
 import os
 import signal
+import threading
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -89,3 +92,23 @@ def test_after_an_endless_template_there_is_another_process():
         with pytest.raises(TemplateFailed, match="more than 3 seconds"):
             renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
         assert renderer.render("c", {}) == "c"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(encoder):
+    ticks, has_ended = [], threading.Event()
+
+    def tick():
+        while not has_ended.wait(0.005):
+            ticks.append(time.monotonic())
+
+    encoder.encode_text("x")
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.monotonic()
+    encoder.encode_text("The import statement. " * 20_000)
+    ended = time.monotonic()
+    has_ended.set()
+    ticking.join()
+    moments = [started, *(moment for moment in ticks if started < moment < ended), ended]
+    longest_pause = max(after - before for before, after in itertools.pairwise(moments))
+    assert longest_pause < (ended - started) / 2

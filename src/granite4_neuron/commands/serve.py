@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,14 +109,14 @@ def run(options: argparse.Namespace) -> int:
             tokenizer,
             engine,
             cache,
-            num_sequences=options.max_num_seqs,
-            max_queue=options.max_queue,
-            limits=Limits(engine.max_length, options.max_tokens),
+            limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
             model=model,
             api_key=options.api_key,
             max_body=max_body,
             on_start=lambda port: write(f"Serving {model} at http://{options.host}:{port}/v1"),
         )
+        # A full collection would hold up all requests for a third of a second; what is there by now stays.
+        gc.freeze()
         return 0 if server.serve_on(listener) else EXIT_FAILED
 
 

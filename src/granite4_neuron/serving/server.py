@@ -57,9 +57,7 @@ class Server(uvicorn.Server):
     Args:
         runtime, tokenizer: the model.
         engine, cache: the engine, which has the tokenizer, and its prefix cache.
-        num_sequences: how many sequences the engine runs at a time.
-        max_queue: how many more may wait.
-        limits: of a sequence.
+        limits: of a request, and in all of the sequences that run and wait.
         model: the name that clients use.
         api_key: that clients must send; None for none.
         max_body: limit of a request's body in bytes.
@@ -73,8 +71,6 @@ class Server(uvicorn.Server):
         engine: Engine,
         cache: PrefixCache | SlotPrefixCache | None,
         *,
-        num_sequences: int,
-        max_queue: int,
         limits: Limits,
         model: str,
         api_key: str | None,
@@ -82,7 +78,7 @@ class Server(uvicorn.Server):
         on_start: Callable[[int], None],
     ):
         metrics = Metrics(engine, cache)
-        thread = EngineThread(engine, num_sequences, max_queue, metrics, self._engine_ended)
+        thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
         self._on_start = on_start
