@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -21,10 +22,10 @@ LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": Tr
 
 
 @contextmanager
-def serve_process(*arguments):
-    """A process of the command, and its address."""
-    command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def serve_process(*arguments, before=(), **variables):
+    """A process of the command, behind the words `before` and with environment variables, and its address."""
+    command = [*before, sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -35,7 +36,7 @@ def serve_process(*arguments):
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
         assert idle.get(f"{address}/health").status_code == 200
@@ -48,8 +49,17 @@ def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         with pytest.raises(httpx.ConnectError):
             httpx.post(f"{address}/v1/completions", json=LONG)
-        assert process.wait(200) == (0 if number == signal.SIGTERM else 130)
+        assert process.wait(200) == (130 if number == signal.SIGINT else 0)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_it_outlives_its_terminal_under_nohup():
+    with serve_process(before=["nohup"]) as (process, address):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_a_second_interrupt_does_not_wait():

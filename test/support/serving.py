@@ -25,6 +25,7 @@ def serving(
     max_body=2**20,
     max_tokens=None,
     api_key=None,
+    shutdown_timeout=60,
     **engine_options,
 ) -> Iterator[Server]:
     """Its address is `server.address`, and what it runs `server.engine`, `server.cache`."""
@@ -46,6 +47,7 @@ def serving(
         model=MODEL,
         api_key=api_key,
         max_body=max_body,
+        shutdown_timeout=shutdown_timeout,
         on_start=on_start,
     )
     server.engine, server.cache = engine, cache

@@ -36,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve a model with OpenAI's API",
-        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM or Ctrl-C. Then the "
-        "server finishes the requests that it has, and refuses new ones.",
+        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM, SIGHUP or Ctrl-C. Then "
+        "the server finishes the requests that it has, for --shutdown-timeout at most, and refuses new ones.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,6 +79,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     limits.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="the longest body of a request (default: %(default)s)"
     )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=at_least(0),
+        default=300,
+        metavar="SECONDS",
+        help="how long the server, once told to end, finishes its requests (default: %(default)s)",
+    )
     reuse = serve.add_argument_group("reuse and speculation")
     reuse.add_argument(
         "--prefix-cache",
@@ -113,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
             model=model,
             api_key=options.api_key,
             max_body=max_body,
+            shutdown_timeout=options.shutdown_timeout,
             on_start=lambda port: write(f"Serving {model} at http://{options.host}:{port}/v1"),
         )
         # A full collection would hold up all requests for a third of a second; what is there by now stays.

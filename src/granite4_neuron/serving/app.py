@@ -211,6 +211,7 @@ class _EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async for event in self._events:
             await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            await asyncio.sleep(0)  # the loop hears of a lost connection before more is written to it
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,11 +19,13 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.app import Service, make_app
+from granite4_neuron.serving.connection import Connection
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 LAST_WORDS_SECONDS = 1
+POLL_SECONDS = 0.1  # as uvicorn
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -52,7 +55,7 @@ def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves one model until SIGTERM or SIGINT. Then it refuses new requests and finishes those it has.
+    """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests and finishes those it has.
 
     Args:
         runtime, tokenizer: the model.
@@ -61,6 +64,7 @@ class Server(uvicorn.Server):
         model: the name that clients use.
         api_key: that clients must send; None for none.
         max_body: limit of a request's body in bytes.
+        shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
     """
 
@@ -75,16 +79,19 @@ class Server(uvicorn.Server):
         model: str,
         api_key: str | None,
         max_body: int,
+        shutdown_timeout: float,
         on_start: Callable[[int], None],
     ):
         metrics = Metrics(engine, cache)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
+        self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
-        quiet = dict(log_level="warning", access_log=False, server_header=False)
-        super().__init__(uvicorn.Config(make_app(self.service), lifespan="on", ws="none", **quiet))
+        # Its warnings are about what clients do, one for each time.
+        quiet = dict(log_level="error", access_log=False, server_header=False)
+        super().__init__(uvicorn.Config(make_app(self.service), http=Connection, lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:
         """Serve until a signal, or until the engine fails; returns false if it failed.
@@ -103,7 +110,10 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
@@ -116,12 +126,24 @@ class Server(uvicorn.Server):
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        finishing = asyncio.create_task(super().shutdown(sockets))
+        end = time.monotonic() + self._shutdown_timeout
+        while not (finishing.done() or self.force_exit or time.monotonic() > end):
+            await asyncio.wait([finishing], timeout=POLL_SECONDS)
+        self.force_exit |= not finishing.done()
         if self.force_exit:  # uvicorn would leave what still runs to the end of the event loop, which complains
-            self.service.engine.close()  # each request is told
-            if self.server_state.tasks:
-                await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+            await self._cut_off()
+        await finishing
+        if self.force_exit:
             await self.lifespan.shutdown()
+
+    async def _cut_off(self) -> None:
+        """End the engine, tell each request, and close all connections."""
+        self.service.engine.close()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.is_ending = True
