@@ -106,6 +106,10 @@ def _answer(question: dict[str, Any]) -> dict[str, str]:
         return {"error": str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}
     if len(text) > _MOST_CHARACTERS:
         return {"error": f"it makes a text of {len(text):,} characters"}
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return {"error": "it makes half a character, a surrogate"}
     return {"text": text}
 
 

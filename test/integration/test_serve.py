@@ -406,7 +406,7 @@ class TestLoad:
     def test_a_client_that_goes_away_within_its_request(self, tiny, capfd):
         with serving(*tiny) as server:
             with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
             answered = 'http_requests_total{path="/v1/completions",status="499"} 1.0'
             until(lambda: answered in httpx.get(f"{server.address}/metrics").text, seconds=20)
         assert "Traceback" not in capfd.readouterr().err

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.serving.address import bind, own_names
 from granite4_neuron.serving.sequences import Limits
-from granite4_neuron.serving.server import Server, bind
+from granite4_neuron.serving.server import Server
 
 MODEL = "tiny"
 
@@ -46,6 +47,7 @@ def serving(
         limits=Limits(engine.max_length, max_tokens, num_sequences + max_queue),
         model=MODEL,
         api_key=api_key,
+        hosts=own_names("127.0.0.1"),
         max_body=max_body,
         shutdown_timeout=shutdown_timeout,
         on_start=on_start,

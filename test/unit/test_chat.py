@@ -94,6 +94,12 @@ def test_after_an_endless_template_there_is_another_process():
         assert renderer.render("c", {}) == "c"
 
 
+def test_a_template_that_makes_half_a_character():
+    """jinja2 reads the escape, also where the file that has the template is right."""
+    with closing(Renderer()) as renderer, pytest.raises(TemplateFailed, match="half a character"):
+        renderer.render(r"{{ '\ud800' }}", {})
+
+
 def test_other_threads_run_while_a_long_text_is_encoded(encoder):
     ticks, has_ended = [], threading.Event()
 

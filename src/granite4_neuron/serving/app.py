@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
+from granite4_neuron.serving.address import without_port
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.engine_thread import Batch, EngineThread, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
@@ -35,6 +36,7 @@ class Service:
 
     model: the name that clients use.
     api_key: that clients must send; None for none.
+    hosts: that requests may name; None for any.
     max_body: limit of a request's body in bytes.
     is_ending: whether new requests are refused.
     """
@@ -45,6 +47,7 @@ class Service:
     texts: TokenTexts
     metrics: Metrics
     api_key: str | None
+    hosts: frozenset[str] | None
     max_body: int
     is_ending: bool = False
 
@@ -61,8 +64,8 @@ def make_app(service: Service) -> ASGIApp:
             service.engine.close()
             service.maker.close()
 
-    # No documentation pages: they would load scripts from other sites.
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
@@ -245,7 +248,7 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
 
 
 class _Gate:
-    """Runs before all routes: checks the API key and counts responses by path and status."""
+    """Runs before all routes: checks host and API key, and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
@@ -267,14 +270,18 @@ class _Gate:
         return await self._app(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
+        headers, hosts = dict(scope["headers"]), self._service.hosts
+        host = headers.get(b"host", b"").decode("latin-1")
+        if host and hosts is not None and without_port(host) not in hosts:
+            return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
         if self._service.is_ending and scope["method"] == "POST":
             return RequestError(
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
             )
         if self._service.api_key is None or scope["path"] == "/health":
             return None
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, b"Bearer " + self._service.api_key.encode()):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):
             return None
         return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")
 

@@ -15,7 +15,6 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
-from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.app import Service, make_app
@@ -28,32 +27,6 @@ LAST_WORDS_SECONDS = 1
 POLL_SECONDS = 0.1  # as uvicorn
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to that address; it does not listen yet.
-
-    Raises:
-        UserError: the address is not available.
-    """
-    if port > 65535:  # some systems would take it modulo 65536
-        raise UserError(f"the port is {port}, and must be at most 65535.")
-    try:
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return _listener(family, address)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be encoded for the look-up
-        raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
-
-
-def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 class Server(uvicorn.Server):
     """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests and finishes those it has.
 
@@ -63,6 +36,7 @@ class Server(uvicorn.Server):
         limits: of a request, and in all of the sequences that run and wait.
         model: the name that clients use.
         api_key: that clients must send; None for none.
+        hosts: that requests may name; None for any.
         max_body: limit of a request's body in bytes.
         shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
@@ -78,6 +52,7 @@ class Server(uvicorn.Server):
         limits: Limits,
         model: str,
         api_key: str | None,
+        hosts: frozenset[str] | None,
         max_body: int,
         shutdown_timeout: float,
         on_start: Callable[[int], None],
@@ -85,7 +60,7 @@ class Server(uvicorn.Server):
         metrics = Metrics(engine, cache)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
-        self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
+        self.service = Service(model, thread, maker, texts, metrics, api_key, hosts, max_body)
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
