@@ -2,6 +2,7 @@
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
+import socket
 import threading
 import time
 
@@ -51,11 +52,9 @@ ENORMOUS = {
 }
 
 
-@pytest.mark.parametrize("path, body, message", ENORMOUS.values(), ids=ENORMOUS.keys())
-def test_others_are_answered_meanwhile(server, path, body, message):
-    content, answers = body if isinstance(body, bytes) else json.dumps(body).encode(), []
-    url = f"{server.address}/v1/{path}"
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(url, content=content, timeout=300)))
+def check_others(server, ask):
+    """While `ask` runs, others must be answered."""
+    asking = threading.Thread(target=ask)
     with httpx.Client(timeout=300) as others:
         others.get(f"{server.address}/health")
         asking.start()
@@ -64,7 +63,29 @@ def test_others_are_answered_meanwhile(server, path, body, message):
             assert others.get(f"{server.address}/health").status_code == 200
             assert time.monotonic() - started < LONGEST_WAIT
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path, body, message", ENORMOUS.values(), ids=ENORMOUS.keys())
+def test_others_are_answered_meanwhile(server, path, body, message):
+    content, answers = body if isinstance(body, bytes) else json.dumps(body).encode(), []
+    url = f"{server.address}/v1/{path}"
+    check_others(server, lambda: answers.append(httpx.post(url, content=content, timeout=300)))
     assert answers[0].status_code == 400 and message in answers[0].json()["error"]["message"]
+
+
+def test_others_are_answered_during_a_body_of_single_bytes(server):
+    """h11 takes seconds for as many chunks as fit into one read of a socket."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    content = b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
+    port, answers = int(server.address.rpartition(":")[2]), []
+
+    def ask():
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head + content)
+            answers.append(client.recv(4096))
+
+    check_others(server, ask)
+    assert answers[0].startswith(b"HTTP/1.1 400 ")
 
 
 def test_texts_may_have_any_punctuation(server):

@@ -15,14 +15,17 @@ HEADERS, BODY, READER = "headers", "body", "reader"
 SECONDS = {HEADERS: 10, BODY: 60, READER: 60}
 ENDING_SECONDS = 5  # for each of them, once the server is ending
 
+READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
 
-class Connection(H11Protocol):
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
     """uvicorn's HTTP/1.1, which by itself has a limit only for the time between two requests.
 
     A connection is closed if a request's headers or body do not come in time, or if the client does not read what it is
     sent: if nothing can be sent although much is waiting, or the rest of the last answer does not leave.
     """
 
+    _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
     _waits_for: tuple[str, float] | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_ending = False
@@ -30,6 +33,12 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._watch()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
