@@ -54,10 +54,13 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """End the process, also while it renders; a later rendering starts another."""
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             if self._process is not None:
-                self._process.kill()
+                self._process.kill()  # another one, if it has been started since
                 self._process.communicate()
                 self._process = None
 

@@ -94,6 +94,27 @@ def test_after_an_endless_template_there_is_another_process():
         assert renderer.render("c", {}) == "c"
 
 
+def test_closing_does_not_wait_for_a_template():
+    with closing(Renderer()) as renderer:
+        renderer.render("x", {})
+        failures = []
+
+        def render():
+            with pytest.raises(TemplateFailed) as failure:
+                renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+            failures.append(failure)
+
+        rendering = threading.Thread(target=render)
+        rendering.start()
+        while not renderer._lock.locked():
+            time.sleep(0.01)
+        started = time.monotonic()
+        renderer.close()
+        assert time.monotonic() - started < 2, "three seconds of the processor are its limit"
+        rendering.join()
+    assert failures
+
+
 def test_a_template_that_makes_half_a_character():
     """jinja2 reads the escape, also where the file that has the template is right."""
     with closing(Renderer()) as renderer, pytest.raises(TemplateFailed, match="half a character"):
