@@ -1,10 +1,11 @@
-"""Soak test of the server: many clients at once, some of which disconnect or send malformed requests.
+"""Soak test of the server: many clients at once, some of which disconnect, send malformed requests, or are hostile.
 
     python -m benchmarks.soak
-    python -m benchmarks.soak --requests 2000 --clients 32
+    python -m benchmarks.soak --requests 2000 --clients 32 --hostile 16
 
 It starts a server process with the bundled model in float32, a prefix cache and speculation, and sends requests of
-mixed kinds. It compares each text with that of an idle engine without cache and drafts. Before and after, while the
+mixed kinds. It compares each text with that of an idle engine without cache and drafts. Meanwhile hostile clients
+(benchmarks/hostile_clients.py) do what they can to stop it, and another asks for /health. Before and after, while the
 server is idle, it compares the process's slots in use, snapshots, file descriptors and memory.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -19,26 +21,28 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import torch
 
+from benchmarks.hostile_clients import CHAT, COMPLETIONS, KINDS, attack
 from granite4_neuron import load
 from granite4_neuron.engine import Engine
+from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, parse
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
-MAX_LENGTH = 512
+MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64
 DISCONNECT_SHARE, MALFORMED_SHARE = 0.1, 0.05
 TOLERANCE = 0.05
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 Body = dict[str, Any]
 
@@ -99,41 +103,55 @@ class Surroundings:
 
 @dataclass
 class Report:
-    """statuses: of all responses. mismatches: texts that differ from those of an idle engine."""
+    """statuses: of all responses to clients that are not hostile.
+    hostile: how the others' connections ended, by kind.
+    mismatches: texts that differ from those of an idle engine.
+    health_seconds: how long each answer of /health took.
+    log: what the server said on standard error.
+    """
 
     statuses: Counter = field(default_factory=Counter)
+    hostile: Counter = field(default_factory=Counter)
     disconnected: int = 0
     malformed: int = 0
     compared_texts: int = 0
     mismatches: list[str] = field(default_factory=list)
+    health_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    log: str = ""
     before: Surroundings | None = None
     after: Surroundings | None = None
 
     @property
     def is_good(self) -> bool:
         has_5xx = any(status >= 500 for status in self.statuses)
-        return not self.mismatches and not has_5xx and self.after.is_like(self.before)
+        has_lost = any(outcome.endswith("lost") for outcome in self.hostile)
+        return not (self.mismatches or has_5xx or has_lost or self.log) and self.after.is_like(self.before)
 
 
-def soak(num_requests: int, num_clients: int, seed: int = 0) -> Report:
+def soak(num_requests: int, num_clients: int, num_hostile: int = 0, seed: int = 0) -> Report:
     """Run the test. The server process ends with it."""
     kinds = _kinds()
     expected = _alone(kinds)
-    with _server() as (address, pid):
-        return asyncio.run(_soak(address, pid, kinds, expected, num_requests, num_clients, seed))
+    with tempfile.TemporaryFile("w+") as log:
+        with _server(log) as (address, pid):
+            report = asyncio.run(_soak(address, pid, kinds, expected, num_requests, num_clients, num_hostile, seed))
+        log.seek(0)
+        report.log = log.read()
+    return report
 
 
 def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
     """The texts of each kind's choices, generated one by one in an idle engine."""
     runtime, tokenizer = load(dtype=torch.float32)
-    maker = SequenceMaker(runtime, tokenizer, Limits(MAX_LENGTH, None))
+    limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
+    maker = SequenceMaker(runtime, tokenizer, limits)
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
     texts = []
     for path, body in kinds:
         kind, make = (CompletionBody, maker.of_completion) if path == COMPLETIONS else (ChatBody, maker.of_chat)
         texts.append([])
-        for request in asyncio.run(make(parse(kind, json.dumps(body).encode()))):
+        for request in make(parse(kind, json.dumps(body).encode(), limits.num_tokens)):
             engine.add(request)
             text = tokenizer.decode(request.tokens) if body.get("echo") else ""
             while engine.has_work:
@@ -144,12 +162,13 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
 
 
 @contextmanager
-def _server() -> Iterator[tuple[str, int]]:
-    """A server process: its address and its process id."""
-    limits = ["--max-num-seqs", "4", "--max-queue", "64", "--max-model-len", str(MAX_LENGTH)]
+def _server(log: TextIO) -> Iterator[tuple[str, int]]:
+    """A server process: its address and its process id. What it says on standard error goes to `log`."""
+    limits = [f"--max-num-seqs={NUM_SEQUENCES}", f"--max-queue={MAX_QUEUE}", f"--max-model-len={MAX_LENGTH}"]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
-    command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", "--dtype", "float32", *limits, *reuse]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    model = ["--model", str(bundled_checkpoint()), "--dtype", "float32"]
+    command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *model, *limits, *reuse]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         try:
             yield re.search(r"at (http://\S+)/v1", process.stdout.readline())[1], process.pid
         finally:
@@ -164,6 +183,7 @@ async def _soak(
     expected: list[list[str]],
     num_requests: int,
     num_clients: int,
+    num_hostile: int,
     seed: int,
 ) -> Report:
     report, chance = Report(), random.Random(seed)
@@ -171,11 +191,17 @@ async def _soak(
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
         # Each kind twice, and as many clients as later: what is allocated once is there before it is measured.
         jobs = iter(list(range(len(kinds))) * 2)
-        await asyncio.gather(*[_client(client, jobs, kinds, expected, Report(), None) for _ in range(num_clients)])
+        clients = [_client(client, jobs, kinds, expected, Report(), None) for _ in range(num_clients)]
+        await asyncio.gather(*clients, *[_hostile(address, Counter(), chance, 1) for _ in range(num_hostile)])
         report.before = await _surroundings(client, pid)
         started = time.perf_counter()
         jobs = iter([chance.randrange(len(kinds)) for _ in range(num_requests)])
+        others = [asyncio.create_task(_hostile(address, report.hostile, chance)) for _ in range(num_hostile)]
+        others.append(asyncio.create_task(_ask_for_health(address, report.health_seconds)))
         await asyncio.gather(*[_client(client, jobs, kinds, expected, report, chance) for _ in range(num_clients)])
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         report.seconds = time.perf_counter() - started
         report.after = await _surroundings(client, pid)
     return report
@@ -206,6 +232,23 @@ async def _client(
             report.compared_texts += len(expected[number])
             if texts != expected[number]:
                 report.mismatches.append(f"{path} {body}: {texts} and not {expected[number]}")
+
+
+async def _hostile(address: str, outcomes: Counter, chance: random.Random, rounds: int | None = None) -> None:
+    """One connection of each hostile kind after the other; without `rounds`, until it is cancelled."""
+    for _ in itertools.count() if rounds is None else range(rounds):
+        for kind in chance.sample(KINDS, len(KINDS)):
+            await attack(address, kind, chance, outcomes)
+
+
+async def _ask_for_health(address: str, seconds: list[float]) -> None:
+    """Again and again, until it is cancelled."""
+    async with httpx.AsyncClient(base_url=address, timeout=300) as client:
+        while True:
+            started = time.perf_counter()
+            await client.get("/health")
+            seconds.append(time.perf_counter() - started)
+            await asyncio.sleep(0.05)
 
 
 async def _go_away(client: httpx.AsyncClient, path: str, body: Body, seconds: float) -> None:
@@ -258,13 +301,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500, metavar="N", help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument("--hostile", type=int, default=8, metavar="N", help="hostile clients (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    report = soak(options.requests, options.clients, options.seed)
+    report = soak(options.requests, options.clients, options.hostile, options.seed)
     print(f"{options.requests} requests from {options.clients} clients in {report.seconds:.1f} s")
     print(f"answers by status: {dict(sorted(report.statuses.items()))}")
     print(f"gone away: {report.disconnected}, malformed: {report.malformed}")
     print(f"texts compared: {report.compared_texts}, not as they are alone: {len(report.mismatches)}")
+    print(f"hostile clients: {dict(sorted(report.hostile.items()))}")
+    health = sorted(report.health_seconds)
+    print(f"/health of {len(health)}: p50 {health[len(health) // 2] * 1e3:.0f} ms, longest {health[-1] * 1e3:.0f} ms")
+    print(f"said on standard error: {report.log!r:.500}")
     print(f"before: {report.before}\nafter:  {report.after}")
     for mismatch in report.mismatches[:5]:
         print(mismatch)

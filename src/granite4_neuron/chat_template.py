@@ -54,10 +54,13 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process; a later rendering starts another."""
+        """End the process, also while it renders; a later rendering starts another."""
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             if self._process is not None:
-                self._process.kill()
+                self._process.kill()  # another one, if it has been started since
                 self._process.communicate()
                 self._process = None
 
@@ -106,6 +109,10 @@ def _answer(question: dict[str, Any]) -> dict[str, str]:
         return {"error": str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}
     if len(text) > _MOST_CHARACTERS:
         return {"error": f"it makes a text of {len(text):,} characters"}
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return {"error": "it makes half a character, a surrogate"}
     return {"text": text}
 
 

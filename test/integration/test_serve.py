@@ -1,7 +1,6 @@
 """The server as OpenAI's own client and bare HTTP see it, on the bundled model in float32."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
-import asyncio
 import json
 import math
 import socket
@@ -190,7 +189,7 @@ class TestSampling:
         options = dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
         additions = dict(presence_penalty=0.3, frequency_penalty=-0.4, stop=["a", "b"], logprobs=3)
         body = CompletionBody(prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, **options, **additions)
-        first, second = asyncio.run(server.service.maker.of_completion(body))
+        first, second = server.service.maker.of_completion(body)
         assert {name: getattr(first.sampling, name) for name in options} == options and first.sampling.do_sample
         assert {name: getattr(first, name) for name in additions} == additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
@@ -390,11 +389,10 @@ class TestLoad:
         with serving(*tiny, engine_class=Failing) as server, ThreadPoolExecutor() as pool:
             encode, is_encoding = server.service.maker.of_completion, threading.Event()
 
-            async def slow(body):
+            def slow(body):
                 is_encoding.set()
-                while not server._has_failed:
-                    await asyncio.sleep(0.01)
-                return await encode(body)
+                until(lambda: server._has_failed)
+                return encode(body)
 
             url = f"{server.address}/v1/completions"
             monkeypatch.setattr(server.service.maker, "of_completion", slow)
@@ -408,7 +406,7 @@ class TestLoad:
     def test_a_client_that_goes_away_within_its_request(self, tiny, capfd):
         with serving(*tiny) as server:
             with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
             answered = 'http_requests_total{path="/v1/completions",status="499"} 1.0'
             until(lambda: answered in httpx.get(f"{server.address}/metrics").text, seconds=20)
         assert "Traceback" not in capfd.readouterr().err

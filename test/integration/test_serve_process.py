@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -21,10 +22,10 @@ LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": Tr
 
 
 @contextmanager
-def serve_process(*arguments):
-    """A process of the command, and its address."""
-    command = [sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def serve_process(*arguments, before=(), **variables):
+    """A process of the command, behind the words `before` and with environment variables, and its address."""
+    command = [*before, sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -35,7 +36,7 @@ def serve_process(*arguments):
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
         assert idle.get(f"{address}/health").status_code == 200
@@ -48,8 +49,17 @@ def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         with pytest.raises(httpx.ConnectError):
             httpx.post(f"{address}/v1/completions", json=LONG)
-        assert process.wait(200) == (0 if number == signal.SIGTERM else 130)
+        assert process.wait(200) == (130 if number == signal.SIGINT else 0)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_it_outlives_its_terminal_under_nohup():
+    with serve_process(before=["nohup"]) as (process, address):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_a_second_interrupt_does_not_wait():
@@ -67,6 +77,52 @@ def test_a_second_interrupt_does_not_wait():
             assert "the server's engine has stopped" in last
             assert process.wait(200) == 130
             assert "Traceback" not in process.stderr.read()
+
+
+class TestAddressAndKey:
+    @pytest.fixture
+    def started(self, monkeypatch, capsys):
+        """A function from the command's arguments to the server's options, and what was said on each stream."""
+        options = {}
+
+        class Recorded:
+            def __init__(self, *_, **given):
+                options.update(given)
+
+            def serve_on(self, _):
+                options["on_start"](1234)
+                return True
+
+        def start(*arguments):
+            assert main(["serve", "--port", "0", *arguments]) == 0
+            return options, *capsys.readouterr()
+
+        monkeypatch.setattr("granite4_neuron.serving.server.Server", Recorded)
+        monkeypatch.setattr("gc.freeze", lambda: None)
+        monkeypatch.delenv("GRANITE4_API_KEY", raising=False)
+        return start
+
+    def test_on_this_machine(self, started):
+        options, said, warned = started()
+        assert options["hosts"] == {"localhost", "127.0.0.1", "[::1]"} and options["api_key"] is None
+        assert "at http://127.0.0.1:1234/v1" in said and "can use the server" not in warned
+        assert started("--host", "127.0.0.2")[0]["hosts"] > {"127.0.0.2", "localhost"}
+
+    @pytest.mark.parametrize("host, shown", [("0.0.0.0", "0.0.0.0"), ("::", "[::]")])
+    def test_for_other_machines(self, started, monkeypatch, host, shown):
+        if host == "::" and not socket.has_dualstack_ipv6():
+            pytest.skip("this machine has no IPv6")
+        options, said, warned = started("--host", host)
+        assert f"at http://{shown}:1234/v1" in said and options["hosts"] is None
+        assert f"Every machine that reaches {host} can use the server" in warned
+        monkeypatch.setenv("GRANITE4_API_KEY", "sesame")
+        assert "can use the server" not in started("--host", host)[2]
+
+    def test_a_key_from_the_environment(self, started, monkeypatch):
+        monkeypatch.setenv("GRANITE4_API_KEY", "sesame")
+        options, _, _ = started()
+        assert options["api_key"] == "sesame" and options["hosts"] is None
+        assert started("--api-key", "other")[0]["api_key"] == "other"
 
 
 class TestRefusals:
@@ -89,6 +145,13 @@ class TestRefusals:
         self.refused(capsys, "'much' is no size", "--port", "0", "--max-body", "much")
         self.refused(capsys, "'much' is no size", "--port", "0", "--prefix-cache", "much")
         self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
+
+    @pytest.mark.parametrize("key", ["", " ", "key\n", "k\x00", "\udcff"], ids=repr)
+    def test_keys_that_no_client_can_send(self, capsys, monkeypatch, key):
+        self.refused(capsys, "the API key must be text", "--api-key", key)
+        if "\x00" not in key:
+            monkeypatch.setenv("GRANITE4_API_KEY", key)
+            self.refused(capsys, "the API key must be text")
 
     def test_what_is_not_installed(self, capsys, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)

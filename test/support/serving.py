@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.serving.address import bind, own_names
 from granite4_neuron.serving.sequences import Limits
-from granite4_neuron.serving.server import Server, bind
+from granite4_neuron.serving.server import Server
 
 MODEL = "tiny"
 
@@ -25,6 +26,7 @@ def serving(
     max_body=2**20,
     max_tokens=None,
     api_key=None,
+    shutdown_timeout=60,
     **engine_options,
 ) -> Iterator[Server]:
     """Its address is `server.address`, and what it runs `server.engine`, `server.cache`."""
@@ -42,12 +44,12 @@ def serving(
         tokenizer,
         engine,
         cache,
-        num_sequences=num_sequences,
-        max_queue=max_queue,
-        limits=Limits(engine.max_length, max_tokens),
+        limits=Limits(engine.max_length, max_tokens, num_sequences + max_queue),
         model=MODEL,
         api_key=api_key,
+        hosts=own_names("127.0.0.1"),
         max_body=max_body,
+        shutdown_timeout=shutdown_timeout,
         on_start=on_start,
     )
     server.engine, server.cache = engine, cache

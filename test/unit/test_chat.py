@@ -1,7 +1,10 @@
 """Conversations become prompts in which only the template writes control tokens."""
 
+import itertools
 import os
 import signal
+import threading
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -97,3 +100,50 @@ def test_a_text_has_its_limit():
         assert len(renderer.render("{{ 'x' * 2**24 }}", {})) == 2**24
         with pytest.raises(TemplateFailed, match="it makes a text of 16,777,217 characters"):
             renderer.render("{{ 'x' * (2**24 + 1) }}", {})
+
+
+def test_closing_does_not_wait_for_a_template():
+    with closing(Renderer()) as renderer:
+        renderer.render("x", {})
+        failures = []
+
+        def render():
+            with pytest.raises(TemplateFailed) as failure:
+                renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+            failures.append(failure)
+
+        rendering = threading.Thread(target=render)
+        rendering.start()
+        while not renderer._lock.locked():
+            time.sleep(0.01)
+        started = time.monotonic()
+        renderer.close()
+        assert time.monotonic() - started < 2, "three seconds of the processor are its limit"
+        rendering.join()
+    assert failures
+
+
+def test_a_template_that_makes_half_a_character():
+    """jinja2 reads the escape, also where the file that has the template is right."""
+    with closing(Renderer()) as renderer, pytest.raises(TemplateFailed, match="half a character"):
+        renderer.render(r"{{ '\ud800' }}", {})
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(encoder):
+    ticks, has_ended = [], threading.Event()
+
+    def tick():
+        while not has_ended.wait(0.005):
+            ticks.append(time.monotonic())
+
+    encoder.encode_text("x")
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.monotonic()
+    encoder.encode_text("The import statement. " * 20_000)
+    ended = time.monotonic()
+    has_ended.set()
+    ticking.join()
+    moments = [started, *(moment for moment in ticks if started < moment < ended), ended]
+    longest_pause = max(after - before for before, after in itertools.pairwise(moments))
+    assert longest_pause < (ended - started) / 2

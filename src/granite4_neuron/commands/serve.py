@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 _PREFIX_CACHE = "1GiB"
+_KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -35,8 +38,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve a model with OpenAI's API",
-        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM or Ctrl-C. Then the "
-        "server finishes the requests that it has, and refuses new ones.",
+        description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM, SIGHUP or Ctrl-C. Then "
+        "the server finishes the requests that it has, for --shutdown-timeout at most, and refuses new ones.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,7 +52,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     address.add_argument(
         "--port", type=at_least(0, 65535), default=8000, metavar="N", help="0 for any (default: %(default)s)"
     )
-    address.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: none)")
+    address.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients must send (default: the environment variable {_KEY_VARIABLE}, which does not show in "
+        "the list of processes, or none)",
+    )
     address.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"
     )
@@ -80,6 +88,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     limits.add_argument(
         "--max-body", default="4MiB", metavar="SIZE", help="the longest body of a request (default: %(default)s)"
     )
+    limits.add_argument(
+        "--shutdown-timeout",
+        type=at_least(0),
+        default=300,
+        metavar="SECONDS",
+        help="how long the server, once told to end, finishes its requests (default: %(default)s)",
+    )
     reuse = serve.add_argument_group("reuse and speculation")
     reuse.add_argument(
         "--prefix-cache",
@@ -94,12 +109,19 @@ def run(options: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {' and '.join(missing)}; install them with: pip install granite4-neuron[serve].")
-    max_body = num_bytes(options.max_body)
+    max_body, key = num_bytes(options.max_body), _api_key(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.sequences import Limits
-    from granite4_neuron.serving.server import Server, bind
+    from granite4_neuron.serving.server import Server
 
     with bind(options.host, options.port) as listener:
+        is_open = not is_for_this_machine(listener)
+        if is_open and key is None:
+            print(
+                f"Every machine that reaches {options.host} can use the server; {_KEY_VARIABLE} sets a key.",
+                file=sys.stderr,
+            )
         name = model_or_bundled(options)
         runtime, tokenizer = load_runtime(options, name)
         cache = _prefix_cache(options, runtime)
@@ -110,15 +132,30 @@ def run(options: argparse.Namespace) -> int:
             tokenizer,
             engine,
             cache,
-            num_sequences=options.max_num_seqs,
-            max_queue=options.max_queue,
-            limits=Limits(engine.max_length, options.max_tokens),
+            limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
             model=model,
-            api_key=options.api_key,
+            api_key=key,
+            # Who has the key may call the server as they like, such as a proxy by its own name.
+            hosts=None if is_open or key is not None else own_names(options.host),
             max_body=max_body,
-            on_start=lambda port: write(f"Serving {model} at http://{options.host}:{port}/v1"),
+            shutdown_timeout=options.shutdown_timeout,
+            on_start=lambda port: write(f"Serving {model} at http://{in_url(options.host)}:{port}/v1"),
         )
+        # A full collection would hold up all requests for a third of a second; what is there by now stays.
+        gc.freeze()
         return 0 if server.serve_on(listener) else EXIT_FAILED
+
+
+def _api_key(options: argparse.Namespace) -> str | None:
+    """The API key; None for none.
+
+    Raises:
+        UserError: clients could not send it.
+    """
+    key = os.environ.get(_KEY_VARIABLE) if options.api_key is None else options.api_key
+    if key is not None and (not key or key != key.strip() or not key.isprintable()):
+        raise UserError("the API key must be text in UTF-8, not empty, without control characters or spaces around it.")
+    return key
 
 
 def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | SlotPrefixCache | None:

@@ -34,6 +34,8 @@ def is_number(value: object) -> bool:
 
 def is_whole(value: object) -> bool:
     """Whether it is an integer of any library's, and not a boolean."""
+    if type(value) is int:  # a prompt may have a hundred thousand, and what follows takes a microsecond
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

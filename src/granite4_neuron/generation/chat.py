@@ -50,7 +50,7 @@ class ConversationEncoder:
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a text, with those that the tokenizer adds to every text; control tokens in it are text."""
         check_text(text, "the prompt")
-        return self._as_text.encode(text).ids
+        return self._encode_as_text(text, add_special_tokens=True)
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of a conversation up to the assistant's next answer.
@@ -67,13 +67,19 @@ class ConversationEncoder:
         contents = "".join(message["content"] for message in messages)
         if not self._control_pattern.search(contents):
             return self._tokenizer.encode(self._render(messages), add_special_tokens=False)
-        mark = next(chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in contents)
+        used = set(contents)
+        mark = next(chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
         hidden = [{**message, "content": self._hide(message["content"], mark)} for message in messages]
         return self._encode_rendered(self._render(hidden), mark)
 
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
         self._renderer.close()
+
+    def _encode_as_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch, because `encode` lets no other thread run.
+        [encoding] = self._as_text.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def _hide(self, content: str, mark: str) -> str:
         """Replace the spelling of control tokens, so that it differs from the template's own control tokens."""
@@ -85,7 +91,7 @@ class ConversationEncoder:
         for match in (*self._control_pattern.finditer(text), None):
             between = text[end : match.start() if match else None]
             shown = re.sub(f"{mark}([0-9]+){mark}", lambda hidden: self._control_tokens[int(hidden[1])], between)
-            tokens += self._as_text.encode(shown, add_special_tokens=False).ids
+            tokens += self._encode_as_text(shown, add_special_tokens=False)
             if match:
                 tokens.append(self._tokenizer.convert_tokens_to_ids(match[0]))
                 end = match.end()

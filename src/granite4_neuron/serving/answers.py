@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -21,8 +22,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._tokenizer = tokenizer.backend_tokenizer
+        self.text = functools.cache(self._text)
 
-    def text(self, token: int) -> str:
+    def _text(self, token: int) -> str:
         """The token's text, or its spelling in the vocabulary if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         if text and _REPLACEMENT not in text:

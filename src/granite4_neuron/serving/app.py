@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,13 +17,14 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from granite4_neuron.engine import Request
+from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
+from granite4_neuron.serving.address import without_port
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.engine_thread import Batch, EngineThread, Generation
-from granite4_neuron.serving.errors import RequestError, json_response
+from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.metrics import Metrics
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody, parse
+from granite4_neuron.serving.protocol import Body, ChatBody, CompletionBody, GenerationBody, parse
 from granite4_neuron.serving.sequences import SequenceMaker
 
 _PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
@@ -36,6 +36,7 @@ class Service:
 
     model: the name that clients use.
     api_key: that clients must send; None for none.
+    hosts: that requests may name; None for any.
     max_body: limit of a request's body in bytes.
     is_ending: whether new requests are refused.
     """
@@ -46,6 +47,7 @@ class Service:
     texts: TokenTexts
     metrics: Metrics
     api_key: str | None
+    hosts: frozenset[str] | None
     max_body: int
     is_ending: bool = False
 
@@ -62,8 +64,8 @@ def make_app(service: Service) -> ASGIApp:
             service.engine.close()
             service.maker.close()
 
-    # No documentation pages: they would load scripts from other sites.
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     for kind in (RequestError, UserError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
@@ -93,16 +95,26 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body = parse(CompletionBody, await self._read(http))
-        self._check_model(body)
-        requests = await self._service.maker.of_completion(body)
+        body, requests = await self._prepared(http, CompletionBody, self._service.maker.of_completion)
         return await self._answer(http, body, CompletionAnswer(*self._parts(requests), body), requests)
 
     async def chat_completions(self, http: HTTPRequest) -> Response:
-        body = parse(ChatBody, await self._read(http))
-        self._check_model(body)
-        requests = await self._service.maker.of_chat(body)
+        body, requests = await self._prepared(http, ChatBody, self._service.maker.of_chat)
         return await self._answer(http, body, ChatAnswer(*self._parts(requests), body), requests)
+
+    async def _prepared(
+        self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], list[Request]]
+    ) -> tuple[Body, list[Request]]:
+        """The parsed body, and the sequences that it asks for."""
+        content = await self._read(http)
+
+        def prepare() -> tuple[Body, list[Request]]:
+            body = parse(kind, content, self._service.maker.limits.num_tokens)
+            if body.model not in (None, self._service.model):
+                raise RequestError(404, f"there is no model {body.model}; this is {self._service.model}.", "model")
+            return body, make(body)
+
+        return await asyncio.to_thread(prepare)
 
     def _parts(self, requests: Sequence[Request]) -> tuple[TokenTexts, str, Sequence[Request]]:
         return self._service.texts, self._service.model, requests
@@ -119,10 +131,6 @@ class _Routes:
             if len(body) > self._service.max_body:
                 raise RequestError(413, f"the body is longer than {self._service.max_body} bytes.")
         return bytes(body)
-
-    def _check_model(self, body: GenerationBody) -> None:
-        if body.model not in (None, self._service.model):
-            raise RequestError(404, f"there is no model {body.model}; this is {self._service.model}.", "model")
 
     async def _answer(
         self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
@@ -147,22 +155,28 @@ class _Routes:
         async for batch in generation:
             _raise_errors(batch)
             answer.add(batch)
-        return json_response(answer.whole())
+        return await asyncio.to_thread(lambda: json_response(answer.whole()))
 
 
 async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
     """The events of a stream; an error is the last one."""
+
+    def event(index: int, outputs: list[Output]) -> str:
+        chunk = answer.chunk(index, outputs)
+        return to_json({**chunk, "usage": None} if wants_usage else chunk)
+
     try:
         async for batch in _chained(first, batches):
             _raise_errors(batch)
             for index, outputs in answer.add(batch).items():
-                chunk = answer.chunk(index, outputs)
-                yield json.dumps({**chunk, "usage": None} if wants_usage else chunk)
+                # A text's first event may have all of the prompt's log-probabilities.
+                is_long = outputs[0].prompt is not None
+                yield await asyncio.to_thread(event, index, outputs) if is_long else event(index, outputs)
         if wants_usage:
-            yield json.dumps(answer.usage_chunk())
+            yield to_json(answer.usage_chunk())
         yield "[DONE]"
     except RequestError as error:
-        yield json.dumps(error.body)
+        yield to_json(error.body)
 
 
 async def _chained(first: Batch, batches: AsyncIterator[Batch]) -> AsyncIterator[Batch]:
@@ -200,6 +214,7 @@ class _EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async for event in self._events:
             await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            await asyncio.sleep(0)  # the loop hears of a lost connection before more is written to it
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -233,7 +248,7 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
 
 
 class _Gate:
-    """Runs before all routes: checks the API key and counts responses by path and status."""
+    """Runs before all routes: checks host and API key, and counts responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
@@ -255,14 +270,18 @@ class _Gate:
         return await self._app(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
+        headers, hosts = dict(scope["headers"]), self._service.hosts
+        host = headers.get(b"host", b"").decode("latin-1")
+        if host and hosts is not None and without_port(host) not in hosts:
+            return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
         if self._service.is_ending and scope["method"] == "POST":
             return RequestError(
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
             )
         if self._service.api_key is None or scope["path"] == "/health":
             return None
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, b"Bearer " + self._service.api_key.encode()):
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):
             return None
         return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")
 

@@ -49,16 +49,13 @@ class EngineThread:
 
     Args:
         engine: from here on only this thread may use it.
-        num_sequences: how many sequences it runs at a time.
-        max_queue: how many more may wait.
+        most: how many sequences may run and wait.
         on_end: called on the event loop when the thread has ended, after `close` or an unexpected error.
     """
 
-    def __init__(
-        self, engine: Engine, num_sequences: int, max_queue: int, metrics: Metrics, on_end: Callable[[], None]
-    ):
+    def __init__(self, engine: Engine, most: int, metrics: Metrics, on_end: Callable[[], None]):
         self._engine = engine
-        self._most = num_sequences + max_queue
+        self._most = most
         self._metrics = metrics
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -85,15 +82,10 @@ class EngineThread:
         """Queue the sequences of one request.
 
         Raises:
-            RequestError: 400 if they are more than the server ever takes; 429 if the queue is full; 500 if the thread
-                has ended.
+            RequestError: 429 if the queue is full; 500 if the thread has ended.
         """
         if self._has_ended:
             raise _engine_has_stopped()
-        if len(requests) > self._most:
-            raise RequestError(
-                400, f"the request asks for {len(requests)} texts; this server takes {self._most} at most."
-            )
         if sum(generation.unfinished for generation in self._live) + len(requests) > self._most:
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             raise RequestError(429, "the queue is full; try again later.", headers=headers)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
+_LONGEST_MESSAGE = 500  # characters
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -14,7 +15,7 @@ class RequestError(Exception):
     """A request that is refused or failed.
 
     status: of the HTTP response.
-    message: one sentence.
+    message: one sentence. Its middle is left out if it quotes something very long.
     field: the field of the request's body that is wrong, if any.
     headers: additional headers of the response.
     """
@@ -22,8 +23,8 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None):
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.field = field
+        self.message = _cut(message)
+        self.field = None if field is None else _cut(field)
         self.headers = headers
 
     @property
@@ -37,6 +38,17 @@ class RequestError(Exception):
         return json_response(self.body, self.status, self.headers)
 
 
+def _cut(text: str) -> str:
+    half = _LONGEST_MESSAGE // 2
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:half]}...{text[-half:]}"
+
+
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response in ASCII, because a message may quote invalid text."""
-    return Response(json.dumps(value), status, headers, media_type="application/json")
+    """A response of `to_json`."""
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def to_json(value: object) -> str:
+    """JSON in ASCII, because a message may quote invalid text."""
+    # Piece by piece, because `dumps` lets no other thread run.
+    return "".join(json.JSONEncoder().iterencode(value))

@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -25,8 +26,11 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
 
 MOST_CHOICES = 128
+MOST_MESSAGES = 2048
+MOST_BIASES = 1024
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 1000  # characters
+MOST_PARTS = 2**15  # lists, objects, names and texts of a body
 
 TextOrTokens = str | list[int]
 
@@ -70,8 +74,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
-    if not isinstance(value, dict) or not all(map(_is_token_id, value)):
-        raise UserError("it must be an object of numbers by token id.")
+    if not isinstance(value, dict) or len(value) > MOST_BIASES or not all(map(_is_token_id, value)):
+        raise UserError(f"it must be an object of numbers by token id, {MOST_BIASES} at most.")
     for bias in value.values():
         check_sampling({"logit_bias": bias})
     return {int(name): bias for name, bias in value.items()}
@@ -87,9 +91,13 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return (
-            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
-        )
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        # One that is not supported is enough for a refusal; an error for each of very many would take seconds.
+        for name in [name for name in given if name not in cls.model_fields][1:]:
+            del given[name]
+        return given
 
 
 class StreamOptions(_Strict):
@@ -162,7 +170,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
@@ -188,16 +196,38 @@ class _Conflict(ValueError):
 Body = TypeVar("Body", bound=GenerationBody)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
+def parse(kind: type[Body], body: bytes, most_tokens: int) -> Body:
     """The parsed body of a request.
 
+    Args:
+        most_tokens: how many token ids it may have.
+
     Raises:
-        RequestError: 400, the body is not JSON, or a field is wrong or not supported; the message names it.
+        RequestError: 400, the body is not JSON or has too many parts, or a field is wrong or not supported; the message
+            names it.
     """
+    _check_parts(body, most_tokens)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def _check_parts(body: bytes, most_tokens: int) -> None:
+    """Refuse very many parts before they are parsed, because the parser lets no other thread run.
+
+    Raises:
+        RequestError: 400, there are too many.
+    """
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")  # all quotes that are left begin or end a text
+    parts = body.count(b'"') // 2
+    if parts <= MOST_PARTS:
+        body = b"".join(body.split(b'"')[::2])  # what is outside of texts
+        parts += body.count(b"[") + body.count(b"{")
+    if parts > MOST_PARTS or body.count(b",") > MOST_PARTS + most_tokens:
+        raise RequestError(
+            400, f"the body has over {MOST_PARTS} lists, objects, names and texts, or over {most_tokens} token ids."
+        )
 
 
 def _refusal(error: ErrorDetails) -> RequestError:

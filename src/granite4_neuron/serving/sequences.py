@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,20 +21,29 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """max_length: the most tokens of a sequence, prompt and new ones. max_tokens: the most new ones; None for no
-    limit.
+    """What a request may ask for.
+
+    max_length: the most tokens of a sequence, prompt and new ones.
+    max_tokens: the most new ones; None for no limit.
+    num_sequences: the most sequences.
     """
 
     max_length: int
     max_tokens: int | None
+    num_sequences: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of all sequences."""
+        return self.max_length * self.num_sequences
 
 
 class SequenceMaker:
-    """Encodes prompts, and checks everything that needs no engine.
+    """Encodes prompts, and checks everything that needs no engine. Several threads may share one.
 
     Args:
         runtime, tokenizer: the model that will run the sequences.
-        limits: of each sequence.
+        limits: of each request.
     """
 
     def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
@@ -43,7 +51,7 @@ class SequenceMaker:
         self._defaults = runtime.generation_config
         self._vocab_size = runtime.config.vocab_size
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
-        self._limits = limits
+        self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
         self._longest_token = None if has_normalizer else max(map(len, tokenizer.get_vocab()))
@@ -51,17 +59,18 @@ class SequenceMaker:
     def close(self) -> None:
         self._encoder.close()
 
-    async def of_completion(self, body: CompletionBody) -> list[Request]:
+    def of_completion(self, body: CompletionBody) -> list[Request]:
         """For each prompt in turn, one sequence per choice.
 
         Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
 
         Raises:
-            RequestError, UserError: the prompt is empty, outside the vocabulary or too long, or more new tokens are
-                asked for than there is room for.
+            RequestError, UserError: there are too many prompts and choices, a prompt is empty, outside the vocabulary
+                or too long, or more new tokens are asked for than there is room for.
         """
+        self._check_number(len(body.prompt) * body.n)
         self._check_characters("prompt", *(prompt for prompt in body.prompt if isinstance(prompt, str)))
-        prompts = await asyncio.to_thread(self._encoded, body.prompt)
+        prompts = [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
@@ -69,13 +78,19 @@ class SequenceMaker:
             requests += self._requests(body, tokens, which, max_tokens, body.echo)
         return requests
 
-    async def of_chat(self, body: ChatBody) -> list[Request]:
+    def of_chat(self, body: ChatBody) -> list[Request]:
         """As `of_completion`; without `max_tokens`, as many new tokens as there is room for."""
+        self._check_number(body.n)
         messages = [message.model_dump() for message in body.messages]
         self._check_characters("messages", "".join(message["content"] for message in messages))
-        tokens = await asyncio.to_thread(self._encoder.encode, messages)
+        tokens = self._encoder.encode(messages)
         asked = body.max_completion_tokens or body.max_tokens
         return self._requests(body, tokens, "messages", self._max_tokens(len(tokens), "messages", asked), False)
+
+    def _check_number(self, asked: int) -> None:
+        most = self.limits.num_sequences
+        if asked > most:
+            raise RequestError(400, f"the request asks for {asked} texts; this server takes {most} at most.")
 
     def _check_characters(self, which: str, *texts: str) -> None:
         """Refuse texts that are too long for any tokens before encoding them: a megabyte would take seconds.
@@ -83,7 +98,7 @@ class SequenceMaker:
         Raises:
             RequestError: 400, a text is too long.
         """
-        longest = self._limits.max_length
+        longest = self.limits.max_length
         for text in texts:
             if self._longest_token is not None and len(text) > longest * self._longest_token:
                 raise RequestError(
@@ -91,9 +106,6 @@ class SequenceMaker:
                     f"{which} has {len(text)} characters, which are more tokens than the {longest} that fit.",
                     which,
                 )
-
-    def _encoded(self, prompts: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        return [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _requests(
         self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int, reports_prompt: bool
@@ -126,7 +138,7 @@ class SequenceMaker:
         Raises:
             RequestError: 400, there is not enough room.
         """
-        longest, most = self._limits.max_length, self._limits.max_tokens
+        longest, most = self.limits.max_length, self.limits.max_tokens
         if prompt_length >= longest:
             raise RequestError(
                 400, f"{which} has {prompt_length} tokens; with one new token at least, {longest} fit.", which

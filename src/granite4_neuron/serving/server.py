@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,55 +15,30 @@ import uvicorn
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
-from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.app import Service, make_app
+from granite4_neuron.serving.connection import Connection
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 LAST_WORDS_SECONDS = 1
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to that address; it does not listen yet.
-
-    Raises:
-        UserError: the address is not available.
-    """
-    if port > 65535:  # some systems would take it modulo 65536
-        raise UserError(f"the port is {port}, and must be at most 65535.")
-    try:
-        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return _listener(family, address)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be encoded for the look-up
-        raise UserError(f"the server cannot have the address {host}:{port} ({error}).") from None
-
-
-def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+POLL_SECONDS = 0.1  # as uvicorn
 
 
 class Server(uvicorn.Server):
-    """Serves one model until SIGTERM or SIGINT. Then it refuses new requests and finishes those it has.
+    """Serves one model until SIGTERM, SIGHUP or SIGINT. Then it refuses new requests and finishes those it has.
 
     Args:
         runtime, tokenizer: the model.
         engine, cache: the engine, which has the tokenizer, and its prefix cache.
-        num_sequences: how many sequences the engine runs at a time.
-        max_queue: how many more may wait.
-        limits: of a sequence.
+        limits: of a request, and in all of the sequences that run and wait.
         model: the name that clients use.
         api_key: that clients must send; None for none.
+        hosts: that requests may name; None for any.
         max_body: limit of a request's body in bytes.
+        shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
     """
 
@@ -73,22 +49,24 @@ class Server(uvicorn.Server):
         engine: Engine,
         cache: PrefixCache | SlotPrefixCache | None,
         *,
-        num_sequences: int,
-        max_queue: int,
         limits: Limits,
         model: str,
         api_key: str | None,
+        hosts: frozenset[str] | None,
         max_body: int,
+        shutdown_timeout: float,
         on_start: Callable[[int], None],
     ):
         metrics = Metrics(engine, cache)
-        thread = EngineThread(engine, num_sequences, max_queue, metrics, self._engine_ended)
+        thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
-        self.service = Service(model, thread, maker, texts, metrics, api_key, max_body)
+        self.service = Service(model, thread, maker, texts, metrics, api_key, hosts, max_body)
+        self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
-        quiet = dict(log_level="warning", access_log=False, server_header=False)
-        super().__init__(uvicorn.Config(make_app(self.service), lifespan="on", ws="none", **quiet))
+        # Its warnings are about what clients do, one for each time.
+        quiet = dict(log_level="error", access_log=False, server_header=False)
+        super().__init__(uvicorn.Config(make_app(self.service), http=Connection, lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:
         """Serve until a signal, or until the engine fails; returns false if it failed.
@@ -107,7 +85,10 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            numbers.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
@@ -120,12 +101,24 @@ class Server(uvicorn.Server):
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        finishing = asyncio.create_task(super().shutdown(sockets))
+        end = time.monotonic() + self._shutdown_timeout
+        while not (finishing.done() or self.force_exit or time.monotonic() > end):
+            await asyncio.wait([finishing], timeout=POLL_SECONDS)
+        self.force_exit |= not finishing.done()
         if self.force_exit:  # uvicorn would leave what still runs to the end of the event loop, which complains
-            self.service.engine.close()  # each request is told
-            if self.server_state.tasks:
-                await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+            await self._cut_off()
+        await finishing
+        if self.force_exit:
             await self.lifespan.shutdown()
+
+    async def _cut_off(self) -> None:
+        """End the engine, tell each request, and close all connections."""
+        self.service.engine.close()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.is_ending = True

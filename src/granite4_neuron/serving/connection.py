@@ -1,0 +1,98 @@
+"""A client's connection, on which the server waits for the client only so long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from granite4_neuron.serving.errors import RequestError
+
+# How long the server waits for what it needs from a client, in seconds.
+HEADERS, BODY, READER = "headers", "body", "reader"
+SECONDS = {HEADERS: 10, BODY: 60, READER: 60}
+ENDING_SECONDS = 5  # for each of them, once the server is ending
+
+READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """uvicorn's HTTP/1.1, which by itself has a limit only for the time between two requests.
+
+    A connection is closed if a request's headers or body do not come in time, or if the client does not read what it is
+    sent: if nothing can be sent although much is waiting, or the rest of the last answer does not leave.
+    """
+
+    _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
+    _waits_for: tuple[str, float] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _is_ending = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._is_ending = True
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._wait_for(None)
+
+    def _watch(self) -> None:
+        """Look what the server waits for now; if that is not what it was, the time begins anew."""
+        if self.transport.is_closing() or self.flow.write_paused:
+            self._wait_for(READER)
+        else:
+            self._wait_for({h11.IDLE: HEADERS, h11.SEND_BODY: BODY}.get(self.conn.their_state))
+
+    def _wait_for(self, what: str | None) -> None:
+        waits_for = None if what is None else (what, ENDING_SECONDS if self._is_ending else SECONDS[what])
+        if waits_for == self._waits_for:
+            return
+        self._waits_for = waits_for
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if waits_for is None else self.loop.call_later(waits_for[1], self._give_up)
+
+    def _give_up(self) -> None:
+        what, seconds = self._waits_for
+        if what == BODY and not self.cycle.response_started:
+            error = RequestError(408, f"the request's body did not come within {seconds} seconds.")
+            content = json.dumps(error.body).encode()
+            head = f"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+            self.transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+            self.transport.close()
+            self._watch()
+        else:
+            self.transport.abort()

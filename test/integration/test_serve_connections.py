@@ -1,0 +1,169 @@
+"""Clients that stall or leave: the server waits for each only so long, and none holds up its end."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+import logging
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+from granite4_neuron import load
+from granite4_neuron.serving import connection
+from test.support.serving import serving
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
+# Its stream is some hundred kilobytes long.
+LONG = dict(prompt="An assignment statement", max_tokens=400, ignore_eos=True, stream=True, logprobs=20)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load(dtype=torch.float32)
+
+
+@pytest.fixture
+def server(tiny):
+    with serving(*tiny) as server:
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every limit is half a second."""
+    monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 0.5))
+    monkeypatch.setattr(connection, "ENDING_SECONDS", 0.5)
+
+
+def connect(server) -> socket.socket:
+    """With little room for what the client does not read."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(server.address.rpartition(":")[2])))
+    client.settimeout(30)
+    until(lambda: server.server_state.connections)
+    for each in server.server_state.connections:
+        each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return client
+
+
+def until(condition, seconds=60):
+    """Wait until it is true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def everything(client: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def request_of(body: dict) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD % len(content) + content
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /hea", HEAD[:40]], ids=["nothing", "half a line", "half the headers"])
+def test_headers_must_come_in_time(impatient, server, start):
+    with connect(server) as client:
+        client.sendall(start)
+        assert everything(client) == b""
+
+
+def test_single_bytes_do_not_extend_the_time(impatient, server):
+    with connect(server) as client, pytest.raises(OSError):
+        for _ in range(1000):
+            client.sendall(b"G")
+            time.sleep(0.03)
+
+
+def test_a_body_must_come_in_time(impatient, server):
+    with connect(server) as client:
+        client.sendall(HEAD % 100 + b'{"prompt"')
+        head, _, content = everything(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and f"Content-Length: {len(content)}".encode() in head
+    assert "body did not come within 0.5 seconds" in json.loads(content)["error"]["message"]
+
+
+def test_a_body_that_nobody_needs_must_come_in_time(impatient, server):
+    with connect(server) as client:
+        client.sendall(HEAD.replace(b"completions", b"nothing") % 1000)
+        assert client.recv(4096).startswith(b"HTTP/1.1 404 ")
+        with pytest.raises(OSError):
+            for _ in range(900):
+                client.sendall(b"x")
+                time.sleep(0.03)
+
+
+def test_a_stream_must_be_read(impatient, server):
+    with connect(server) as client:
+        client.sendall(request_of(LONG))
+        until(lambda: server.engine.num_running)
+        until(lambda: not server.server_state.connections)
+        assert not server.engine.has_work and not server.server_state.tasks
+
+
+def test_who_takes_its_time_with_each_part_is_served(server, monkeypatch):
+    """Also if the whole takes longer than the limit of any part."""
+    monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 2))
+    request = request_of({**LONG, "logprobs": None})
+    with connect(server) as client:
+        for part in (request[:20], request[20:-10], request[-10:]):
+            client.sendall(part)
+            time.sleep(1)
+        answer = b""
+        while b"[DONE]" not in answer:
+            answer += client.recv(4096)
+            time.sleep(0.1)
+    assert answer.count(b"data: ") == 401
+
+
+@pytest.mark.parametrize("start", [HEAD % 100 + b"{", request_of(LONG)], ids=["half a body", "a stream"])
+def test_the_end_does_not_wait_for_a_client(tiny, monkeypatch, start):
+    monkeypatch.setattr(connection, "ENDING_SECONDS", 0.5)
+    with serving(*tiny) as server, connect(server) as client:
+        client.sendall(start)
+        until(lambda: server.server_state.tasks and not server.engine.has_work)
+        server.should_exit = True
+        until(lambda: not server.server_state.connections, seconds=20)
+
+
+def test_the_end_has_a_limit(tiny):
+    with serving(*tiny, max_length=8192, shutdown_timeout=0.5) as server:
+        with httpx.stream("POST", f"{server.address}/v1/completions", json={**LONG, "max_tokens": 8000}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.should_exit = True
+            *_, last = (line for line in lines if line)
+        assert "the server's engine has stopped" in last
+
+
+def test_nothing_is_written_to_a_connection_that_is_lost(server, caplog):
+    """The client leaves while the loop is busy and several parts of its stream are waiting."""
+    is_blocked, may_go_on = threading.Event(), threading.Event()
+
+    def block():
+        is_blocked.set()
+        may_go_on.wait(60)
+
+    port = int(server.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client, caplog.at_level(logging.WARNING, "asyncio"):
+        client.sendall(request_of({**LONG, "logprobs": None}))
+        client.recv(100)
+        server.service.engine._loop.call_soon_threadsafe(block)
+        is_blocked.wait(60)
+        before = server.engine.stats.generated_tokens
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        client.close()
+        until(lambda: server.engine.stats.generated_tokens > before + 50)
+        may_go_on.set()
+        until(lambda: not server.server_state.connections)
+    assert not caplog.records
