@@ -112,9 +112,9 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
     from granite4_neuron.ops.nki.conv1d_update import conv1d_update
     from granite4_neuron.ops.nki.mamba_decode import mamba_decode
-    from granite4_neuron.ops.nki.selective_scan import selective_scan
     from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
     from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+    from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
 
     config = GraniteMoeHybridConfig.from_family(model)
     if "mamba" not in config.layer_types:
@@ -129,7 +129,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     )
     channels = dict(channels=rank.mamba_conv_dim, d_conv=config.mamba_d_conv, dtype=torch.bfloat16)
 
-    for kernel in (ssd_chunk_scan, selective_scan):
+    for kernel in (ssd_chunk_scan, tensor_tensor_scan):
         yield from _prefill(kernel, lambda length: list(scan_inputs(1, length, **heads).values()))
     yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
     for batch in BATCH_SIZES:

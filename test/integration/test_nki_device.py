@@ -48,7 +48,7 @@ def check(device, kernel, inputs, exact, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", ["ssd_chunk_scan", "selective_scan"])
+@pytest.mark.parametrize("name", ["ssd_chunk_scan", "tensor_tensor_scan"])
 @pytest.mark.parametrize("length", [128, 300])
 def test_scans(device, name, length, dtype):
     kernels = importlib.import_module(f"granite4_neuron.ops.nki.{name}")

@@ -10,9 +10,9 @@ from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
 from granite4_neuron.ops.nki.conv1d_update import conv1d_update, conv1d_update_torch
 from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.nki.selective_scan import selective_scan, selective_scan_torch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
 from granite4_neuron.ops.nki.ssm_decode import ssm_decode, ssm_decode_torch
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
@@ -25,7 +25,7 @@ from test.support.nki_cases import (
 )
 from test.support.nki_checks import check, last_launch
 
-SCANS = {"ssd": ssd_chunk_scan, "scan": selective_scan}
+SCANS = {"ssd": ssd_chunk_scan, "scan": tensor_tensor_scan}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 
@@ -39,7 +39,7 @@ def run(kernel, inputs, programs=1):
 class TestDefinitions:
     """The torch definitions beside the kernels."""
 
-    @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, selective_scan_torch])
+    @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, tensor_tensor_scan_torch])
     def test_scans(self, definition):
         inputs = scan_inputs(2, 150, heads=4, head_dim=32, groups=2, d_state=64)
         check(definition(**inputs), scan_oracle(inputs))
@@ -157,7 +157,7 @@ class TestScans:
         check(run(ssd_chunk_scan, inputs, 2), scan_oracle(inputs))
         if tp_degree > 1:  # it goes head by head, and more of them are nothing new
             inputs = scan_inputs(1, 3, **dimensions)
-            check(run(selective_scan, inputs, 2), scan_oracle(inputs))
+            check(run(tensor_tensor_scan, inputs, 2), scan_oracle(inputs))
         inputs = decode_inputs(5, **dimensions)
         check(run(ssm_decode, inputs, 2), decode_oracle(inputs))
         inputs = conv_inputs(1, 12, config.rank_dimensions(tp_degree).mamba_conv_dim, config.mamba_d_conv)
@@ -300,10 +300,10 @@ class TestBudgets:
         assert counts[1] - counts[0] <= 90
         assert counts[1] / 2 <= 90  # setup included
 
-    def test_selective_scan_of_1024_tokens(self):
+    def test_tensor_tensor_scan_of_1024_tokens(self):
         """A twentieth of the published kernel's 8,192 scans and 65,000 VectorE instructions; they grow with length."""
         inputs = scan_inputs(1, 128, **H_SMALL)
-        outputs = run(selective_scan, inputs, 2)
+        outputs = run(tensor_tensor_scan, inputs, 2)
         check_traffic(inputs, outputs)
         assert 8 * last_launch().count("vector", "tensor_tensor_scan") <= 8192 / 20
         assert 8 * last_launch().count("vector") <= 65000 / 20

@@ -12,9 +12,9 @@ from granite4_neuron.ops.nki import (
     experts_decode,
     experts_prefill,
     mamba_decode,
-    selective_scan,
     ssd_chunk_scan,
     ssm_decode,
+    tensor_tensor_scan,
 )
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import (
@@ -266,8 +266,8 @@ def test_ssd_chunk_scan(old, new):
 
 
 @mutations(SCAN)
-def test_selective_scan(old, new):
-    check_fails(mutated(selective_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
+def test_tensor_tensor_scan(old, new):
+    check_fails(mutated(tensor_tensor_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
 
 
 @mutations(DECODE)
@@ -327,7 +327,7 @@ def test_the_sources_as_they_are_pass():
     """What the mutations are compared on passes without them, by the same steps."""
     for module, arguments, exact in (
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
-        (selective_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
+        (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (ssm_decode, DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS)),
         (mamba_decode, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS)),
         (conv1d_prefill, CONV_INPUTS.values(), conv_oracle(CONV_INPUTS)),

@@ -10,12 +10,12 @@ pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is install
 from benchmarks import kernels
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
 from test.support.nki_cases import conv_inputs, scan_inputs
 
 
-@pytest.mark.parametrize("kernel", [ssd_chunk_scan, selective_scan, conv1d_prefill])
+@pytest.mark.parametrize("kernel", [ssd_chunk_scan, tensor_tensor_scan, conv1d_prefill])
 def test_extension_is_exact(kernel):
     """Three blocks cost one, and twice what the second of two adds."""
 

@@ -15,7 +15,7 @@ SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
 
 
 def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `ssd_chunk_scan` and `selective_scan` take these dimensions.
+    """See whether `ssd_chunk_scan` and `tensor_tensor_scan` take these dimensions.
 
     Raises:
         UserError: they do not.

@@ -15,9 +15,9 @@ from granite4_neuron.ops.nki.conv1d_update import conv1d_update
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.limits import check_convolution, check_mamba_decode, check_scan, check_ssm_decode
 from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS, mamba_decode
-from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
 from granite4_neuron.ops.stochastic_rounding import Rounding
 
 
@@ -107,6 +107,6 @@ def _scan(kernel: Any) -> MambaKernels:
     return MambaKernels(scan, convolve, has_kernel_layout=True)
 
 
-SCAN = _scan(selective_scan)
+SCAN = _scan(tensor_tensor_scan)
 SSD = _scan(ssd_chunk_scan)
 DECODE = MambaKernels(single_token_scan, convolve_single_token, has_kernel_layout=True)
