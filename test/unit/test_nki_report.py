@@ -35,9 +35,9 @@ def test_extension_is_exact(kernel):
 def test_report(capsys, tmp_path):
     assert kernels.main(["--model", "h-350m", "--json", str(tmp_path / "report.json")]) == 0
     output = capsys.readouterr().out
-    assert "modelled, not timed" in output and "ssm_decode" in output
+    assert "modelled, not timed" in output and "mamba_decode" in output
     rows = json.loads((tmp_path / "report.json").read_text())
-    assert len(rows) == 3 * 3 + 4 * 3
+    assert len(rows) == 3 * 3 + 2 * 3
     for row in rows:
         times = [row["microseconds"][name] for name in (*kernels.CLOCK, "hbm")]
         assert row["bound_microseconds"] == max(times) > 0
