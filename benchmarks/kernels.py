@@ -31,7 +31,7 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.expert_blocks import expert_blocks
-from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
+from granite4_neuron.ops.expert_slots import expert_slots
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
@@ -164,6 +164,16 @@ def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
     for length in EXPERT_PROMPT_LENGTHS:
         _, topk_ids = _choices(length, config)
         yield row(experts_prefill, f"length {length}", length, topk_ids, *expert_blocks(topk_ids, num_experts))
+
+
+def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
+    """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
+
+    Args:
+        width: of the experts, a rank's share of it.
+        itemsize: bytes per element of weights and tokens.
+    """
+    return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)
 
 
 def _choices(tokens: int, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, torch.Tensor]:
