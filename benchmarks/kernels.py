@@ -31,8 +31,8 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.expert_blocks import expert_blocks
-from granite4_neuron.ops.expert_slots import expert_slots, experts_hbm_bytes
-from test.support.nki_cases import conv_inputs, decode_inputs, mamba_decode_inputs, nbytes, scan_inputs
+from granite4_neuron.ops.expert_slots import expert_slots
+from test.support.nki_cases import conv_inputs, mamba_decode_inputs, nbytes, scan_inputs
 from test.support.nki_emulator import provide_nki
 
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "dma")
@@ -110,11 +110,9 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     """
     _require_emulator()
     from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-    from granite4_neuron.ops.nki.conv1d_update import conv1d_update
     from granite4_neuron.ops.nki.mamba_decode import mamba_decode
-    from granite4_neuron.ops.nki.selective_scan import selective_scan
     from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
-    from granite4_neuron.ops.nki.ssm_decode import ssm_decode
+    from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
 
     config = GraniteMoeHybridConfig.from_family(model)
     if "mamba" not in config.layer_types:
@@ -129,20 +127,15 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     )
     channels = dict(channels=rank.mamba_conv_dim, d_conv=config.mamba_d_conv, dtype=torch.bfloat16)
 
-    for kernel in (ssd_chunk_scan, selective_scan):
+    for kernel in (ssd_chunk_scan, tensor_tensor_scan):
         yield from _prefill(kernel, lambda length: list(scan_inputs(1, length, **heads).values()))
     yield from _prefill(conv1d_prefill, lambda length: list(conv_inputs(1, length, **channels).values()))
-    for batch in BATCH_SIZES:
-        yield _row(ssm_decode, f"batch {batch}", cost_of(ssm_decode, list(decode_inputs(batch, **heads).values())))
     dimensions = {name: value for name, value in heads.items() if name != "dtype"}
     for tokens in (1, VERIFIED_TOKENS):
         for batch in BATCH_SIZES:
             arguments = mamba_decode_inputs(batch, tokens, dtype=torch.bfloat16, **dimensions)
             cost = cost_of(mamba_decode, list(arguments.values()))
             yield _row(mamba_decode, f"batch {batch}, tokens {tokens}", cost)
-    for batch in BATCH_SIZES:
-        x, conv_states, weight, bias, _ = conv_inputs(batch, 1, **channels).values()
-        yield _row(conv1d_update, f"batch {batch}", cost_of(conv1d_update, [x[:, 0], conv_states, weight, bias]))
     if config.num_local_experts:
         yield from experts(config, rank.intermediate_size)
 
@@ -171,6 +164,16 @@ def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
     for length in EXPERT_PROMPT_LENGTHS:
         _, topk_ids = _choices(length, config)
         yield row(experts_prefill, f"length {length}", length, topk_ids, *expert_blocks(topk_ids, num_experts))
+
+
+def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
+    """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
+
+    Args:
+        width: of the experts, a rank's share of it.
+        itemsize: bytes per element of weights and tokens.
+    """
+    return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)
 
 
 def _choices(tokens: int, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, torch.Tensor]:

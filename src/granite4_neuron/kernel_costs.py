@@ -73,16 +73,10 @@ def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, 
     return float(flops), everything
 
 
-def _ssm_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Six operations for each entry of the state."""
-    return 6.0 * prod(operands[0][1]), everything
-
-
 _COSTS: Mapping[str, Callable[[Sequence[Shape], float], tuple[float, float]]] = {
     "attention_cte": _attention_cte,
     "experts_decode": _experts_decode,
     "experts_prefill": _experts_prefill,
     "ssd_chunk_scan": _ssd_chunk_scan,
     "mamba_decode": _mamba_decode,
-    "ssm_decode": _ssm_decode,
 }

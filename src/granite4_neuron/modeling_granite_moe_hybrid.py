@@ -123,7 +123,6 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         kv_length: int | None = None,
         all_logits: bool = False,
         launch_parameters: LaunchParameters = HEURISTIC,
-        sources: torch.Tensor | None = None,
         kept_inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
@@ -144,8 +143,6 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
             all_logits: logits of every token rather than of each row's last real one.
             launch_parameters: how a CPU's kernels cut up the step; graphs that are traced leave it as it is.
-            sources: [batch], int64, the slots that rows read their recurrent state from, which stay as they are; None
-                for their own. Not with `slots` None.
             kept_inputs: None, or a list, empty, of a step that verifies: it leaves recurrent state as it is and puts
                 there what `advance` takes. Keys and values are written.
 
@@ -154,16 +151,7 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         """
         if kv_length is None:
             kv_length = state.max_length
-        step = step_of(
-            positions,
-            lengths,
-            slots,
-            kv_length,
-            state,
-            launch_parameters,
-            sources=sources,
-            kept_inputs=kept_inputs,
-        )
+        step = step_of(positions, lengths, slots, kv_length, state, launch_parameters, kept_inputs=kept_inputs)
         hidden_states = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
@@ -209,7 +197,6 @@ def step_of(
     state: HybridState,
     launch_parameters: LaunchParameters = HEURISTIC,
     *,
-    sources: torch.Tensor | None = None,
     kept_inputs: list[torch.Tensor] | None = None,
 ) -> Step:
     """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
@@ -219,10 +206,8 @@ def step_of(
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
     where = (positions, lengths, cache_slots, kv_length)
     if state.has_null_slot:
-        options = dict(launch_parameters=launch_parameters, sources=sources, kept_inputs=kept_inputs)
-        return NullSlotStep(*where, **options)
-    sequences, sources = (None if each is None else each - 1 for each in (None if in_order else slots, sources))
-    return DenseStep(*where, sequences, sources=sources, kept_inputs=kept_inputs)
+        return NullSlotStep(*where, launch_parameters=launch_parameters, kept_inputs=kept_inputs)
+    return DenseStep(*where, None if in_order else slots - 1, kept_inputs=kept_inputs)
 
 
 class _Decoder(nn.Module):

@@ -354,7 +354,6 @@ class TestCpuMode:
         runtime, row = NeuronRuntime(continuous, GenerationConfig()), Row(1, 0, [1, 2])
         attempts = {
             "all_logits": lambda: runtime.step(None, [row], all_logits=True),
-            "source": lambda: runtime.step(None, [Row(1, 3, [1], source=2)]),
             "verify": lambda: runtime.verify(None, [row]),
             "snapshot": lambda: runtime.snapshot(None, 1, 3),
         }

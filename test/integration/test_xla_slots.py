@@ -120,18 +120,3 @@ class TestVerify:
         runtime.commit(state, verification, [2])
         for old, new in zip(before, recurrent(), strict=True):
             assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
-
-    def test_a_row_reads_its_state_in_another_slot(self):
-        cpu, xla = runtimes(lambda: random_model(small_config(**DENSE, **FEW_LAYERS)))
-        tokens = streams(160, 1)[0]
-        expected = cpu.step(cpu.allocate(1, 60), [Row(1, 0, tokens[:40])], all_logits=True)[0]
-        state = xla.allocate(2, 60)
-        poison(state)
-        xla.step(state, [Row(1, 0, tokens[:20])])
-        xla.copy(state, 1, 2, 20)
-        xla.step(state, [Row(2, 20, tokens[20:25])])  # so that its recurrent state is another
-        for count in (1, 5):
-            logits = xla.step(state, [Row(2, 20, tokens[20 : 20 + count], source=1)])
-            assert (logits[0] - expected[19 + count]).abs().max() <= 1e-5
-        logits = xla.step(state, [Row(1, 20, tokens[20:40])])
-        assert (logits[0] - expected[39]).abs().max() <= 1e-5

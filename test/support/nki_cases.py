@@ -46,22 +46,6 @@ def scan_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     return y, states.permute(0, 3, 1, 2)
 
 
-def decode_inputs(batch: int = 3, **dimensions) -> dict[str, torch.Tensor]:
-    """Arguments of ssm_decode."""
-    inputs = scan_inputs(batch, 1, **dimensions)
-    token = {name: inputs[name][:, 0] for name in ("x", "dt", "B", "C")}
-    states = inputs["initial_states"]
-    return dict(states=states, x=token["x"], dt=token["dt"], A=inputs["A"], B=token["B"], C=token["C"], D=inputs["D"])
-
-
-def decode_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and new states of one step of the recurrence in float64, in the kernels' layout."""
-    states, x, dt, A, B, C, D = inputs.values()
-    token = dict(x=x[:, None], dt=dt[:, None], A=A, B=B[:, None], C=C[:, None], D=D, initial_states=states)
-    y, states = scan_oracle(token)
-    return y[:, 0], states
-
-
 def conv_inputs(
     batch: int = 2,
     length: int = 130,

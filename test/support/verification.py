@@ -117,9 +117,9 @@ class Stand:
         self.runtime.step(state, [self.row(slot, 0, length) for slot, length in enumerate(lengths, start=1)])
         return state
 
-    def row(self, slot: int, start: int, stop: int, number: int | None = None, source: int | None = None) -> Row:
+    def row(self, slot: int, start: int, stop: int, number: int | None = None) -> Row:
         """Tokens of sequence `number`, by default that of the slot."""
-        return Row(slot, start, self.tokens[(number or slot) - 1][start:stop], source)
+        return Row(slot, start, self.tokens[(number or slot) - 1][start:stop])
 
     def error(self, state: HybridState, *rows: Row, number: int | None = None) -> float:
         """How far the logits of a step are from those of the uncut sequences."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import GenerationConfig
 from granite4_neuron import UserError
 from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.json_files import without_duplicates
-from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels, pinned_launch_parameters
+from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
     HEURISTIC,
@@ -250,26 +249,6 @@ class TestWriting:
                 write_table(folder / "table.json", LaunchTable({1: HEURISTIC}))
 
 
-class TestPin:
-    def test_nests_and_restores(self):
-        table = LaunchTable({1: distinct(0)})
-        with pinned_launch_parameters(distinct(1)):
-            assert table.at(1) == distinct(1)
-            with pytest.raises(KeyError), pinned_launch_parameters(distinct(2)):
-                assert table.at(1) == LaunchTable({5: distinct(3)}).at(7) == distinct(2)
-                raise KeyError
-            assert table.at(1) == table.at(9) == distinct(1)
-        assert table.at(1) == table.at(9) == distinct(0)
-
-    def test_other_threads_are_not_concerned(self):
-        table, seen = LaunchTable({1: distinct(0)}), []
-        with pinned_launch_parameters(distinct(1)):
-            thread = threading.Thread(target=lambda: seen.append(table.at(1)))
-            thread.start()
-            thread.join()
-        assert seen == [distinct(0)]
-
-
 class TestRuntime:
     @pytest.fixture
     def chunk_sizes(self, monkeypatch):
@@ -289,7 +268,7 @@ class TestRuntime:
         return runtime.step(state, [Row(slot + 1, 0, [1, 2, 3]) for slot in range(rows)])
 
     def test_the_entry_of_each_batch_is_used(self, places, chunk_sizes, monkeypatch):
-        """Of 8 heads and two rows, or one. The variable's folder and the argument's, then what is pinned."""
+        """Of 8 heads and two rows, or one. The variable's folder and the argument's."""
         for file, sizes in ((places[1], (32, 128)),):
             entries = {8 * (n + 1): LaunchParameters(64, 4, size) for n, size in enumerate(sizes)}
             write_table(file, LaunchTable(entries))
@@ -301,9 +280,7 @@ class TestRuntime:
         for runtime in (without, given, of_variable):
             self.step(runtime, 1)
             self.step(runtime, 2)
-        with pinned_launch_parameters(LaunchParameters(64, 4, 64)):
-            self.step(given, 2)
-        assert chunk_sizes == [HEURISTIC.torch_chunk_size] * 2 + [32, 128, 32, 128, 64]
+        assert chunk_sizes == [HEURISTIC.torch_chunk_size] * 2 + [32, 128, 32, 128]
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_the_fused_kernels_are_given_theirs(self, places):
@@ -328,8 +305,8 @@ class TestRuntime:
         logits = []
         for chunk_size in CHOICES["chunk_size"]:
             state = runtime.allocate(2, 150)
-            with pinned_launch_parameters(LaunchParameters(chunk_size, 2, 64)):
-                logits.append(torch.stack([runtime.step(state, rows), *self.decode(runtime, state, rows)]))
+            runtime._launch_table = LaunchTable({1: LaunchParameters(chunk_size, 2, 64)})
+            logits.append(torch.stack([runtime.step(state, rows), *self.decode(runtime, state, rows)]))
         assert {chunk_size for chunk_size, _ in given} == set(CHOICES["chunk_size"])
         for other in logits[1:]:
             assert torch.allclose(logits[0], other, atol=1e-4)
@@ -344,8 +321,7 @@ class TestRuntime:
         runtime = CPURuntime(random_model(small_config(layer_types=("mamba",))), GenerationConfig(), kernels="torch")
         self.step(runtime, 1)
         inputs = torch.ones(1, 3, dtype=torch.int64), torch.arange(3)[None], torch.tensor([3]), torch.tensor([1])
-        with pinned_launch_parameters(LaunchParameters(128, 1, 256)):
-            runtime.model(*inputs, runtime.allocate(1, 10))
+        runtime.model(*inputs, runtime.allocate(1, 10))
         assert chunk_sizes == [256, HEURISTIC.torch_chunk_size]
 
     def test_a_broken_file_or_folder_is_refused_when_the_model_is_loaded(self, places, tmp_path):

@@ -1,23 +1,16 @@
 """The NKI kernels against recurrences in float64, token by token; their instructions, traffic and memory."""
 
-import math
-
-import nki.language as nl
 import pytest
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
-from granite4_neuron.ops.nki.conv1d_update import conv1d_update, conv1d_update_torch
 from granite4_neuron.ops.nki.launch import launch
-from granite4_neuron.ops.nki.selective_scan import selective_scan, selective_scan_torch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
-from granite4_neuron.ops.nki.ssm_decode import ssm_decode, ssm_decode_torch
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
-    decode_inputs,
-    decode_oracle,
     error,
     nbytes,
     scan_inputs,
@@ -25,7 +18,7 @@ from test.support.nki_cases import (
 )
 from test.support.nki_checks import check, last_launch
 
-SCANS = {"ssd": ssd_chunk_scan, "scan": selective_scan}
+SCANS = {"ssd": ssd_chunk_scan, "scan": tensor_tensor_scan}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HYBRIDS = [name for name in family_names() if GraniteMoeHybridConfig.from_family(name).layer_types.count("mamba")]
 
@@ -39,21 +32,14 @@ def run(kernel, inputs, programs=1):
 class TestDefinitions:
     """The torch definitions beside the kernels."""
 
-    @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, selective_scan_torch])
+    @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, tensor_tensor_scan_torch])
     def test_scans(self, definition):
         inputs = scan_inputs(2, 150, heads=4, head_dim=32, groups=2, d_state=64)
         check(definition(**inputs), scan_oracle(inputs))
 
-    def test_decode(self):
-        inputs = decode_inputs(3, heads=4, groups=2)
-        check(ssm_decode_torch(**inputs), decode_oracle(inputs))
-
-    def test_convolutions(self):
+    def test_convolution(self):
         inputs = conv_inputs(3, 7, 96, lengths=[7, 2, 0])
         check(conv1d_prefill_torch(**inputs), conv_oracle(inputs))
-        inputs = conv_inputs(3, 1, 96)
-        expected_y, expected_states = conv_oracle(inputs)
-        check(conv1d_update_torch(inputs["x"][:, 0], *list(inputs.values())[1:4]), (expected_y[:, 0], expected_states))
 
 
 class TestScans:
@@ -123,19 +109,6 @@ class TestScans:
             assert error(two, one) <= 1e-6
 
     @scans
-    def test_prefill_then_decode_equals_a_longer_prefill(self, scan):
-        whole = scan_inputs(2, 133, heads=2, head_dim=32)
-        start = {name: value[:, :130] if name in ("x", "dt", "B", "C") else value for name, value in whole.items()}
-        y, states = run(scan, start)
-        outputs = [y]
-        for t in range(130, 133):
-            x, dt, B, C = (whole[name][:, t] for name in ("x", "dt", "B", "C"))
-            y, states = launch(ssm_decode, states, x, dt, whole["A"], B, C, whole["D"])
-            outputs.append(y[:, None])
-        for value, expected in zip((torch.cat(outputs, 1), states), run(scan, whole), strict=True):
-            assert error(value, expected) <= 1e-5
-
-    @scans
     def test_further_chunk_of_prefill(self, scan):
         whole = scan_inputs(1, 170, heads=2, head_dim=32)
         expected = run(scan, whole)
@@ -157,75 +130,9 @@ class TestScans:
         check(run(ssd_chunk_scan, inputs, 2), scan_oracle(inputs))
         if tp_degree > 1:  # it goes head by head, and more of them are nothing new
             inputs = scan_inputs(1, 3, **dimensions)
-            check(run(selective_scan, inputs, 2), scan_oracle(inputs))
-        inputs = decode_inputs(5, **dimensions)
-        check(run(ssm_decode, inputs, 2), decode_oracle(inputs))
+            check(run(tensor_tensor_scan, inputs, 2), scan_oracle(inputs))
         inputs = conv_inputs(1, 12, config.rank_dimensions(tp_degree).mamba_conv_dim, config.mamba_d_conv)
         check(run(conv1d_prefill, inputs, 2), conv_oracle(inputs))
-
-
-class TestDecode:
-    @pytest.mark.parametrize("programs", [1, 2])
-    @pytest.mark.parametrize(
-        "dimensions",
-        [
-            dict(heads=16, head_dim=64, d_state=128),
-            dict(heads=6, head_dim=32, d_state=64),
-            dict(heads=8, head_dim=128, d_state=128),
-            dict(heads=8, head_dim=64, d_state=64, groups=2),
-            dict(heads=12, head_dim=32, d_state=128, groups=3),
-        ],
-        ids=lambda d: "-".join(map(str, d.values())),
-    )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_equals_the_recurrence(self, programs, dimensions, dtype):
-        inputs = decode_inputs(3, dtype=dtype, **dimensions)
-        y, states = run(ssm_decode, inputs, programs)
-        exact_y, exact_states = decode_oracle(inputs)
-        assert y.dtype == dtype
-        assert error(y, exact_y) <= (1e-5 if dtype == torch.float32 else 1e-2)
-        assert error(states, exact_states) <= 1e-5  # float32 whatever the dtype of x
-
-    @pytest.mark.parametrize("batch", [1, 16, 17, 35])
-    def test_batch(self, batch):
-        inputs = decode_inputs(batch, heads=2, head_dim=64)
-        check(run(ssm_decode, inputs), decode_oracle(inputs))
-
-    def test_large_decay(self):
-        inputs = decode_inputs(2, heads=4, max_A=128.0)
-        inputs["dt"] = torch.full_like(inputs["dt"], 20.0)
-        check(run(ssm_decode, inputs), decode_oracle(inputs))
-
-    def test_padding_changes_nothing(self):
-        inputs = decode_inputs(2, heads=4)
-        inputs["dt"][1] = 0.0
-        assert torch.equal(run(ssm_decode, inputs)[1][1], inputs["states"][1])
-
-    def test_nan_stays_in_its_sequence(self):
-        inputs = decode_inputs(3, heads=4)
-        expected = run(ssm_decode, inputs)
-        for name in ("states", "x", "dt", "B", "C"):
-            poisoned = inputs | {name: inputs[name].clone()}
-            poisoned[name][1] = math.nan
-            for value, clean in zip(run(ssm_decode, poisoned), expected, strict=True):
-                assert torch.equal(value[0], clean[0]) and torch.equal(value[2], clean[2])
-
-    @pytest.mark.parametrize("programs", [1, 2])
-    def test_in_place(self, programs, monkeypatch):
-        """The output that takes the memory of `states` ends up right: nothing is read after it was overwritten."""
-        emulation = pytest.importorskip("nki.emulation", reason="aliases are given to the graph, not to a simulator")
-        inputs = decode_inputs(3, heads=4)
-        exact = decode_oracle(inputs)
-        aliased = emulation.NkiTensor.of_array(inputs["states"].numpy())
-        ndarray = nl.ndarray
-
-        def with_alias(shape, dtype, buffer):
-            return aliased if shape == aliased.shape else ndarray(shape, dtype, buffer)
-
-        monkeypatch.setattr(nl, "ndarray", with_alias)
-        y, states = run(ssm_decode, inputs, programs)
-        assert states.data_ptr() == inputs["states"].data_ptr()
-        check((y, states), exact)
 
 
 class TestConvolution:
@@ -255,26 +162,6 @@ class TestConvolution:
         inputs = conv_inputs(1, length, 64)
         check(run(conv1d_prefill, inputs), conv_oracle(inputs))
 
-    @pytest.mark.parametrize("programs", [1, 2])
-    @pytest.mark.parametrize(("batch", "channels", "d_conv"), [(1, 256, 4), (3, 640, 4), (8, 320, 3), (40, 96, 2)])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_update(self, programs, batch, channels, d_conv, dtype):
-        inputs = conv_inputs(batch, 1, channels, d_conv, dtype)
-        x, conv_states, weight, bias, _ = inputs.values()
-        y, states = launch(conv1d_update, x[:, 0], conv_states, weight, bias, programs=programs)
-        exact_y, exact_states = conv_oracle(inputs)
-        assert y.dtype == states.dtype == dtype
-        assert error(y, exact_y[:, 0]) <= TOLERANCE[dtype]
-        assert torch.equal(states, exact_states)
-
-    def test_prefill_then_update_equals_a_longer_prefill(self):
-        inputs = conv_inputs(2, 130, 64)
-        x, states, weight, bias, lengths = inputs.values()
-        expected_y, expected_states = run(conv1d_prefill, inputs)
-        _, states = launch(conv1d_prefill, x[:, :129], states, weight, bias, lengths - 1)
-        y, states = launch(conv1d_update, x[:, 129], states, weight, bias)
-        check((y, states), (expected_y[:, 129], expected_states))
-
 
 # granite-4.0-h-small on four ranks of two cores each.
 H_SMALL = dict(heads=32, head_dim=64, d_state=128)
@@ -300,34 +187,18 @@ class TestBudgets:
         assert counts[1] - counts[0] <= 90
         assert counts[1] / 2 <= 90  # setup included
 
-    def test_selective_scan_of_1024_tokens(self):
+    def test_tensor_tensor_scan_of_1024_tokens(self):
         """A twentieth of the published kernel's 8,192 scans and 65,000 VectorE instructions; they grow with length."""
         inputs = scan_inputs(1, 128, **H_SMALL)
-        outputs = run(selective_scan, inputs, 2)
+        outputs = run(tensor_tensor_scan, inputs, 2)
         check_traffic(inputs, outputs)
         assert 8 * last_launch().count("vector", "tensor_tensor_scan") <= 8192 / 20
         assert 8 * last_launch().count("vector") <= 65000 / 20
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_ssm_decode(self, dtype):
-        counts = []
-        for batch in (1, 8):
-            inputs = decode_inputs(batch, dtype=dtype, **H_SMALL)
-            outputs = run(ssm_decode, inputs, 2)
-            check_traffic(inputs, outputs)
-            counts.append(last_launch().count())
-        assert (counts[1] - counts[0]) / 7 <= 20
-        assert counts[1] / 8 <= 20  # setup included
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_convolutions(self, dtype):
+    def test_convolution(self, dtype):
         inputs = conv_inputs(1, 256, H_SMALL_CHANNELS, dtype=dtype)
         check_traffic(inputs, run(conv1d_prefill, inputs, 2))
-        inputs = conv_inputs(8, 1, H_SMALL_CHANNELS, dtype=dtype)
-        arguments = dict(inputs, x=inputs["x"][:, 0])
-        del arguments["lengths"]
-        check_traffic(arguments, run(conv1d_update, arguments, 2))
-        assert last_launch().count() <= 10
 
     @scans
     def test_prefill_reads_and_writes_a_state_once(self, scan):

@@ -2,6 +2,7 @@
 
 import math
 
+import nki.language as nl
 import numpy as np
 import pytest
 import torch
@@ -110,6 +111,24 @@ def test_nan_stays_in_its_sequence(name):
     poisoned[name][1] = math.nan
     for value, expected in zip(run(poisoned), clean, strict=True):
         assert torch.equal(value[0], expected[0]) and torch.equal(value[2], expected[2])
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_in_place(programs, monkeypatch):
+    """The output that takes the memory of `states` ends up right: nothing is read after it was overwritten."""
+    emulation = pytest.importorskip("nki.emulation", reason="aliases are given to the graph, not to a simulator")
+    case = mamba_decode_inputs(3, 2)
+    exact = mamba_decode_oracle(case)
+    aliased = emulation.NkiTensor.of_array(case["states"].numpy())
+    ndarray = nl.ndarray
+
+    def with_alias(shape, dtype, buffer):
+        return aliased if shape == aliased.shape else ndarray(shape, dtype, buffer)
+
+    monkeypatch.setattr(nl, "ndarray", with_alias)
+    results = run(case, programs)
+    assert results[1].data_ptr() == case["states"].data_ptr()
+    check(results, exact)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -7,10 +7,11 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint import load_model, save_model
-from granite4_neuron.ops import TORCH, causal_conv1d, select_operators
+from granite4_neuron.ops import TORCH, MixerConstants, causal_conv1d, select_operators
 from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import small_config
-from test.support.nki_cases import conv_inputs, scan_inputs
+from test.support.nki_cases import conv_inputs, mamba_decode_inputs, mamba_decode_oracle, scan_inputs
+from test.support.nki_checks import check
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
 SIZES = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
@@ -78,29 +79,39 @@ def test_state_is_allocated_in_the_kernels_layout(folder):
     assert poisoned_state(model, 2, 8).layers[0].ssm_state.shape == expected
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_row_without_tokens_keeps_its_state(tokens):
+def test_a_row_without_tokens_keeps_its_state():
     """Whatever the caller does with the row: not every runtime has a null slot to send it to."""
-    operators = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki")
-    kernels = operators.mamba_decode if tokens == 1 else operators.mamba_prefill
-    x, conv_state, weight, bias, _ = conv_inputs(2, tokens, 64).values()
-    lengths = torch.tensor([tokens, 0])
+    kernels = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_prefill
+    x, conv_state, weight, bias, _ = conv_inputs(2, 3, 64).values()
+    lengths = torch.tensor([3, 0])
     y, new_conv_state = kernels.convolve(x, conv_state, weight, bias, lengths)
     expected_y, expected_state = causal_conv1d(x, conv_state, weight, bias, lengths)
     assert (y - expected_y)[0].abs().max() <= 1e-5
     assert torch.equal(new_conv_state, expected_state) and torch.equal(new_conv_state[1], conv_state[1])
 
-    inputs = scan_inputs(2, tokens, heads=2, head_dim=32)
+    inputs = scan_inputs(2, 3, heads=2, head_dim=32)
     inputs["dt"][1] = 0.0
     _, ssm_state = kernels.scan(*inputs.values(), chunk_size=64)
     assert torch.equal(ssm_state[1], inputs["initial_states"][1])
 
 
+def test_a_row_without_tokens_keeps_its_state_in_decode():
+    decode = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_decode.few_tokens
+    inputs = mamba_decode_inputs(2, 1, heads=2, head_dim=32, accepted=[1, 0])
+    states, conv_states, xBC, dt, taps, A_D, z, accepted = inputs.values()
+    results = decode.mix(xBC, dt, MixerConstants(taps[:, :-1], taps[:, -1], *A_D), conv_states, states, z, accepted)
+    check(results, mamba_decode_oracle(inputs))
+    assert torch.equal(results[1][1], states[1]) and torch.equal(results[2][1], conv_states[1])
+
+
 def test_dimensions_that_no_kernel_takes():
     with pytest.raises(UserError, match="head_dim 32, 64 or 128; here are 8 heads in 1 groups, and head_dim 16"):
         select_operators(TORCH, small_config(), prefill_scan="ssd")
-    with pytest.raises(UserError, match="a multiple of 2 heads"):
+    with pytest.raises(UserError, match=r"decode takes 1 to 16 tokens.* Here are 1 heads in 1 groups"):
         select_operators(TORCH, CONFIGS["one group"], tp_degree=4, decode_kernel="nki")
+    cut_groups = small_config(hidden_size=96, **(SIZES | dict(mamba_n_heads=6, mamba_n_groups=3)))
+    with pytest.raises(UserError, match=r"whole groups of heads or equal parts of one.* Here are 6 heads in 3 groups"):
+        select_operators(TORCH, cut_groups, 1, "ssd", "nki")
     select_operators(TORCH, small_config(layer_types=("attention",)), decode_kernel="nki")
     narrow = small_config(**(SIZES | dict(mamba_d_state=32)))
     select_operators(TORCH, narrow, decode_kernel="nki")
@@ -109,13 +120,7 @@ def test_dimensions_that_no_kernel_takes():
     select_operators(TORCH, small_config())
 
 
-def test_where_one_kernel_does_not_hold():
-    """Groups that are cut by the share of a core: then there are two kernels, and the reason can be asked for."""
-    config = small_config(hidden_size=96, **(SIZES | dict(mamba_n_heads=6, mamba_n_groups=3)))
-    operators = select_operators(TORCH, config, 1, "ssd", "nki")
-    assert operators.mamba_decode.few_tokens is None
-    (refusal,) = operators.refusals
-    assert "Here are 6 heads in 3 groups" in refusal and "a kernel for its convolution" in refusal
+def test_steps_of_a_few_tokens_are_one_kernel():
     taken = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki")
     assert taken.mamba_decode.few_tokens.max_tokens == 16 and taken.refusals == ()
 

@@ -8,20 +8,16 @@ import pytest
 from granite4_neuron.ops.expert_blocks import combine_choices, expert_blocks
 from granite4_neuron.ops.nki import (
     conv1d_prefill,
-    conv1d_update,
     experts_decode,
     experts_prefill,
     mamba_decode,
-    selective_scan,
     ssd_chunk_scan,
-    ssm_decode,
+    tensor_tensor_scan,
 )
 from granite4_neuron.ops.nki.launch import launch
 from test.support.nki_cases import (
     conv_inputs,
     conv_oracle,
-    decode_inputs,
-    decode_oracle,
     error,
     experts_arguments,
     experts_inputs,
@@ -112,19 +108,6 @@ SCAN = {
     ),
     "last token forgotten": ("min(TOKENS, length - start)", "min(TOKENS, max(1, length - start - 1))"),
 }
-DECODE = {
-    "decay dropped": ("nisa.activation(dst=decay_row, op=nl.exp, data=decay_row)", "nisa.memset(decay_row, 1.0)"),
-    "update dropped": ("nisa.tensor_tensor(dst=bank_sb, data1=bank_sb, data2=update_psum, op=nl.add)", "pass"),
-    "C of the first sequence": ("moving=C_columns[:, group, s : s + 1]", "moving=C_columns[:, group, 0:1]"),
-    "B of the first sequence": ("B_row[:, s, group, :]", "B_row[:, 0, group, :]"),
-    "decay of the first sequence": ("decay_sb[:, s, own_run]", "decay_sb[:, 0, own_run]"),
-    "state of the first sequence": ("load(states[start + s,", "load(states[start,"),
-    "D x dropped": (
-        "data1=flat(D_x_sb[:, bank, :]), data2=flat(y_rows_psum), op=nl.add",
-        "data1=flat(D_x_sb[:, bank, :]), data2=flat(y_rows_psum), op=nl.maximum",
-    ),
-    "uninitialised tile": ("nisa.tensor_copy(dst=y_columns_sb, src=y_psum, engine=nisa.engine.scalar)", "pass"),
-}
 CONV = {
     "accumulate flag lost": ("accumulate=True,", "accumulate=False,"),
     "taps reversed": (
@@ -137,17 +120,6 @@ CONV = {
     "window one token late": ("pattern=[[-1, reach]], offset=reach,", "pattern=[[-1, reach]], offset=reach - 1,"),
     "old window forgotten": ("for length in range(reach):", "for length in range(0):"),
     "uninitialised tile": ("nisa.tensor_copy(dst=inputs_sb[:, :, 0:reach], src=previous_sb)", "pass"),
-}
-UPDATE = {
-    "window not shifted": ("src=window_sb[:, :, :, 1:d_conv]", "src=window_sb[:, :, :, 0:reach]"),
-    "bias dropped": (
-        "nisa.tensor_tensor(dst=sums_sb, data1=sums_sb, data2=bias_sb.broadcast(1, batch), op=nl.add)",
-        "pass",
-    ),
-    "uninitialised tile": (
-        "nisa.dma_copy(dst=window_sb[:, :, :, reach:d_conv], src=_by_lane(x_columns, own_lanes, per_lane))",
-        "pass",
-    ),
 }
 EXPERTS = {
     "memory not zeroed before the first expert": (
@@ -251,7 +223,6 @@ def mutations(of_kernel):
 
 # Two groups, two rows and two chunks, the last of them shorter: what a bug can hide behind is not there.
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
-DECODE_INPUTS = decode_inputs(2, heads=4, head_dim=32, groups=2, d_state=64)
 MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
 # Fewer distinct experts than there is memory for, and a width of two blocks.
@@ -266,13 +237,8 @@ def test_ssd_chunk_scan(old, new):
 
 
 @mutations(SCAN)
-def test_selective_scan(old, new):
-    check_fails(mutated(selective_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
-
-
-@mutations(DECODE)
-def test_ssm_decode(old, new):
-    check_fails(mutated(ssm_decode, old, new), DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS))
+def test_tensor_tensor_scan(old, new):
+    check_fails(mutated(tensor_tensor_scan, old, new), SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS))
 
 
 @mutations(MAMBA_DECODE)
@@ -284,15 +250,6 @@ def test_mamba_decode(old, new):
 @mutations(CONV)
 def test_conv1d_prefill(old, new):
     check_fails(mutated(conv1d_prefill, old, new), CONV_INPUTS.values(), conv_oracle(CONV_INPUTS))
-
-
-@mutations(UPDATE)
-def test_conv1d_update(old, new):
-    inputs = conv_inputs(2, 1, 64)
-    exact_y, exact_states = conv_oracle(inputs)
-    x, conv_states, weight, bias, _ = inputs.values()
-    arguments = (x[:, 0], conv_states, weight, bias)
-    check_fails(mutated(conv1d_update, old, new), arguments, (exact_y[:, 0], exact_states))
 
 
 @mutations(EXPERTS)
@@ -327,8 +284,7 @@ def test_the_sources_as_they_are_pass():
     """What the mutations are compared on passes without them, by the same steps."""
     for module, arguments, exact in (
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
-        (selective_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
-        (ssm_decode, DECODE_INPUTS.values(), decode_oracle(DECODE_INPUTS)),
+        (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (mamba_decode, MAMBA_DECODE_INPUTS.values(), mamba_decode_oracle(MAMBA_DECODE_INPUTS)),
         (conv1d_prefill, CONV_INPUTS.values(), conv_oracle(CONV_INPUTS)),
         (experts_decode, experts_arguments(EXPERTS_INPUTS), experts_oracle(EXPERTS_INPUTS)),

@@ -10,12 +10,12 @@ pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is install
 from benchmarks import kernels
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-from granite4_neuron.ops.nki.selective_scan import selective_scan
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
 from test.support.nki_cases import conv_inputs, scan_inputs
 
 
-@pytest.mark.parametrize("kernel", [ssd_chunk_scan, selective_scan, conv1d_prefill])
+@pytest.mark.parametrize("kernel", [ssd_chunk_scan, tensor_tensor_scan, conv1d_prefill])
 def test_extension_is_exact(kernel):
     """Three blocks cost one, and twice what the second of two adds."""
 
@@ -35,9 +35,9 @@ def test_extension_is_exact(kernel):
 def test_report(capsys, tmp_path):
     assert kernels.main(["--model", "h-350m", "--json", str(tmp_path / "report.json")]) == 0
     output = capsys.readouterr().out
-    assert "modelled, not timed" in output and "ssm_decode" in output
+    assert "modelled, not timed" in output and "mamba_decode" in output
     rows = json.loads((tmp_path / "report.json").read_text())
-    assert len(rows) == 3 * 3 + 4 * 3
+    assert len(rows) == 3 * 3 + 2 * 3
     for row in rows:
         times = [row["microseconds"][name] for name in (*kernels.CLOCK, "hbm")]
         assert row["bound_microseconds"] == max(times) > 0

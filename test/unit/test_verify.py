@@ -86,8 +86,6 @@ def test_rows_that_cannot_be_verified(runtime):
     state = runtime.allocate(2, LONGEST)
     with pytest.raises(ValueError, match="65 tokens of a row are to be verified; at most 64 can"):
         runtime.verify(state, [Row(1, 0, [1] * 65)])
-    with pytest.raises(ValueError, match="in their own slot"):
-        runtime.verify(state, [Row(1, 3, [1], source=2)])
 
 
 def test_the_runtime_has_all_of_the_interface(runtime):
@@ -106,30 +104,3 @@ def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):
     for start, stop, slot, number in ((20, 40, 1, 0), (0, 30, 1, 2)):
         logits = runtime.step(state, [Row(slot, start, tokens[number][start:stop])])
         assert (logits[0] - uncut[number][stop - 1]).abs().max() <= 1e-5
-
-
-class TestSource:
-    """A step that reads a row's recurrent state in one slot and writes it to another."""
-
-    @pytest.mark.parametrize("count", [1, 2, 30])
-    def test_the_source_stays_and_the_row_goes_on(self, runtime, uncut, count):
-        tokens = streams(runtime.config.vocab_size, SEQUENCES)
-        state = runtime.allocate(SEQUENCES, LONGEST)
-        poison(state)
-        runtime.step(state, [Row(slot, 0, tokens[slot - 1][:20]) for slot in (1, 2)])
-        runtime.copy(state, 1, 3, 20)
-        for layer in state.layers:  # of slot 3 the keys and values are what counts
-            if isinstance(layer, MambaState):
-                for tensor in vars(layer).values():
-                    tensor[3] = torch.nan
-        before = [tensor[1] for tensor in bits(state)]
-        rows = [Row(3, 20, tokens[0][20 : 20 + count], source=1), Row(2, 20, tokens[1][20 : 20 + count])]
-        logits = runtime.step(state, rows)
-        for number in (0, 1):
-            assert (logits[number] - uncut[number][19 + count]).abs().max() <= 1e-5
-        assert all(map(torch.equal, before, (tensor[1] for tensor in bits(state))))
-        for slot in (1, 3):
-            again = runtime.step(
-                state, [Row(slot, 20 if slot == 1 else 20 + count, tokens[0][20 + count * (slot == 3) : 60])]
-            )
-            assert (again[0] - uncut[0][59]).abs().max() <= 1e-5

@@ -75,11 +75,7 @@ class NullSlotStep(Step):
     """A step over recurrent state [slots, ...] whose null slot holds zeros. Rows at position 0 read the null slot.
 
     Rows of length 0 read and write the null slot at any position: they write back the zeros that they read.
-
-    sources: [batch], integer, the slots that rows at other positions read; None for their own.
     """
-
-    sources: torch.Tensor | None = field(default=None, kw_only=True)
 
     has_null_slot = True
 
@@ -95,7 +91,7 @@ class NullSlotStep(Step):
     def read_slots(self) -> torch.Tensor:
         """[batch], the slot that each row's recurrent state is read from."""
         begun = (self.positions[:, 0] > 0) & (self.lengths > 0)
-        return (self.slots if self.sources is None else self.sources).where(begun, NULL_SLOT)
+        return self.slots.where(begun, NULL_SLOT)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         return state.index_select(0, self.read_slots)
@@ -116,11 +112,9 @@ class DenseStep(Step):
     which costs as much as advancing it; so only steps of several tokens, or those that look up their sequences, do it.
 
     sequences: [batch], integer, all different; None if row i is sequence i.
-    sources: [batch], integer, the sequences whose state rows read; None for their own.
     """
 
     sequences: torch.Tensor | None
-    sources: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def is_decode(self) -> bool:
@@ -137,7 +131,7 @@ class DenseStep(Step):
         return state if self.sequences is None else state.index_select(0, self.sequences)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        rows = self.rows_of(state) if self.sources is None else state.index_select(0, self.sources)
+        rows = self.rows_of(state)
         if self.is_decode:
             # Not a copy in a graph. torch_xla donates tensors that are written as a whole, and loses track of views.
             return rows.clone()

@@ -43,7 +43,6 @@ class NeuronRuntime:
         self.generation_config = generation_config
         cannot: dict[Ability, str] = {
             "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
-            "source": "NxD Inference's graphs read and write a sequence's state in one place.",
             "snapshot": "NxD Inference keeps the state on the device: a sequence's can be copied to another slot "
             "there, and not to the host.",
         }
@@ -112,12 +111,10 @@ class NeuronRuntime:
         """As `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
 
         Raises:
-            UserError: with `all_logits` or a source.
+            UserError: with `all_logits`.
         """
         if all_logits:
             require(self, "all_logits")
-        if any(row.source is not None for row in rows):
-            require(self, "source")
         single = [row for row in rows if row.start and len(row.tokens) == 1]
         decoded = dict(zip((row.slot for row in single), self._logits(single), strict=True)) if single else {}
         return torch.stack([decoded[row.slot] if row.slot in decoded else self._prompt(row) for row in rows])

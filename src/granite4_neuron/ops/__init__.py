@@ -9,7 +9,7 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
 from granite4_neuron.ops.head import logits
-from granite4_neuron.ops.launch_parameters import LaunchParameters, pinned_launch_parameters
+from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
 from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
@@ -50,7 +50,6 @@ __all__ = [
     "mamba_chunk_scan_combined",
     "mamba_chunk_scan_combined_varlen",
     "mlp",
-    "pinned_launch_parameters",
     "residual_add",
     "rms_norm",
     "rms_norm_gated",

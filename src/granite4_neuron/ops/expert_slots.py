@@ -39,13 +39,3 @@ def expert_slots(
 
     is_choice = (topk_ids[..., None] == expert_ids) & (expert_ids < num_experts)
     return expert_ids, topk_weights[..., None].where(is_choice, 0.0).sum(1)
-
-
-def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
-    """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
-
-    Args:
-        width: of the experts, a rank's share of it.
-        itemsize: bytes per element of weights and tokens.
-    """
-    return itemsize * hidden_size * (3 * width * distinct + 2 * tokens)

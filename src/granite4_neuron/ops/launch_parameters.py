@@ -21,9 +21,7 @@ import platform
 import re
 import reprlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -78,27 +76,11 @@ class LaunchTable:
     _closest: dict[int, LaunchParameters] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def at(self, batch_heads: int) -> LaunchParameters:
-        """What is pinned, or else the entry closest to `batch_heads`; of two equally close ones the smaller."""
-        pinned = _PINNED.get()
-        if pinned is not None:
-            return pinned
+        """The entry closest to `batch_heads`; of two equally close ones the smaller."""
         if batch_heads not in self._closest:
             closest = min(self.entries, key=lambda measured: (abs(measured - batch_heads), measured))
             self._closest[batch_heads] = self.entries[closest]
         return self._closest[batch_heads]
-
-
-_PINNED: ContextVar[LaunchParameters | None] = ContextVar("pinned launch parameters", default=None)
-
-
-@contextmanager
-def pinned_launch_parameters(parameters: LaunchParameters) -> Iterator[None]:
-    """Within it, and within its thread, every table answers with `parameters`; nests."""
-    token = _PINNED.set(parameters)
-    try:
-        yield
-    finally:
-        _PINNED.reset(token)
 
 
 def find_launch_table(head_dim: int, d_state: int, cache_dtype: torch.dtype, folder: Path | None = None) -> LaunchTable:

@@ -94,21 +94,14 @@ def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: s
 
 
 def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_degree: int) -> Operators:
-    """One kernel for the layer where it takes the dimensions; else two, and the reason among the refusals."""
     # Not at the top: the package works without nki.
-    from granite4_neuron.ops.nki.limits import check_ssm_decode
-    from granite4_neuron.ops.nki.mamba import DECODE, decode_kernels, round_in_hardware
+    from granite4_neuron.ops.nki.mamba import few_tokens, round_in_hardware
 
-    operators = replace(operators, mamba_decode=DECODE, round_state=round_in_hardware)
     if MAMBA not in config.layer_types:
         return operators
-    dimensions = _scan_dimensions(config, tp_degree)
-    try:
-        return replace(operators, mamba_decode=decode_kernels(*dimensions))
-    except UserError as error:
-        check_ssm_decode(*dimensions, LOGICAL_CORE_SIZE)
-        reason = f"A Mamba layer's decode takes a kernel for its convolution and one for its recurrence. {error}"
-        return replace(operators, refusals=(*operators.refusals, reason))
+    decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
+    decode = replace(decode, few_tokens=few_tokens(*_scan_dimensions(config, tp_degree)))
+    return replace(operators, mamba_decode=decode, round_state=round_in_hardware)
 
 
 def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:

@@ -29,7 +29,6 @@ from granite4_neuron.runtime.interface import (
     Verification,
     accepted_rows,
     check_verification,
-    sources,
     step_inputs,
 )
 from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
@@ -115,7 +114,6 @@ class CPURuntime(BoundModel):
             kv_length=_kv_length(rows),
             all_logits=all_logits,
             launch_parameters=self._launch_parameters(rows),
-            sources=sources(rows),
         )
 
     @torch.inference_mode()

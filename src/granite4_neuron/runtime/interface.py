@@ -18,7 +18,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.snapshot import Layout, Snapshot
 from granite4_neuron.state import HybridState
 
-Ability = Literal["all_logits", "source", "verify", "copy", "snapshot"]
+Ability = Literal["all_logits", "verify", "copy", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,11 @@ class Row:
     slot: of the sequence.
     start: the sequence's length so far.
     tokens: at least one new token.
-    source: the slot that the recurrent state is read from, which stays unchanged; None for `slot`. The keys and values
-        of the first `start` tokens are read from `slot` in either case.
     """
 
     slot: int
     start: int
     tokens: Sequence[int]
-    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ class Runtime(Protocol):
     rows_per_step: the most prompts of a step. Single tokens of any number of sequences share a step.
     tokens_per_verification: the most tokens of a row in `verify`.
     own_slots: the number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state.
-    cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "source" (of a row),
-        "verify" (and `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
+    cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and
+        `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
     """
 
@@ -105,21 +102,21 @@ class Runtime(Protocol):
         """
 
     def step(self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """Add each row's tokens to its sequence. No two rows have the same slot, and none reads what another writes.
+        """Add each row's tokens to its sequence. No two rows have the same slot.
 
         Returns:
             float32 logits after each row's last token, [rows, vocab_size]; with `all_logits` after every token,
             [rows, longest row, vocab_size], unspecified where a row is shorter.
 
         Raises:
-            UserError: `all_logits`, or a row's source, is what this runtime cannot do.
+            UserError: `all_logits` is what this runtime cannot do.
         """
 
     def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
         """The logits of `step` with `all_logits`, without making the sequences longer.
 
         It does not write recurrent state. It writes keys and values after the sequence's end, where the next step
-        overwrites them. Rows have no source, and at most `tokens_per_verification` tokens.
+        overwrites them. Rows have at most `tokens_per_verification` tokens.
         """
 
     def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
@@ -166,26 +163,17 @@ def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.T
     return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
 
 
-def sources(rows: Sequence[Row]) -> torch.Tensor | None:
-    """The slots that rows read their recurrent state from, [rows]; None where each reads its own."""
-    if all(row.source is None for row in rows):
-        return None
-    return torch.tensor([row.slot if row.source is None else row.source for row in rows])
-
-
 def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
     """Check that a runtime can verify these rows.
 
     Raises:
-        ValueError: one has a source, or too many tokens.
+        ValueError: one has too many tokens.
     """
     longest = max(len(row.tokens) for row in rows)
     if longest > runtime.tokens_per_verification:
         raise ValueError(
             f"{longest} tokens of a row are to be verified; at most {runtime.tokens_per_verification} can."
         )
-    if any(row.source is not None for row in rows):
-        raise ValueError("rows that are verified read their state in their own slot.")
 
 
 def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:

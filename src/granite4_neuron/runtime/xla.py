@@ -25,7 +25,6 @@ from granite4_neuron.runtime.interface import (
     Verification,
     accepted_rows,
     check_verification,
-    sources,
     step_inputs,
 )
 from granite4_neuron.snapshot import (
@@ -105,8 +104,7 @@ class XLARuntime(BoundModel):
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """As `Runtime.step`. Rows that continue by one token are decoded together; others are prefilled one by one.
 
-        The first token of a sequence is always a prefill: the decode graph cannot start from zeros or read another
-        slot.
+        The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
         """
         decoded = self._decode(state, [row for row in rows if _is_decode(row)])
         logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
@@ -163,12 +161,11 @@ class XLARuntime(BoundModel):
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """A row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
-        logits, source = [], row.source
+        logits = []
         for start in range(0, len(row.tokens), self.tokens_per_step):
-            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step], source)
+            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step])
             output = self._run_looked_up(state, piece, all_logits)
             logits.append(output[0, : len(piece.tokens)] if all_logits else output)
-            source = None
         return torch.cat(logits) if all_logits else logits[-1]
 
     def _run_in_order(
@@ -188,8 +185,6 @@ class XLARuntime(BoundModel):
         """The graph of a length bucket, which looks its one sequence up in the state."""
         inputs = step_inputs([row], _bucket(len(row.tokens), self.prefill_buckets))
         options = dict(kv_length=_kv_length([row], state), all_logits=all_logits)
-        if row.source is not None:
-            options["sources"] = sources([row]).to(self.device)
         return self._run(state, inputs, options)
 
     def _run(
@@ -215,7 +210,7 @@ def cache_buckets(max_length: int) -> list[int]:
 
 
 def _is_decode(row: Row) -> bool:
-    return row.start > 0 and len(row.tokens) == 1 and row.source is None
+    return row.start > 0 and len(row.tokens) == 1
 
 
 def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
-from granite4_neuron.ops.nki.mamba_decode import MAX_ROW as MAX_ROW_OF_TOKENS
-from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS
-from granite4_neuron.ops.nki.ssm_decode import MAX_ROW
+from granite4_neuron.ops.nki.mamba_decode import MAX_ROW, MAX_TOKENS
 
 HEAD_DIMS = (32, 64, 128)
 SCAN_D_STATES = (64, 128)
@@ -15,32 +13,21 @@ SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
 
 
 def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `ssd_chunk_scan` and `selective_scan` take these dimensions.
+    """See whether `ssd_chunk_scan` and `tensor_tensor_scan` take these dimensions.
 
     Raises:
         UserError: they do not.
     """
-    _check_heads(num_heads, head_dim, n_groups, programs)
+    if num_heads % programs or num_heads % n_groups or head_dim not in HEAD_DIMS:
+        raise UserError(
+            f"The NKI kernels for prefill take a multiple of {programs} heads, in groups of one size, and head_dim "
+            f"{_listed(HEAD_DIMS)}; here are {num_heads} heads in {n_groups} groups, and head_dim {head_dim}."
+        )
     most_heads = PSUM_BANK // SUMS_OF_A_CHUNK * programs
     if d_state not in SCAN_D_STATES or num_heads > most_heads:
         raise UserError(
             f"The NKI kernels for prefill take d_state {_listed(SCAN_D_STATES)} and up to {most_heads} heads; here are "
             f"d_state {d_state} and {num_heads} heads."
-        )
-
-
-def check_ssm_decode(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `ssm_decode` takes these dimensions.
-
-    Raises:
-        UserError: it does not.
-    """
-    _check_heads(num_heads, head_dim, n_groups, programs)
-    most_channels = MAX_ROW * programs
-    if not (1 <= d_state <= MAX_PARTITIONS and n_groups <= MAX_PARTITIONS and num_heads * head_dim <= most_channels):
-        raise UserError(
-            f"The NKI kernel for decode takes d_state and groups up to {MAX_PARTITIONS}, and up to {most_channels} "
-            f"channels; here are d_state {d_state}, {n_groups} groups and {num_heads * head_dim} channels."
         )
 
 
@@ -53,11 +40,11 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
     heads, heads_per_group = num_heads // programs, num_heads // n_groups
     takes_heads = num_heads % programs == 0 and num_heads % n_groups == 0 and 1 <= heads <= MAX_PARTITIONS
     takes_groups = takes_heads and (heads % heads_per_group == 0 or heads_per_group % heads == 0)
-    takes_sizes = head_dim in HEAD_DIMS and d_state in DECODE_D_STATES and heads * head_dim <= MAX_ROW_OF_TOKENS
+    takes_sizes = head_dim in HEAD_DIMS and d_state in DECODE_D_STATES and heads * head_dim <= MAX_ROW
     if not (1 <= tokens <= MAX_TOKENS and heads * tokens <= PSUM_BANK and takes_groups and takes_sizes):
         raise UserError(
             f"The NKI kernel for a Mamba layer's decode takes 1 to {MAX_TOKENS} tokens; on each of {programs} cores "
-            f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW_OF_TOKENS} channels, "
+            f"whole groups of heads or equal parts of one, up to {MAX_PARTITIONS} heads, {MAX_ROW} channels, "
             f"and {PSUM_BANK} for heads times tokens; head_dim {_listed(HEAD_DIMS)}, and d_state "
             f"{_listed(DECODE_D_STATES)}. Here are {num_heads} heads in {n_groups} groups, head_dim {head_dim}, "
             f"d_state {d_state}, and steps of {tokens}."
@@ -65,23 +52,15 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
 
 
 def check_convolution(channels: int, d_conv: int, batch: int, programs: int) -> None:
-    """See whether `conv1d_prefill` and `conv1d_update` take these dimensions.
+    """See whether `conv1d_prefill` takes these dimensions.
 
     Raises:
-        UserError: they do not.
+        UserError: it does not.
     """
     if channels % programs or not 2 <= d_conv <= 4 or batch > PSUM_BANK:
         raise UserError(
-            f"The NKI kernels for the convolution take a multiple of {programs} channels, 2 to 4 taps and up to "
+            f"The NKI kernel for the convolution takes a multiple of {programs} channels, 2 to 4 taps and up to "
             f"{PSUM_BANK} sequences; here are {channels} channels, {d_conv} taps and {batch} sequences."
-        )
-
-
-def _check_heads(num_heads: int, head_dim: int, n_groups: int, programs: int) -> None:
-    if num_heads % programs or num_heads % n_groups or head_dim not in HEAD_DIMS:
-        raise UserError(
-            f"The NKI kernels take a multiple of {programs} heads, in groups of one size, and head_dim "
-            f"{_listed(HEAD_DIMS)}; here are {num_heads} heads in {n_groups} groups, and head_dim {head_dim}."
         )
 
 

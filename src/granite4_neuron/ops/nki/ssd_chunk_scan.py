@@ -35,7 +35,7 @@ def ssd_chunk_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `ssd_chunk_scan` and of `selective_scan`: same arguments, same results."""
+    """The definition of `ssd_chunk_scan` and of `tensor_tensor_scan`: same arguments, same results."""
     states = initial_states.permute(0, 2, 3, 1).contiguous()
     y, states = mamba_chunk_scan_combined(
         x, dt, A, B, C, CHUNK_SIZE, D, initial_states=states, return_final_states=True

@@ -6,7 +6,7 @@ What has no form of its own here is the plain definition.
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC
-from granite4_neuron.ops.xla.moe import ExpertPath, expert_path, fused_experts
+from granite4_neuron.ops.xla.moe import expert_path, fused_experts
 from granite4_neuron.ops.xla.topk import topk_softmax
 
 XLA = Operators(
@@ -17,4 +17,4 @@ XLA = Operators(
     mamba_quadratic=QUADRATIC,
 )
 
-__all__ = ["XLA", "ExpertPath", "cached_attention", "expert_path", "fused_experts", "topk_softmax"]
+__all__ = ["XLA", "expert_path", "fused_experts", "topk_softmax"]

@@ -21,9 +21,6 @@ struct MatrixView {
   MatrixView from_column(int64_t c) const {
     return {data + c * column_stride, row_stride, column_stride};
   }
-  MatrixView transposed() const {
-    return {data, column_stride, row_stride};
-  }
   operator MatrixView<const T>() const {
     return {data, row_stride, column_stride};
   }

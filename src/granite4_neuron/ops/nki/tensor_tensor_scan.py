@@ -27,7 +27,7 @@ PRODUCT_CHANNELS = PSUM_BANK // TOKENS
 SCAN_CHANNELS = 32  # whose tokens follow each other on a partition, in one scan; tiles of 16 KiB per partition
 
 
-def selective_scan_torch(
+def tensor_tensor_scan_torch(
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -36,12 +36,12 @@ def selective_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `selective_scan`: same arguments, same results."""
+    """The definition of `tensor_tensor_scan`: same arguments, same results."""
     return ssd_chunk_scan_torch(x, dt, A, B, C, D, initial_states)
 
 
 @nki.jit
-def selective_scan(
+def tensor_tensor_scan(
     x: nl.ndarray,
     dt: nl.ndarray,
     A: nl.ndarray,
