@@ -16,6 +16,7 @@ _MODELS = "vllm.model_executor.models"
 _LAYERS = "vllm.model_executor.layers"
 _GRANITE = f"{_MODELS}.granitemoehybrid"
 _MIXER = f"{_LAYERS}.mamba.mamba_mixer2"
+_MAMBA2 = "vllm.v1.attention.backends.mamba2_attn"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 _NO_FUNCTION = "is no function"
@@ -77,12 +78,35 @@ CONTRACT = (
     Term("arguments", "vllm.forward_context:get_forward_context", ""),
     Term("has", "vllm.forward_context:ForwardContext", "attn_metadata"),
     Term("arguments", f"{_LAYERS}.mamba.mamba_utils:is_conv_state_dim_first", ""),
+    # What a step does to the states: who builds it, and of what.
+    Term("parameters", f"{_MIXER}:MambaMixer2.get_attn_backend", "self"),
+    Term("has", "vllm.v1.attention.backend:AttentionBackend", "get_builder_cls"),
+    Term("parameters", f"{_MAMBA2}:Mamba2AttentionBackend.get_builder_cls", ""),
+    Term("has", f"{_MAMBA2}:Mamba2AttentionMetadataBuilder", "supports_update_block_table"),
+    Term("mentions", f"{_MAMBA2}:Mamba2AttentionMetadataBuilder.__init__", "checkpoint_builder"),
+    Term(
+        "parameters",
+        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder.build",
+        "self common_prefix_len common_attn_metadata fast_build num_accepted_tokens num_decode_draft_tokens_cpu kwargs",
+    ),
+    Term(
+        "mentions",
+        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder.__init__",
+        "num_spec_tokens",
+    ),
+    Term("mentions", "vllm.v1.attention.backend:AttentionMetadataBuilder.__init__", "kv_cache_spec vllm_config"),
+    Term("has", "vllm.config:CacheConfig", "mamba_cache_mode"),
     Term(
         "has",
-        "vllm.v1.attention.backends.mamba2_attn:Mamba2AttentionMetadata",
-        "num_decode_tokens state_indices_tensor_d query_start_loc_d num_accepted_tokens num_prefill_tokens "
-        "state_indices_tensor_p query_start_loc_p has_initial_states_p checkpoint_chunk_idx checkpoint_meta",
+        "vllm.v1.attention.backend:CommonAttentionMetadata",
+        "block_table_tensor seq_lens seq_lens_cpu_upper_bound query_start_loc query_start_loc_cpu",
     ),
+    Term(
+        "parameters",
+        "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor",
+        "block_table seq_lens kv_cache_spec mamba_cache_mode",
+    ),
+    Term("parameters", f"{_LAYERS}.mamba.checkpoint:MambaPrefillCheckpointBuilder.build", "self m request_rows"),
     Term("has", f"{_LAYERS}.mamba.checkpoint:MambaPrefillCheckpointMetadata", "state_indices offsets"),
     # The model: how it is replaced and called, what it reads.
     Term("has", f"{_MODELS}:ModelRegistry", "models"),
@@ -154,7 +178,25 @@ CONTRACT = (
         "idx_mapping_ptr num_reqs block_size COPY_BLOCK_SIZE CONV_STATE_DIM_FIRST HAS_IDX_MAPPING "
         "PRECOMPUTED_NEW_COMPUTED TEMPORAL_TILES",
     ),
+    # Sequences that pause.
+    Term("has", "vllm.v1.worker.cpu_model_runner:CPUModelRunner", ""),
+    Term("parameters", f"{_RUNNER}._update_states", "self scheduler_output"),
+    Term("mentions", f"{_RUNNER}._update_states", "input_batch requests scheduled_cached_reqs num_scheduled_tokens"),
+    Term("has", "vllm.v1.core.sched.output:CachedRequestData", "req_ids resumed_req_ids"),
+    Term("mentions", "vllm.v1.worker.gpu_input_batch:InputBatch.__init__", "req_id_to_index num_accepted_tokens_cpu"),
     # Sampling.
+    Term(
+        "parameters",
+        "vllm.utils.cpu_triton_utils:_rejection_random_sample_kernel_impl",
+        "output_token_ids cu_num_draft_tokens draft_token_ids draft_probs target_probs bonus_token_ids "
+        "recovered_token_ids uniform_probs is_greedy max_spec_len vocab_size synthetic_conditional_rates "
+        "NO_DRAFT_PROBS SYNTHETIC_MODE",
+    ),
+    Term(
+        "mentions",
+        "vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides",
+        "_rejection_random_sample_kernel_impl",
+    ),
     Term(
         "parameters",
         "vllm.utils.cpu_triton_utils:_expand_kernel_impl",
