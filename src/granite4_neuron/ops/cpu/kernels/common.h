@@ -113,6 +113,13 @@ inline void to_float(const T* from, float* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<float>(from[i]);
 }
 
+template <typename T>
+inline void from_float(const float* from, T* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + PAIR <= count; i += PAIR) store_pair(to + i, Vec::loadu(from + i), Vec::loadu(from + i + LANES));
+  for (; i < count; i++) to[i] = static_cast<T>(from[i]);
+}
+
 // The same into the dtype that it has or into float32.
 template <typename T, typename To>
 inline void convert(const T* from, To* to, int64_t count) {
