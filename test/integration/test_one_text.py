@@ -54,6 +54,7 @@ NUMBERS = {
     **{name: (torch.bfloat16, name) for name in QUANTIZATIONS},
     "float32, int8": (torch.float32, "int8"),
 }
+STATES = [torch.float16, torch.bfloat16]
 REAL = ("float32", "bfloat16", *QUANTIZATIONS)
 CASES = [(model, numbers) for model in MODELS for numbers in (REAL if model in ("bundled", "h-350m") else NUMBERS)]
 
@@ -172,6 +173,59 @@ def test_any_number_of_threads(runtime, tokens, alone, threads):
         assert torch.equal(serve_alone(runtime, tokens[0]), alone[0])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[("experts", "float32"), ("h-350m", "int4")], ids=", ".join)
+def weights(request):
+    model, numbers = request.param
+    weights, (dtype, quantization) = MODELS[model](), NUMBERS[numbers]
+    weights.to(dtype)
+    if quantization is not None:
+        quantize(weights, quantization)
+    return weights
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+class TestStatesIn16Bits:
+    """They are rounded after every token, wherever a step ends."""
+
+    @staticmethod
+    def runtime_and_tokens(weights, state_dtype):
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(3, weights.config.vocab_size, (110,), generator=generator).tolist()
+        return CPURuntime(weights, GenerationConfig(top_k=None), state_dtype=state_dtype), tokens
+
+    @pytest.mark.parametrize("cuts", [[80, 20], [7, 8, 16, 17, 33, 19], [1, 99]])
+    def test_a_prompt_in_any_steps(self, weights, state_dtype, cuts):
+        runtime, tokens = self.runtime_and_tokens(weights, state_dtype)
+        whole, pieces = (runtime.allocate(1, 110) for _ in range(2))
+        expected, start = runtime.step(whole, [Row(1, 0, tokens[:100])]), 0
+        for count in cuts:
+            logits = runtime.step(pieces, [Row(1, start, tokens[start : start + count])])
+            start += count
+        assert torch.equal(logits, expected)
+
+    def test_a_hit_in_a_prefix_cache(self, weights, state_dtype):
+        runtime, tokens = self.runtime_and_tokens(weights, state_dtype)
+        state, restored = (runtime.allocate(1, 110) for _ in range(2))
+        expected = runtime.step(state, [Row(1, 0, tokens[:100])])
+        runtime.step(state, [Row(1, 0, tokens[:80])])
+        runtime.restore(restored, [runtime.snapshot(state, 1, 80)], 1)
+        assert torch.equal(runtime.step(restored, [Row(1, 80, tokens[80:100])]), expected)
+
+    @pytest.mark.parametrize("count", [2, 17, 20, 60])
+    def test_verified_tokens_are_those_of_decode(self, weights, state_dtype, count):
+        runtime, tokens = self.runtime_and_tokens(weights, state_dtype)
+        state, one = (runtime.allocate(1, 110) for _ in range(2))
+        for each in (state, one):
+            runtime.step(each, [Row(1, 0, tokens[:40])])
+        verification = runtime.verify(state, [Row(1, 40, tokens[40 : 40 + count])])
+        for place in range(count):
+            expected = runtime.step(one, [Row(1, 40 + place, [tokens[40 + place]])])
+            assert torch.equal(verification.logits[:, place], expected)
+        runtime.commit(state, verification, [count])
+        last = [Row(1, 40 + count, [tokens[40 + count]])]
+        assert torch.equal(runtime.step(state, last), runtime.step(one, last))
 
 
 class RecordingRuntime(CPURuntime):

@@ -117,7 +117,7 @@ def mamba_mixer(
             all in projected's dtype.
         conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
         ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16 with
-            `stochastic_round` where it is stored and after each chunk of a prompt.
+            `stochastic_round` after every token.
         rows: lengths, read_slots, write_slots and starts, each [batch]: a row's real tokens; where its state is read,
             and where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
         sizes: n_groups, of B and C; chunk_size and heads_per_task, see `LaunchParameters`.

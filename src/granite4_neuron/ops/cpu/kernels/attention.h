@@ -11,9 +11,11 @@ namespace granite4_neuron {
 inline void write_cache(
     at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
     const at::Tensor& slots) {
-  TORCH_CHECK(cache.is_contiguous() && values.is_contiguous() && values.scalar_type() == cache.scalar_type());
-  check_last_axis(positions, "positions");
-  check_rows(lengths, slots, values.size(1), cache.size(0));
+  check_shape(values, "values", {-1, -1, -1, -1});
+  check_dense(values, "values", values.sizes(), cache.scalar_type());
+  check_dense(cache, "cache", {-1, values.size(2), -1, values.size(3)}, values.scalar_type());
+  check_rows(lengths, slots, values.size(0), values.size(1), cache.size(0));
+  check_positions(positions, lengths, cache.size(2));
   int64_t batch = values.size(0), tokens = values.size(1), kv_heads = values.size(2);
   int64_t max_length = cache.size(2), bytes = values.size(3) * values.element_size();
   const auto* length = lengths.const_data_ptr<int64_t>();
@@ -21,8 +23,7 @@ inline void write_cache(
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(cache.mutable_data_ptr());
   for (int64_t row = 0; row < batch; row++) {
-    int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)], last = first + length[row] - 1;
-    TORCH_CHECK(first >= 0 && last < max_length, "position ", first < 0 ? first : last, " is beyond the cache");
+    int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)];
     for (int64_t token = 0; token < length[row]; token++)
       for (int64_t head = 0; head < kv_heads; head++)
         std::memcpy(
@@ -179,18 +180,27 @@ class BlockAttention {
   }
 };
 
+inline void check_heads(int64_t num_heads, int64_t kv_heads, int64_t head_dim) {
+  TORCH_CHECK(
+      kv_heads > 0 && head_dim > 0 && num_heads % kv_heads == 0, num_heads, " query heads do not share ", kv_heads,
+      " key heads of ", head_dim, " values");
+}
+
 // As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
 // max_length, head_dim]; positions: [batch, 1 or more], the first token's. Only the entries that a row has written are
 // read; padding gives 0.
 inline at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale) {
-  TORCH_CHECK(query.is_contiguous() && key_cache.is_contiguous() && value_cache.is_contiguous());
-  check_rows(lengths, slots, query.size(1), key_cache.size(0));
-  TORCH_CHECK(query.scalar_type() == key_cache.scalar_type());
+  check_shape(query, "query", {-1, -1, -1, -1});
+  check_dense(query, "query", query.sizes(), query.scalar_type());
+  check_dense(key_cache, "key_cache", {-1, -1, -1, query.size(3)}, query.scalar_type());
+  check_dense(value_cache, "value_cache", key_cache.sizes(), query.scalar_type());
+  check_heads(query.size(2), key_cache.size(1), query.size(3));
+  check_rows(lengths, slots, query.size(0), query.size(1), key_cache.size(0));
+  check_positions(positions, lengths, key_cache.size(2));
   int64_t batch = query.size(0), tokens = query.size(1), num_heads = query.size(2), head_dim = query.size(3);
   int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
-  check_last_axis(positions, "positions");
   at::Tensor output = empty(query.sizes(), query.options());
   const auto* length = lengths.const_data_ptr<int64_t>();
   const auto* slot = slots.const_data_ptr<int64_t>();

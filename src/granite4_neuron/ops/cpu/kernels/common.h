@@ -1,4 +1,4 @@
-// What all kernels share: float32 vectors over tensors of any floating dtype, and checks of arguments.
+// What all kernels share: float32 vectors over tensors of any floating dtype.
 //
 // Kernels are written with ATen's Vectorized<float>, so that one source serves AVX2, AVX-512 and Arm. All arithmetic is
 // float32. Tensors are contiguous along their last axis; the Python side sees to that.
@@ -26,6 +26,8 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "checks.h"
 
 namespace granite4_neuron {
 
@@ -113,6 +115,13 @@ inline void to_float(const T* from, float* to, int64_t count) {
   for (; i < count; i++) to[i] = static_cast<float>(from[i]);
 }
 
+template <typename T>
+inline void from_float(const float* from, T* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + PAIR <= count; i += PAIR) store_pair(to + i, Vec::loadu(from + i), Vec::loadu(from + i + LANES));
+  for (; i < count; i++) to[i] = static_cast<T>(from[i]);
+}
+
 // The same into the dtype that it has or into float32.
 template <typename T, typename To>
 inline void convert(const T* from, To* to, int64_t count) {
@@ -127,21 +136,6 @@ inline void convert(const T* from, To* to, int64_t count) {
 template <typename T>
 inline const T* pointer(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-inline void check_last_axis(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.dim() > 0 && tensor.stride(-1) == 1, name, " must be contiguous along its last axis");
-}
-
-// What indexes memory below: each row's number of real tokens, and a slot of the state that it lives in.
-inline void check_rows(
-    const at::Tensor& lengths, const at::Tensor& slots, int64_t tokens, int64_t num_slots, int64_t first_slot = 0) {
-  TORCH_CHECK(lengths.is_contiguous() && slots.is_contiguous() && lengths.numel() == slots.numel());
-  for (int64_t row = 0; row < lengths.numel(); row++) {
-    int64_t length = lengths.const_data_ptr<int64_t>()[row], slot = slots.const_data_ptr<int64_t>()[row];
-    TORCH_CHECK(0 <= length && length <= tokens, "row ", row, " has length ", length, " of ", tokens, " tokens");
-    TORCH_CHECK(first_slot <= slot && slot < num_slots, "row ", row, " is in slot ", slot, " of ", num_slots);
-  }
 }
 
 }  // namespace granite4_neuron

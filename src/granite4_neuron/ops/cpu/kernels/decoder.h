@@ -35,6 +35,7 @@ inline AttentionRows attention_rows(at::TensorList rows) {
 inline std::vector<at::Tensor> decoder_layers(
     at::Tensor hidden_states, Matrices matrices, WeightList weights, at::TensorList states, at::TensorList rows,
     const DecoderSettings& settings, bool keep_inputs) {
+  TORCH_CHECK(states.size() % 2 == 0, "there are ", states.size(), " states, which are not two of each layer");
   AttentionRows of_attention = attention_rows(rows);
   BlockConstants constants{settings.eps, settings.residual_multiplier};
   std::vector<at::Tensor> kept;

@@ -9,7 +9,9 @@ namespace granite4_neuron {
 // As ops.topk_softmax. router_logits: [tokens, num_experts], float32, contiguous. Of equal logits the first expert's
 // counts more.
 inline std::pair<at::Tensor, at::Tensor> topk_softmax(const at::Tensor& router_logits, int64_t top_k) {
-  TORCH_CHECK(router_logits.is_contiguous() && 0 < top_k && top_k <= router_logits.size(1));
+  check_dense(router_logits, "router_logits", {-1, -1}, at::kFloat);
+  TORCH_CHECK(
+      0 < top_k && top_k <= router_logits.size(1), "top_k is ", top_k, " of ", router_logits.size(1), " experts");
   int64_t tokens = router_logits.size(0), experts = router_logits.size(1);
   at::Tensor weights = at::empty({tokens, top_k}, router_logits.options());
   at::Tensor ids = at::empty({tokens, top_k}, router_logits.options().dtype(at::kLong));
@@ -96,10 +98,13 @@ inline at::Tensor fused_experts(
     const at::Tensor& hidden_states, const Weight& w1, const Weight& w2, const at::Tensor& topk_weights,
     const at::Tensor& topk_ids) {
   check_product(hidden_states, w1);
-  TORCH_CHECK(w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts);
-  TORCH_CHECK(w1.rows == 2 * w2.columns && w2.rows == w1.columns);
-  TORCH_CHECK(hidden_states.is_contiguous() && topk_weights.scalar_type() == at::kFloat);
-  TORCH_CHECK(topk_weights.is_contiguous() && topk_ids.is_contiguous());
+  TORCH_CHECK(
+      w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts && w1.rows == 2 * w2.columns &&
+          w2.rows == w1.columns,
+      "w1 and w2 are not the two matrices of the same experts");
+  check_dense(hidden_states, "hidden_states", {-1, w1.columns}, w1.dtype);
+  check_dense(topk_ids, "topk_ids", {hidden_states.size(0), -1}, at::kLong);
+  check_dense(topk_weights, "topk_weights", topk_ids.sizes(), at::kFloat);
   int64_t tokens = hidden_states.size(0), hidden = hidden_states.size(1), width = w2.columns, top_k = topk_ids.size(1);
   int64_t choices = tokens * top_k;
   at::Tensor output = empty(hidden_states.sizes(), hidden_states.options());

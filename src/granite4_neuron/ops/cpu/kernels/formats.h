@@ -31,13 +31,19 @@ inline Format format_named(const std::string& name) {
 
 // A weight of this shape, [rows, columns] or [experts, rows, columns], without its tiles.
 inline Weight weight_of(at::IntArrayRef shape, const std::string& format, at::ScalarType dtype) {
-  TORCH_CHECK(shape.size() == 2 || shape.size() == 3);
+  TORCH_CHECK(shape.size() == 2 || shape.size() == 3, "a weight has the shape ", shape);
   Weight weight;
   weight.dtype = dtype;
   weight.format = format_named(format);
   weight.experts = shape.size() == 3 ? shape[0] : 1;
   weight.rows = shape[shape.size() - 2];
   weight.columns = shape[shape.size() - 1];
+  constexpr double MOST = 0x1p48;  // values
+  TORCH_CHECK(
+      weight.experts >= 0 && weight.rows >= 0 && weight.columns > 0 &&
+          static_cast<double>(std::max<int64_t>(1, weight.experts)) * std::max<int64_t>(1, weight.rows) *
+                  weight.columns <= MOST,
+      "a weight has the shape ", shape);
   GRANITE4_DISPATCH_WEIGHT(weight, "weight_of", [&] { weight.tile_bytes = tiles_t::tile_bytes(weight.columns); });
   return weight;
 }

@@ -17,7 +17,9 @@ namespace granite4_neuron {
 
 // sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
 inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
-  TORCH_CHECK(sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3);
+  TORCH_CHECK(
+      sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3, "there are ", sizes.size(), " sizes, ",
+      limits.size(), " limits and ", rounding.size(), " numbers about rounding");
   return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1]),
           {static_cast<uint64_t>(rounding[0]), static_cast<uint32_t>(rounding[1]), rounding[2]}};
 }
@@ -42,7 +44,9 @@ at::Tensor paged_mamba_mixer_operator(
 std::vector<at::Tensor> decoder_layers_operator(
     const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list, at::TensorList states,
     at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants, bool keep_inputs) {
-  TORCH_CHECK(sizes.size() == 6 && constants.size() == 5);
+  TORCH_CHECK(
+      sizes.size() == 6 && constants.size() == 5, "there are ", sizes.size(), " sizes and ", constants.size(),
+      " constants");
   DecoderSettings settings{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
                            constants[0], constants[1], constants[2], constants[3], constants[4]};
   return decoder_layers(
@@ -52,7 +56,9 @@ std::vector<at::Tensor> decoder_layers_operator(
 at::Tensor paged_mamba_block_operator(
     const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
     at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
-  TORCH_CHECK(states.size() == 2 && constants.size() == 4);
+  TORCH_CHECK(
+      states.size() == 2 && constants.size() == 4, "there are ", states.size(), " states and ", constants.size(),
+      " constants");
   Matrices of_matrices(matrices);
   WeightList weights(list);
   auto [result, inputs] = mamba_block(

@@ -49,7 +49,7 @@ inline std::tuple<at::Tensor, at::Tensor> mamba_block(
   auto [eps, residual_multiplier] = constants;
   at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
   at::Tensor projected = linear(x, weights.in_proj);
-  int64_t inner = weights.gated_norm.size(0);
+  int64_t inner = weights.gated_norm.numel();
   at::Tensor z = projected.narrow(-1, 0, inner), xBC_dt = projected.narrow(-1, inner, projected.size(-1) - inner);
   at::Tensor y = mixer(xBC_dt, weights.mixer, state, rows, settings);
   at::Tensor gated = rms_norm(y, z, weights.gated_norm, eps, settings.groups);
@@ -79,9 +79,15 @@ inline at::Tensor attention_block(
     const at::Tensor& hidden_states, const AttentionBlockWeights& weights, const Cache& cache,
     const AttentionRows& rows, double scale, const BlockConstants& constants) {
   auto [eps, residual_multiplier] = constants;
+  check_shape(hidden_states, "hidden_states", {-1, -1, -1});
+  check_shape(cache.key, "keys' cache", {-1, -1, -1, -1});
   int64_t batch = hidden_states.size(0), tokens = hidden_states.size(1), head_dim = cache.key.size(3);
   at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
-  auto heads = [&](const Linear& projection) { return linear(x, projection).view({batch, tokens, -1, head_dim}); };
+  auto heads = [&](const Linear& projection) { 
+    int64_t rows = projection.weight.rows;
+    TORCH_CHECK(head_dim > 0 && rows % head_dim == 0, "a projection has ", rows, " rows for heads of ", head_dim);
+    return linear(x, projection).view({batch, tokens, rows / head_dim, head_dim});
+  };
   at::Tensor query = heads(weights.q_proj), key = heads(weights.k_proj), value = heads(weights.v_proj);
   if (rows.rotary.has_value()) {
     apply_rotary(query, *rows.rotary);
@@ -90,7 +96,7 @@ inline at::Tensor attention_block(
   write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
   write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
   at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
-  return residual_add(hidden_states, linear(y.view({batch, tokens, -1}), weights.o_proj), residual_multiplier);
+  return residual_add(hidden_states, linear(y.flatten(2), weights.o_proj), residual_multiplier);
 }
 
 // As ops.mlp.

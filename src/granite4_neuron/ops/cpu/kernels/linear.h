@@ -61,6 +61,11 @@ inline void multiply_all(const Weight& weight, const T* x, int64_t vectors, cons
   });
 }
 
+// Of the weights alone.
+inline void check_bias(const Weight& weight, const std::optional<at::Tensor>& bias) {
+  if (bias.has_value()) check_dense(*bias, "bias", {weight.rows}, weight.dtype);
+}
+
 inline int64_t rows_of(const at::Tensor& x) {
   return x.numel() / x.size(-1);
 }
@@ -73,13 +78,20 @@ inline std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
 
 inline void check_product(const at::Tensor& x, const Weight& weight) {
   TORCH_CHECK(x.scalar_type() == weight.dtype, "vectors of ", x.scalar_type(), " and weights for ", weight.dtype);
-  TORCH_CHECK(x.size(-1) == weight.columns, x.size(-1), " values of a vector and ", weight.columns, " columns");
+  TORCH_CHECK(check_width(x, "x") == weight.columns, x.size(-1), " values of a vector and ", weight.columns, " columns");
+}
+
+inline void check_matrix(const Weight& weight) {
+  TORCH_CHECK(weight.experts == 1, "there are ", weight.experts, " matrices where one is needed");
 }
 
 // As ops.linear. x: [..., columns]; bias: [rows].
 inline at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const std::optional<at::Tensor>& bias) {
   check_product(any_x, weight);
+  check_matrix(weight);
+  check_bias(weight, bias);
   at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options());
+  if (y.numel() == 0) return y;
   GRANITE4_DISPATCH_WEIGHT(weight, "linear", [&] {
     multiply_all<tiles_t>(
         weight, x.const_data_ptr<scalar_t>(), rows_of(x), pointer<scalar_t>(bias), 1.0f,
@@ -91,7 +103,9 @@ inline at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const st
 // As ops.logits; products are never rounded to the weights' dtype.
 inline at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling) {
   check_product(any_x, weight);
+  check_matrix(weight);
   at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options().dtype(at::kFloat));
+  if (y.numel() == 0) return y;
   GRANITE4_DISPATCH_WEIGHT(weight, "logits", [&] {
     multiply_all<tiles_t, scalar_t>(
         weight, x.const_data_ptr<scalar_t>(), rows_of(x), nullptr, static_cast<float>(1.0 / scaling),

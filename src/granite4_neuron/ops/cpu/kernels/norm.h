@@ -51,11 +51,16 @@ inline void scale_by_weight(const float* x, float scale, const T* weight, T* to,
 inline at::Tensor rms_norm(
     const at::Tensor& any_x, const std::optional<at::Tensor>& any_z, const at::Tensor& weight, double eps,
     int64_t n_groups) {
-  int64_t channels = any_x.size(-1), rows = any_x.numel() / channels, width = channels / n_groups;
+  int64_t channels = check_width(any_x, "x"), rows = any_x.numel() / channels;
+  TORCH_CHECK(n_groups > 0 && channels % n_groups == 0, "n_groups is ", n_groups, " of ", channels, " channels");
+  int64_t width = channels / n_groups;
+  check_dense(weight, "weight", {channels}, weight.scalar_type());
+  if (any_z.has_value()) check_shape(*any_z, "z", any_x.sizes());
   at::Tensor x = any_x.reshape({rows, channels});
   std::optional<at::Tensor> z;
   if (any_z.has_value()) z = any_z->reshape({rows, channels});
   check_last_axis(x, "x");
+  if (z.has_value()) check_last_axis(*z, "z");
   at::Tensor y = empty(any_x.sizes(), weight.options());
   GRANITE4_DISPATCH(weight.scalar_type(), "rms_norm", [&] {
     auto normalise = [&](auto* input) {
@@ -97,8 +102,9 @@ inline void silu_and_mul(const X* gate, const X* up, T* to, int64_t count) {
 
 // As ops.silu_and_mul. x: [..., 2 * width], contiguous.
 inline at::Tensor silu_and_mul(const at::Tensor& x) {
-  TORCH_CHECK(x.is_contiguous());
-  int64_t width = x.size(-1) / 2, rows = x.numel() / x.size(-1);
+  int64_t width = check_width(x, "x") / 2;
+  TORCH_CHECK(x.is_contiguous() && x.size(-1) % 2 == 0, "x must be contiguous, and have an even number of channels");
+  int64_t rows = x.numel() / x.size(-1);
   auto shape = x.sizes().vec();
   shape.back() = width;
   at::Tensor y = empty(shape, x.options());
@@ -117,8 +123,9 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
 
 // As ops.residual_add. x: float32; y: any dtype; both contiguous and of one shape.
 inline at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) {
-  TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && x.scalar_type() == at::kFloat && x.sizes() == y.sizes());
-  int64_t width = x.size(-1), rows = x.numel() / std::max<int64_t>(1, width);
+  int64_t width = check_width(x, "x"), rows = x.numel() / width;
+  check_dense(x, "x", x.sizes(), at::kFloat);
+  check_dense(y, "y", x.sizes(), y.scalar_type());
   at::Tensor sum = empty(x.sizes(), x.options());
   float factor = static_cast<float>(alpha);
   GRANITE4_DISPATCH(y.scalar_type(), "residual_add", [&] {

@@ -123,14 +123,15 @@ inline void check_paged_rows(const PagedRows& rows, int64_t tokens, int64_t num_
 // rows: starts, pages, and accepted where the step is speculative; int32.
 inline PagedRows paged_rows(at::TensorList rows, int64_t tokens, int64_t num_pages) {
   TORCH_CHECK(rows.size() == 2 || rows.size() == 3, "rows are starts, pages and perhaps accepted");
-  for (const at::Tensor& of_rows : rows)
-    TORCH_CHECK(of_rows.scalar_type() == at::kInt && (of_rows.numel() == 0 || of_rows.stride(-1) == 1));
   const at::Tensor &starts = rows[0], &pages = rows[1];
-  TORCH_CHECK(pages.dim() == 2 && starts.numel() == pages.size(0) + 1);
+  check_shape(pages, "pages", {-1, -1});
+  check_last_axis(pages, "pages");
+  TORCH_CHECK(pages.size(0) == 0 || pages.size(1) > 0, "pages have no columns");
+  check_dense(starts, "starts", {pages.size(0) + 1}, at::kInt);
   PagedRows paged{pages.size(0), pages.size(1), starts.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(),
                   pages.stride(0), nullptr};
   if (rows.size() == 3) {
-    TORCH_CHECK(rows[2].numel() == paged.sequences);
+    check_dense(rows[2], "accepted", {paged.sequences}, at::kInt);
     paged.accepted = rows[2].const_data_ptr<int32_t>();
   }
   check_paged_rows(paged, tokens, num_pages);
@@ -141,17 +142,18 @@ inline PagedRows paged_rows(at::TensorList rows, int64_t tokens, int64_t num_pag
 inline at::Tensor paged_mamba_mixer(
     const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, at::TensorList tensors,
     const MixerSettings& settings) {
-  check_weights(projected, weights);
+  check_weights(weights);
+  check_shape(projected, "projected", {-1, -1});
+  check_mixer(projected, weights, state, settings);
   int64_t tokens = projected.size(0), pages = state.ssm.size(0);
   int64_t heads = state.ssm.size(1), head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   int64_t width = weights.conv_weight.size(-1), channels = weights.conv_weight.size(0);
-  TORCH_CHECK(projected.dim() == 2 && projected.size(1) == channels + heads && weights.dt_bias.numel() == heads);
-  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat && (pages == 0 || state.ssm[0].is_contiguous()));
-  TORCH_CHECK(state.conv.scalar_type() == projected.scalar_type() && state.conv.size(0) == pages);
+  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat, "ssm_state is ", state.ssm.scalar_type());
+  TORCH_CHECK(pages == 0 || state.ssm[0].is_contiguous(), "a page of ssm_state must be contiguous");
   PagedRows rows = paged_rows(tensors, tokens, pages);
   int64_t columns = width - 1 + (rows.accepted == nullptr ? 0 : rows.columns - 1);
   TORCH_CHECK(
-      state.conv.size(1) == channels && state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
+      state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
       " columns where ", columns, " are needed");
 
   // One row of the mixer's own kind, whose tokens are those of all sequences.

@@ -66,11 +66,12 @@ class PagedReader {
 // rows: starts, lengths and pages, int32.
 inline PagedSequences paged_sequences(at::TensorList rows, int64_t tokens, int64_t num_pages, int64_t page_size) {
   TORCH_CHECK(rows.size() == 3, "rows are starts, lengths and pages");
-  for (const at::Tensor& of_rows : rows)
-    TORCH_CHECK(of_rows.scalar_type() == at::kInt && (of_rows.numel() == 0 || of_rows.stride(-1) == 1));
   const at::Tensor &starts = rows[0], &lengths = rows[1], &pages = rows[2];
   int64_t count = lengths.numel();
-  TORCH_CHECK(starts.numel() == count + 1 && pages.dim() == 2 && pages.size(0) == count);
+  check_dense(starts, "starts", {count + 1}, at::kInt);
+  check_dense(lengths, "lengths", {count}, at::kInt);
+  check_shape(pages, "pages", {count, -1});
+  check_last_axis(pages, "pages");
   PagedSequences sequences{count, pages.size(1), page_size, starts.const_data_ptr<int32_t>(),
                            lengths.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(), pages.stride(0)};
   TORCH_CHECK(
@@ -125,13 +126,20 @@ inline std::vector<QueryBlock> query_blocks(const PagedSequences& sequences, int
 inline at::Tensor paged_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
     at::Tensor value_pages, at::TensorList rows, double scale) {
-  int64_t tokens = query.size(0), kv_heads = key_pages.size(1), head_dim = key_pages.size(3);
-  int64_t width = query.size(1), num_heads = width / head_dim, shared = num_heads / kv_heads;
-  TORCH_CHECK(shared * kv_heads * head_dim == width && key_pages.sizes() == value_pages.sizes());
-  for (const at::Tensor& tensor : {query, key, value, key_pages, value_pages})
-    TORCH_CHECK(tensor.scalar_type() == query.scalar_type() && (tensor.numel() == 0 || tensor.stride(-1) == 1));
-  for (const at::Tensor& tensor : {key, value})
-    TORCH_CHECK(tensor.size(0) == tokens && tensor.size(1) == kv_heads * head_dim);
+  check_shape(query, "query", {-1, -1});
+  check_shape(key_pages, "key_pages", {-1, -1, -1, -1});
+  check_shape(value_pages, "value_pages", key_pages.sizes());
+  int64_t tokens = query.size(0), kv_heads = key_pages.size(1), head_dim = key_pages.size(3), width = query.size(1);
+  check_heads(head_dim > 0 ? width / head_dim : 0, kv_heads, head_dim);
+  TORCH_CHECK(width % head_dim == 0, "query has ", width, " values of a token, in heads of ", head_dim);
+  TORCH_CHECK(key_pages.size(2) > 0, "key_pages have pages of no positions");
+  int64_t num_heads = width / head_dim, shared = num_heads / kv_heads;
+  check_shape(key, "key", {tokens, kv_heads * head_dim});
+  check_shape(value, "value", {tokens, kv_heads * head_dim});
+  for (const at::Tensor& tensor : {query, key, value, key_pages, value_pages}) {
+    TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), "query, keys, values and pages have different dtypes");
+    check_last_axis(tensor, "query, key, value and pages");
+  }
   PagedSequences sequences = paged_sequences(rows, tokens, key_pages.size(0), key_pages.size(2));
   at::Tensor output = empty({tokens, width}, query.options());
   GRANITE4_DISPATCH(query.scalar_type(), "paged_attention", [&] {

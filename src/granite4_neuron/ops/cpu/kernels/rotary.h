@@ -13,9 +13,9 @@ struct RotaryTables {
 // As ops.apply_rotary, in place. x: [batch, tokens, heads, head_dim].
 inline void apply_rotary(at::Tensor x, const RotaryTables& tables) {
   int64_t rows = x.size(0) * x.size(1), heads = x.size(2), half = x.size(3) / 2;
-  TORCH_CHECK(x.is_contiguous() && x.size(3) == 2 * half);
+  TORCH_CHECK(x.is_contiguous() && x.size(3) == 2 * half, "heads have an odd number of values: ", x.size(3));
   for (const at::Tensor* table : {&tables.cos, &tables.sin})
-    TORCH_CHECK(table->is_contiguous() && table->scalar_type() == at::kFloat && table->numel() == rows * half);
+    check_dense(*table, "a rotary table", {x.size(0), x.size(1), half}, at::kFloat);
   GRANITE4_DISPATCH(x.scalar_type(), "apply_rotary", [&] {
     auto* data = x.mutable_data_ptr<scalar_t>();
     parallel_tasks(rows, 32, [&](int64_t begin, int64_t end) {

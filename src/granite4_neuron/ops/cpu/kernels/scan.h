@@ -5,6 +5,7 @@
 // is cut into steps: prompts, verified tokens and single tokens give the same results bit by bit.
 #pragma once
 
+#include "buffers.h"
 #include "mixer.h"
 #include "parallel.h"
 #include "views.h"
@@ -142,103 +143,135 @@ inline void scan_head(
   }
 }
 
-// One token for rows p to p + ROWS - 1 of a state in a reduced dtype, in the arithmetic and the order of `scan_head`.
-template <int ROWS, typename S>
-inline void update_rows(
-    const HeadTokens& token, HeadState<S> state, int64_t p, int64_t d_state, float decay, StateRounding& rounding) {
-  const float *x = token.x.data + p, *B = token.B.data, *C = token.C.data;
-  const S* old = state.from + p * d_state;
-  S* now = state.to + p * d_state;
-  Vec totals[ROWS], dt_x[ROWS], keep(decay);
-  int64_t shared = p % SHARED_ROWS;
-  for (int r = 0; r < ROWS; r++) {
-    dt_x[r] = Vec(*token.dt.data * x[r]);
-    totals[r] = Vec(0.0f);
+// Scans of states in float32.
+class PlainScan {
+ public:
+  explicit PlainScan(const Mixer& m) : m_(m) {}
+
+  // All tokens of one head of one sequence.
+  void run(const HeadTokens& tokens, HeadState<float> state, int64_t, int64_t) {
+    scan_head(tokens, state, m_.head_dim, m_.d_state, m_.settings.chunk_size);
   }
-  int64_t n = 0;
-  for (; n + PAIR <= d_state; n += PAIR) {
-    Vec first_B = Vec::loadu(B + n), second_B = Vec::loadu(B + n + LANES);
-    Vec first_C = Vec::loadu(C + n), second_C = Vec::loadu(C + n + LANES);
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      auto [first, second] = load_pair(old + r * d_state + n);
-      first = advance(first, keep, dt_x[r], first_B, first_C, totals[r]);
-      second = advance(second, keep, dt_x[r], second_B, second_C, totals[r]);
-      rounding.store(now + r * d_state + n, shared + r, n, first, second);
+
+ private:
+  const Mixer& m_;
+};
+
+// `count` values of a 16-bit dtype, LANES at most, and zeros behind them.
+template <typename S>
+inline Vec load_some(const S* from, int64_t count) {
+  float values[LANES] = {};
+  to_float(from, values, count);
+  return Vec::loadu(values);
+}
+
+template <typename S>
+inline void store_some(Vec from, S* to, int64_t count) {
+  float values[LANES];
+  from.store(values);
+  from_float(values, to, count);
+}
+
+// Scans of states in a 16-bit dtype S. Such a state is rounded after every token, wherever a step ends; y comes of what
+// is not rounded yet. Otherwise it is the arithmetic of `scan_head`, in its order.
+template <typename S>
+class RoundedScan {
+ public:
+  explicit RoundedScan(const Mixer& m)
+      : m_(m), rounding_(m.settings.rounding, m.head_dim, m.d_state),
+        block_(std::min(m.tokens, m.settings.chunk_size)), words_(block_ * rounding_.num_words()),
+        totals_(block_ * SHARED_ROWS * LANES) {}
+
+  // All tokens of one head of one sequence, of which the first has this position.
+  void run(const HeadTokens& tokens, HeadState<S> state, int64_t head, int64_t position) {
+    for (int64_t start = 0; start < tokens.length; start += block_, state.from = state.to) {
+      HeadTokens some = tokens.part(start, block_);
+      for (int64_t t = 0; t < some.length; t++) decays_[t] = std::exp(*some.dt.row(t) * some.A);
+      for (int64_t p = 0; p < m_.head_dim; p += SHARED_ROWS) {
+        for (int64_t t = 0; t < some.length; t++) rounding_.fill(position + start + t, head, p, words_of(t));
+        if (p + SHARED_ROWS <= m_.head_dim) {
+          scan_rows<SHARED_ROWS>(some, state, p);
+        } else {
+          for (int64_t row = p; row < m_.head_dim; row++) scan_rows<1>(some, state, row);
+        }
+      }
     }
   }
-  for (; n < d_state; n += LANES) {
-    int64_t rest = std::min(LANES, d_state - n);
-    float values[LANES] = {};
-    for (int r = 0; r < ROWS; r++) {
-      to_float(old + r * d_state + n, values, rest);
-      Vec value = Vec::loadu(values, rest);
-      advance(value, keep, dt_x[r], Vec::loadu(B + n, rest), Vec::loadu(C + n, rest), totals[r]).store(values, rest);
-      for (int64_t i = 0; i < rest; i++) rounding.store_one(now + r * d_state + n + i, shared + r, n + i, values[i]);
+
+ private:
+  const Mixer& m_;
+  StateRounding rounding_;
+  int64_t block_;  // tokens that pass through a part of the state at a time
+  // Of a block's tokens; the last three for some rows of the state.
+  std::array<float, MAX_SCAN_BLOCK> decays_;
+  std::array<std::array<float, SHARED_ROWS>, MAX_SCAN_BLOCK> dt_x_;
+  Scratch<uint32_t> words_;
+  Scratch<float> totals_;
+
+  uint32_t* words_of(int64_t t) {
+    return words_.data() + t * rounding_.num_words();
+  }
+  float* total_of(int64_t t, int64_t row) {
+    return totals_.data() + (t * SHARED_ROWS + row) * LANES;
+  }
+
+  // A block's tokens, for rows p to p + ROWS - 1.
+  template <int ROWS>
+  void scan_rows(const HeadTokens& tokens, HeadState<S> state, int64_t p) {
+    for (int64_t t = 0; t < tokens.length; t++)
+      for (int r = 0; r < ROWS; r++) {
+        dt_x_[t][r] = *tokens.dt.row(t) * tokens.x.row(t)[p + r];
+        Vec(0.0f).store(total_of(t, r));
+      }
+    int64_t pairs = m_.d_state / PAIR, rest = m_.d_state - pairs * PAIR;
+    for (int64_t pair = 0; pair < pairs; pair++) scan_columns<ROWS, 2>(tokens, state, p, pair * PAIR, LANES);
+    for (; rest > 0; rest -= LANES)
+      scan_columns<ROWS, 1>(tokens, state, p, m_.d_state - rest, std::min(LANES, rest));
+    if (tokens.y.data == nullptr) return;
+    for (int64_t t = 0; t < tokens.length; t++)
+      for (int r = 0; r < ROWS; r++)
+        tokens.y.row(t)[p + r] = output(Vec::loadu(total_of(t, r)), tokens.D, tokens.x.row(t)[p + r]);
+  }
+
+  // The same for columns n and following: VECTORS of them, each with `count` columns. They stay in registers.
+  template <int ROWS, int VECTORS>
+  [[gnu::always_inline]] void scan_columns(
+      const HeadTokens& tokens, HeadState<S> state, int64_t p, int64_t n, int64_t count) {
+    int64_t d_state = m_.d_state, at = p * d_state + n, first_row = p % SHARED_ROWS, column = n % WORD_COLUMNS;
+    Vec now[ROWS][VECTORS];
+    for_each<ROWS>([&](auto r) {
+      const S* from = state.from + at + r * d_state;
+      if constexpr (VECTORS == 2) std::tie(now[r][0], now[r][1]) = load_pair(from);
+      else now[r][0] = load_some(from, count);
+    });
+    for (int64_t t = 0; t < tokens.length; t++) {
+      const float *B = tokens.B.row(t) + n, *C = tokens.C.row(t) + n;
+      const uint32_t* words = words_of(t) + n / WORD_COLUMNS * WORDS;
+      Vec decay(decays_[t]), totals[ROWS];
+      for_each<ROWS>([&](auto r) { totals[r] = Vec::loadu(total_of(t, r)); });
+      for_each<VECTORS>([&](auto v) {
+        Vec of_B = Vec::loadu(B + v * LANES, count), of_C = Vec::loadu(C + v * LANES, count);
+        for_each<ROWS>([&](auto r) {
+          Vec exact = advance(now[r][v], decay, Vec(dt_x_[t][r]), of_B, of_C, totals[r]);
+          now[r][v] = round_to<S>(exact, random_bits(words, first_row + r, column + v * LANES));
+        });
+      });
+      for_each<ROWS>([&](auto r) { totals[r].store(total_of(t, r)); });
     }
+    for_each<ROWS>([&](auto r) {
+      S* to = state.to + at + r * d_state;
+      if constexpr (VECTORS == 2) store_pair(to, now[r][0], now[r][1]);
+      else store_some(now[r][0], to, count);
+    });
   }
-  if (token.y.data == nullptr) return;
-  for (int r = 0; r < ROWS; r++) token.y.data[p + r] = output(totals[r], token.D, x[r]);
-}
-
-// One head's first token, for a state in a reduced dtype. rounding: of the head's sequence at this token.
-template <typename S>
-inline void update_state(
-    const HeadTokens& token, HeadState<S> state, const Mixer& m, int64_t head, StateRounding rounding) {
-  float decay = std::exp(*token.dt.data * token.A);
-  auto update = [&]<int ROWS>(int64_t p) {
-    rounding.start_rows(head, p);
-    update_rows<ROWS>(token, state, p, m.d_state, decay, rounding);
-  };
-  int64_t p = 0;
-  for (; p + SHARED_ROWS <= m.head_dim; p += SHARED_ROWS) update.template operator()<SHARED_ROWS>(p);
-  for (; p < m.head_dim; p++) update.template operator()<1>(p);
-}
-
-// A head's state, [head_dim, d_state] in float32, rounded to a reduced dtype.
-template <typename S>
-inline void round_state(const float* values, S* rounded, const Mixer& m, int64_t head, StateRounding rounding) {
-  for (int64_t p = 0; p < m.head_dim; p++, values += m.d_state, rounded += m.d_state) {
-    int64_t shared = p % SHARED_ROWS, n = 0;
-    if (shared == 0) rounding.start_rows(head, p);
-    for (; n + PAIR <= m.d_state; n += PAIR)
-      rounding.store(rounded + n, shared, n, Vec::loadu(values + n), Vec::loadu(values + n + LANES));
-    for (; n < m.d_state; n++) rounding.store_one(rounded + n, shared, n, values[n]);
-  }
-}
-
-// A state in a reduced dtype is rounded where its sequence has a multiple of chunk_size tokens, and where a step ends:
-// so it does not matter at which of these places a prompt is cut. So many tokens between two such places are rounded
-// one by one, as in decode: tokens that are verified together give what they give alone.
-constexpr int64_t ROUNDED_ONE_BY_ONE = 16;
-
-// All tokens of one head of one sequence, for a state in a reduced dtype.
-template <typename S>
-inline void scan_rounded(const Mixer& m, const HeadTokens& tokens, HeadState<S> state, int64_t row, int64_t head) {
-  int64_t begin = m.rows.starts[row], chunk = m.settings.chunk_size;
-  auto rounding_after = [&](int64_t count) {
-    return StateRounding(m.settings.rounding, begin + count - 1, m.head_dim, m.d_state);
-  };
-  std::vector<float> values;
-  for (int64_t start = 0, end = 0; start < tokens.length; start = end, state.from = state.to) {
-    end = std::min(tokens.length, start + chunk - (begin + start) % chunk);
-    if (end - start <= ROUNDED_ONE_BY_ONE) {
-      for (int64_t t = start; t < end; t++, state.from = state.to)
-        update_state(tokens.part(t, 1), state, m, head, rounding_after(t + 1));
-      continue;
-    }
-    values.resize(m.head_dim * m.d_state);
-    to_float(state.from, values.data(), values.size());
-    scan_head(tokens.part(start, end - start), {values.data(), values.data()}, m.head_dim, m.d_state, chunk);
-    round_state(values.data(), state.to, m, head, rounding_after(end));
-  }
-}
+};
 
 // Any number of tokens of every sequence.
 template <typename S>
 inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t size = m.head_dim * m.d_state, grain = m.tokens == 1 ? m.settings.heads_per_task : 1;
   parallel_tasks(m.batch * m.heads, grain, [&](int64_t begin, int64_t end) {
+    std::conditional_t<IS_REDUCED<S>, RoundedScan<S>, PlainScan> of_heads(m);
     std::vector<S> unwritten;  // the state of a step that leaves it as it is
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads, slot = m.rows.write_slots[row];
@@ -247,11 +280,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       HeadState<S> state{
           views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
           slot < 0 ? unwritten.data() : views.ssm_state + (slot * m.heads + head) * size};
-      HeadTokens tokens = head_tokens(m, views, row, head);
-      if constexpr (IS_REDUCED<S>)
-        scan_rounded(m, tokens, state, row, head);
-      else
-        scan_head(tokens, state, m.head_dim, m.d_state, m.settings.chunk_size);
+      of_heads.run(head_tokens(m, views, row, head), state, head, m.rows.starts[row]);
     }
   });
 }
