@@ -90,7 +90,7 @@ def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
         (["--prompt-cache", file, "--prefix-cache", "1KiB"], "no room for the prompt"),
         (["another", "--prompt-cache", file], "is for one prompt"),
         (["--speculate", "eagle"], "must be ngram or ngram:K"),
-        (["--speculate", "ngram:0"], "draft_tokens is 0, and must be at least 1"),
+        (["--speculate", "ngram:0"], "draft_tokens is 0, and must be a whole number of at least 1"),
         (["--draft-tokens", 3], "--draft-tokens belongs to --draft-model"),
         (["--speculate", "ngram", "--draft-model", small_folder], "not both"),
         (["--draft-model", other], "has another tokenizer"),

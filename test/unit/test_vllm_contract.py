@@ -169,7 +169,9 @@ def on_a_cpu(monkeypatch, *broken):
 def of_engine(hybrid=True, speculative=None, **changes):
     parts = dict(
         model_config=SimpleNamespace(is_hybrid=hybrid, dtype="torch.bfloat16", is_moe=changes.pop("is_moe", False)),
-        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.pop("cache_dtype", "auto"), prefix_match_unit=changes.pop("prefix_match_unit", None)
+        ),
         parallel_config=SimpleNamespace(
             data_parallel_size=changes.pop("replicas", 1), worker_cls=changes.pop("worker_cls", "auto")
         ),
@@ -218,6 +220,7 @@ def test_another_check_of_the_same_architecture_stays(config_map):
     [
         (of_engine(lora_config="an adapter"), "has no LoRA in vLLM; merge the adapter into the checkpoint."),
         (of_engine(cache_dtype="fp8"), "has no cache of fp8 with a model of bfloat16; leave out --kv-cache-dtype."),
+        (of_engine(prefix_match_unit=8), "gives wrong text; leave out --prefix-match-unit."),
         (of_engine(replicas=2, is_moe=True), "start a server for each replica."),
     ],
 )
@@ -228,7 +231,14 @@ def test_what_does_not_work_is_refused(config, sentence):
 
 
 @pytest.mark.parametrize(
-    "config", [of_engine(), of_engine(cache_dtype="bfloat16"), of_engine(is_moe=True), of_engine(replicas=2)]
+    "config",
+    [
+        of_engine(),
+        of_engine(cache_dtype="bfloat16"),
+        of_engine(hybrid=False, prefix_match_unit=8),
+        of_engine(is_moe=True),
+        of_engine(replicas=2),
+    ],
 )
 def test_what_works_gets_this_packages_worker(config):
     configs.accept(config)

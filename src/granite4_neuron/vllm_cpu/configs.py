@@ -50,6 +50,8 @@ def why_refused(vllm_config: VllmConfig) -> str | None:
         return "granite4-neuron has no LoRA in vLLM; merge the adapter into the checkpoint."
     if cache_dtype not in ("auto", dtype):
         return f"granite4-neuron has no cache of {cache_dtype} with a model of {dtype}; leave out --kv-cache-dtype."
+    if vllm_config.cache_config.prefix_match_unit is not None and vllm_config.model_config.is_hybrid:
+        return "vLLM copies blocks of a hybrid model in parts, which gives wrong text; leave out --prefix-match-unit."
     if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
         return "vLLM has no data parallelism with experts on a CPU; start a server for each replica."
     return None

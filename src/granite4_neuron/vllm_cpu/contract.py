@@ -56,7 +56,7 @@ CONTRACT = (
         "cache_config lora_config parallel_config additional_config quant_config kv_transfer_config scheduler_config",
     ),
     Term("has", "vllm.config:ModelConfig", "dtype is_moe hf_text_config max_model_len get_vocab_size"),
-    Term("has", "vllm.config:CacheConfig", "cache_dtype"),
+    Term("has", "vllm.config:CacheConfig", "cache_dtype prefix_match_unit"),
     Term("has", "vllm.config:ParallelConfig", "data_parallel_size tensor_parallel_size worker_cls"),
     Term("has", "vllm.config:SchedulerConfig", "max_num_seqs"),
     Term("has", "vllm.config:SpeculativeConfig", "num_speculative_tokens uses_draft_model"),
