@@ -159,11 +159,10 @@ class TestTree:
 
     def test_only_what_was_exported_is_loaded(self, runtime, cache):
         exported = cache.export(PROMPTS[0])
-        of_no_cache = "was not made from a prefix cache, with tokens and logits"
         for changes, message in (
             (dict(tokens=PROMPTS[0][:-1]), "has 11 tokens and the state after 12"),
-            (dict(tokens=()), of_no_cache),
-            (dict(start=1), of_no_cache),
+            (dict(tokens=()), "was not made from a prefix cache, with tokens and logits"),
+            (dict(start=1), "of shape .* instead of"),
         ):
             with pytest.raises(UserError, match=message):
                 PrefixCache(runtime, None, None).load(replace(exported, **changes))
