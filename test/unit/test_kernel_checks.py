@@ -83,6 +83,8 @@ def item(number, value):
 
 EMPTY = torch.empty(0)
 NO_NUMBERS = EMPTY.long()
+# The differences of these are none below 0 in 32 bits.
+WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, 3], dtype=torch.int32)
 BAD = [
     ("weight_rows", dict(ids=torch.tensor([5])), "no row 5"),
     ("linear", dict(bias=torch.randn(3)), "bias has the shape"),
@@ -103,7 +105,8 @@ BAD = [
     ("write_cache", dict(values=torch.randn(2, 3, 2, 9)), "cache has the shape"),
     ("write_cache", dict(values=torch.randn(9, 3, 2, 8)), "lengths has the shape"),
     ("write_cache", dict(cache=EMPTY), "cache has the shape"),
-    ("write_cache", dict(positions=NO_NUMBERS), "positions have the shape"),
+    ("write_cache", dict(positions=NO_NUMBERS), "positions has the shape"),
+    ("write_cache", dict(positions=torch.empty(2, 0).long()), "row 0 has no position"),
     ("write_cache", dict(positions=torch.tensor([[2**63 - 1], [0]])), "beyond the cache, which has 20"),
     ("cached_attention", dict(positions=torch.tensor([[30], [0]])), "beyond the cache, which has 20"),
     ("cached_attention", dict(positions=torch.tensor([[-1], [0]])), "beyond the cache, which has 20"),
@@ -123,7 +126,9 @@ BAD = [
     ("feed_forward_block", dict(norm=torch.ones(3)), "weight has the shape"),
     ("packed_bytes", dict(shape=[5, 0]), "a weight has the shape"),
     ("packed_bytes", dict(shape=[2**40, 2**40]), "a weight has the shape"),
+    ("paged_mamba_mixer", dict(rows=[WRAPPING, torch.tensor([[1], [2], [1], [2]]).int()]), "ends before it starts"),
     ("mamba_mixer", dict(rounding=[0, 0, 11]), "11 rounds"),
+    ("mamba_mixer", dict(ssm_state=torch.zeros(3, HEADS, HEAD_DIM, D_STATE).double()), "ssm_state is Double"),
     ("mamba_mixer", dict(rows=item(0, torch.tensor([3]))), "lengths has the shape"),
     ("mamba_mixer", dict(rows=item(3, NO_NUMBERS)), "starts has the shape"),
     ("mamba_mixer", dict(conv_state=torch.zeros(2, CHANNELS, 3)), "conv_state has the shape"),
@@ -184,7 +189,10 @@ def no_rows(good):
         ("mamba_mixer", dict(projected=lambda x: x[:, :0], rows=lambda good: [0 * good[0], *good[1:]])),
         ("paged_mamba_mixer", dict(projected=no_rows, rows=lambda good: [good[0][:1], good[1][:0]])),
         ("cached_attention", dict(query=no_rows, positions=no_rows, lengths=no_rows, slots=no_rows)),
-        ("cached_attention", dict(query=lambda query: query[:, :0], lengths=lambda good: 0 * good)),
+        (
+            "cached_attention",
+            dict(query=lambda x: x[:, :0], positions=lambda good: good[:, :0], lengths=lambda good: 0 * good),
+        ),
         (
             "paged_attention",
             dict(query=no_rows, key=no_rows, value=no_rows, rows=lambda good: [0 * good[0], *good[1:]]),
@@ -193,6 +201,13 @@ def no_rows(good):
 )
 def test_nothing_gives_nothing(name, changes):
     assert call(name, **changes).numel() == 0
+
+
+def test_no_tokens_are_written_nowhere():
+    cache = torch.zeros(3, 2, 20, 8)
+    nothing = dict(values=torch.ones(2, 0, 2, 8), positions=torch.empty(2, 0).long(), lengths=torch.zeros(2).long())
+    call("write_cache", cache=cache, **nothing)
+    assert not cache.any()
 
 
 if __name__ == "__main__":

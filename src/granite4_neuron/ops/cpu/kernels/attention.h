@@ -7,7 +7,7 @@
 namespace granite4_neuron {
 
 // As ops.write_cache, for one cache. cache: [slots, kv_heads, max_length, head_dim]; values: [batch, tokens, kv_heads,
-// head_dim]; positions: [batch, 1 or more], the first token's. Padded tokens are written nowhere.
+// head_dim]; positions: [batch, tokens or 1], the first token's. Padded tokens are written nowhere.
 inline void write_cache(
     at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
     const at::Tensor& slots) {
@@ -23,6 +23,7 @@ inline void write_cache(
   const char* from = static_cast<const char*>(values.const_data_ptr());
   char* to = static_cast<char*>(cache.mutable_data_ptr());
   for (int64_t row = 0; row < batch; row++) {
+    if (length[row] == 0) continue;
     int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)];
     for (int64_t token = 0; token < length[row]; token++)
       for (int64_t head = 0; head < kv_heads; head++)
@@ -187,7 +188,7 @@ inline void check_heads(int64_t num_heads, int64_t kv_heads, int64_t head_dim) {
 }
 
 // As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
-// max_length, head_dim]; positions: [batch, 1 or more], the first token's. Only the entries that a row has written are
+// max_length, head_dim]; positions: [batch, tokens or 1], the first token's. Only the entries that a row has written are
 // read; padding gives 0.
 inline at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,

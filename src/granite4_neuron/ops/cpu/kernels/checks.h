@@ -48,14 +48,15 @@ inline void check_rows(
   }
 }
 
-// positions: [batch, 1 or more], of which the first counts. lengths: as `check_rows` has seen them.
+// positions: [batch, tokens], of which the first counts: a row without tokens needs none. lengths: as `check_rows` has
+// seen them.
 inline void check_positions(const at::Tensor& positions, const at::Tensor& lengths, int64_t max_length) {
   int64_t batch = lengths.numel();
-  TORCH_CHECK(
-      positions.dim() == 2 && positions.size(0) == batch && positions.size(1) > 0, "positions have the shape ",
-      positions.sizes(), " and should have [", batch, ", 1 or more]");
+  check_shape(positions, "positions", {batch, -1});
   const auto *first = positions.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < batch; row++) {
+    if (length[row] == 0) continue;
+    TORCH_CHECK(positions.size(1) > 0, "row ", row, " has no position");
     int64_t position = first[row * positions.stride(0)];
     TORCH_CHECK(
         0 <= position && position <= max_length - length[row], "row ", row, " has ", length[row],

@@ -31,6 +31,8 @@ inline void check_mixer(
   TORCH_CHECK(projected.scalar_type() == weights.conv_weight.scalar_type(), "projected and conv_weight differ in dtype");
   TORCH_CHECK(projected.scalar_type() == state.conv.scalar_type(), "projected and conv_state differ in dtype");
   check_shape(state.ssm, "ssm_state", {-1, heads, -1, -1});
+  at::ScalarType ssm = state.ssm.scalar_type();
+  TORCH_CHECK(ssm == at::kFloat || ssm == at::kHalf || ssm == at::kBFloat16, "ssm_state is ", ssm);
   check_shape(state.conv, "conv_state", {state.ssm.size(0), channels, -1});
   int64_t head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
   TORCH_CHECK(heads > 0 && head_dim > 0 && d_state > 0, "ssm_state has the shape ", state.ssm.sizes());

@@ -17,7 +17,7 @@ struct PagedRows {
   const int32_t* accepted;  // [sequences], or null where nothing is speculative
 
   int64_t length(int64_t row) const {
-    return starts[row + 1] - starts[row];
+    return int64_t{starts[row + 1]} - starts[row];
   }
   int64_t page(int64_t row, int64_t column) const {
     return pages[row * page_stride + column];

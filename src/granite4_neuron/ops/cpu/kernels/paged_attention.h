@@ -14,7 +14,7 @@ struct PagedSequences {
   int64_t page_stride;
 
   int64_t tokens(int64_t sequence) const {
-    return starts[sequence + 1] - starts[sequence];
+    return int64_t{starts[sequence + 1]} - starts[sequence];
   }
   int64_t first_position(int64_t sequence) const {
     return lengths[sequence] - tokens(sequence);
