@@ -33,10 +33,10 @@ from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.reuse_report import measure_reuse
-from granite4_neuron import checkpoint
-from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.random_weights import random_model
 
 
 @reports_errors

@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
 from granite4_neuron.ops.int8 import INT8
-from granite4_neuron.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
-from granite4_neuron.weight_memory import WeightMemory
+from granite4_neuron.ops.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
 _TRIAL_SIZE = 512  # of a product that shows which dtype is faster

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.errors import reports_errors
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.sizes import parameter_shapes
-from granite4_neuron.stored_tensors import StoredTensors
+from granite4_neuron.model.sizes import parameter_shapes
 
 if TYPE_CHECKING:
     import gguf

@@ -18,14 +18,15 @@ import transformers
 
 from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
-from granite4_neuron import UserError, checkpoint, stream_generate
+from granite4_neuron import UserError, stream_generate
+from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
-from granite4_neuron.quantization_config import stored_quantization
 from granite4_neuron.runtime.cpu import CPURuntime
 
 MACHINE = "machine"

@@ -1,4 +1,4 @@
-"""What `granite4_neuron.latency` predicts for other models, beside what was published of them on a Trainium2.
+"""Predicted latency (`neuron.analysis.latency`) of other models, beside what was published of them on a Trainium2.
 
     python -m benchmarks.predicted_latency
 
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from granite4_neuron.latency import LAUNCH_SECONDS, Latency, Work, latency, link_bytes, num_collectives
+from granite4_neuron.neuron.analysis.latency import LAUNCH_SECONDS, Latency, Work, latency, link_bytes, num_collectives
 
 BYTES = 2  # all of them ran in bfloat16
 

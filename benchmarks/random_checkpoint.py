@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.errors import reports_errors
-from granite4_neuron.checkpoint import save_model
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.random_weights import random_model
 
 
 @reports_errors

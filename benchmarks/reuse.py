@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request
+from granite4_neuron.engine.drafters import Drafter
+from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.runtime.interface import Row, Runtime
-from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.speculation import Drafter
 
 AGAIN = 16  # fewer tokens would leave open which of several texts it is
 

@@ -16,13 +16,13 @@ from rich.table import Table
 from benchmarks.implementations import cpu_runtime
 from benchmarks.latency_report import machine_facts, source
 from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitation
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, ngram_tokens
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import DraftModel
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.speculation import NgramDrafter
 
 
 def measure_reuse(folder: Path, options: argparse.Namespace) -> None:

@@ -17,8 +17,8 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.errors import reports_errors
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 

@@ -84,7 +84,7 @@ def _generate(way: str, model: str) -> Generate:
 def _own(model: str) -> Generate:
     from transformers import GenerationConfig
 
-    from granite4_neuron.checkpoint import load_model
+    from granite4_neuron.checkpoint.loading import load_model
     from granite4_neuron.engine import Engine, Request
     from granite4_neuron.ops import cpu
     from granite4_neuron.runtime.cpu import CPURuntime
@@ -129,9 +129,9 @@ def _prompts(batch: int, length: int) -> list[list[int]]:
 def _random_model(name: str, folder: Path) -> str:
     import torch
 
-    from granite4_neuron.checkpoint import save_model
+    from granite4_neuron.checkpoint.loading import save_model
+    from granite4_neuron.checkpoint.random_weights import random_model
     from granite4_neuron.config import GraniteMoeHybridConfig
-    from granite4_neuron.random_weights import random_model
 
     save_model(random_model(GraniteMoeHybridConfig.from_family(name), dtype=torch.bfloat16), folder)
     return str(folder)

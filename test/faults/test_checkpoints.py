@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron.checkpoint import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.generation.loading import load_tokenizer
-from granite4_neuron.stored_tensors import INDEX, WEIGHTS
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron import UserError, checkpoint_folder, memory
-from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron import UserError, memory
+from granite4_neuron.checkpoint import folder as checkpoint_folder
+from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.ops.cpu import build
-from granite4_neuron.output_folder import complete_or_absent, remove_leftovers
-from granite4_neuron.random_weights import random_model
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
 
@@ -127,7 +128,8 @@ class TestInterrupts:
 
 class TestConvert:
     def test_a_place_in_use_is_refused_before_anything_is_loaded(self, folder, refuses, monkeypatch):
-        monkeypatch.setattr("granite4_neuron.checkpoint.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+        load_model = "granite4_neuron.checkpoint.loading.load_model"
+        monkeypatch.setattr(load_model, lambda *_, **__: pytest.fail("it was loaded"))
         assert "not an empty folder" in refuses("convert", "--model", folder, "--output", folder)
         assert "there is no folder" in refuses("convert", "--model", folder, "--output", folder / "none" / "x")
 
@@ -135,7 +137,7 @@ class TestConvert:
         program = f"""
 import os, signal
 from pathlib import Path
-from granite4_neuron.output_folder import complete_or_absent
+from granite4_neuron.checkpoint.output_folder import complete_or_absent
 with complete_or_absent(Path({str(tmp_path / "new")!r})) as partial:
     (partial / "model.safetensors").write_bytes(bytes(1000))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.chat_session import Session
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import Conversation, ConversationEncoder
-from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.model.snapshot import Snapshot
 
 PROMPT = "A text of some length"
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -234,7 +234,7 @@ def test_a_tensor_larger_than_the_memory_is_not_read(texting, saved, tmp_path, m
     before = [name for name in saved[0] if name.endswith(".key")]
     assert before
     reads = []
-    monkeypatch.setattr("granite4_neuron.snapshot.replace", lambda *_, **__: reads.append(1))
+    monkeypatch.setattr("granite4_neuron.model.snapshot.replace", lambda *_, **__: reads.append(1))
     with pytest.raises(UserError, match="instead of"):
         Snapshot.load(file, texting[0])
     assert not reads

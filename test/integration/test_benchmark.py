@@ -20,13 +20,13 @@ from benchmarks.latency_report import machine_rates
 from benchmarks.round_trip import load_round_trip
 from benchmarks.states import compare_in_states
 from granite4_neuron import cli
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.sizes import parameter_shapes
-from granite4_neuron.state import HybridState
-from granite4_neuron.stored_tensors import EMBEDDING, StoredTensors
+from granite4_neuron.model.sizes import parameter_shapes
+from granite4_neuron.model.state import HybridState
 from test.support.checkpoints import CASES, small_config
 
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import cli, load
-from granite4_neuron.checkpoint import check_weights, load_model, save_model
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import check_weights, load_model, save_model
+from granite4_neuron.checkpoint.quantized import CompressedForm
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.quantization import WeightScheme
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, QuantizedWeight
-from granite4_neuron.quantization_config import WeightScheme
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.stored_forms import CompressedForm
-from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.checkpoints import CASES
 from test.support.compressed_tensors import Scheme, compress, dequantized
 from test.support.stepping import random_tokens, run_cuts

@@ -10,7 +10,7 @@ import torch
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.hlo_lint import findings, instructions
+from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
 # Model, and what it is an example of: all of them with one layer of each kind that they have.
@@ -40,7 +40,7 @@ def one_layer_of_each_kind(name, folder):
 
 
 def application(folder, tp_degree=4, batch_size=1, config_options=None, **options):
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     config = config_of(folder, tp_degree, batch_size, config_options, **options)
     return NeuronGraniteMoeHybridForCausalLM(str(folder), config)
@@ -67,8 +67,8 @@ def config_of(folder, tp_degree, batch_size, config_options=None, **options):
 def fused_application(name, draft, folder, tp_degree, batch_size):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
     options = dict(on_device_sampling_config=dict(do_sample=False))
     configs = []
@@ -82,7 +82,7 @@ def fused_application(name, draft, folder, tp_degree, batch_size):
 
 
 def trace(app, kind, bucket):
-    from granite4_neuron.nxdi.trace import trace
+    from granite4_neuron.neuron.nxdi.trace import trace
 
     return trace(app, getattr(app, kind), bucket)
 
@@ -195,7 +195,7 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
 @pytest.mark.parametrize("name", ["h-1b"])
 def test_what_a_verification_costs(name, batch_size):
     """Of three drafts, beside decode, with dense models: experts that more tokens choose are not read for nothing."""
-    from granite4_neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graphs import report
 
     config = GraniteMoeHybridConfig.from_family(name)
     reports = report(config, torch.bfloat16, 4, batch_size, [128], 2048, verified_tokens=4)
@@ -241,7 +241,7 @@ def test_kernels_of_this_package(tmp_path):
 
 def test_the_kernel_moves_states_as_often_as_it_must():
     """Four tokens' verification, which writes none, moves no more than a token's decode; a commit moves little else."""
-    from granite4_neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graphs import report
 
     config = GraniteMoeHybridConfig.from_family("h-1b")
     config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
@@ -280,7 +280,7 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
 
 def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):
     """It is refused; and without the refusal the graph cannot be traced."""
-    from granite4_neuron.nxdi import GraniteMoeHybridInferenceConfig
+    from granite4_neuron.neuron.nxdi import GraniteMoeHybridInferenceConfig
 
     folder = one_layer_of_each_kind("h-small", tmp_path)
     with pytest.raises(UserError, match="not in the Neuron SDK"):
@@ -292,7 +292,7 @@ def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):
 
 
 def test_components_are_traced_alone(tmp_path):
-    from granite4_neuron.nxdi.trace import trace
+    from granite4_neuron.neuron.nxdi.trace import trace
 
     app = application(one_layer_of_each_kind("h-small", tmp_path))
     traced = trace(app, app.token_generation_model, 1024, with_components=True)

@@ -6,22 +6,22 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.checkpoint import set_parameter
+from granite4_neuron.checkpoint.loading import set_parameter
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.graphs import report
-from granite4_neuron.hlo_cost import count, hlo_proto, tracer
-from granite4_neuron.layers.binding import bind
-from granite4_neuron.layers.mamba2 import Mamba2
-from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.layers.step import DenseStep
+from granite4_neuron.model.binding import bind
+from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.sizes import mamba_state_shapes
+from granite4_neuron.model.state import MambaState
+from granite4_neuron.model.step import DenseStep
+from granite4_neuron.neuron.analysis.graphs import report
+from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_proto, tracer
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
-from granite4_neuron.sizes import mamba_state_shapes
-from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")

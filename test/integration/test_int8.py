@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint import load_model, save_model, set_parameter
+from granite4_neuron.checkpoint.loading import load_model, save_model, set_parameter
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.errors import UserError
-from granite4_neuron.layers.parallel import Parallel
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import QuantizedWeight, cpu
 from granite4_neuron.ops.int8 import INT8
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.checkpoints import CASES, large_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
@@ -129,7 +129,7 @@ def test_memory(tmp_path):
     program = f"""
 import re
 from pathlib import Path
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.generation import bundled_checkpoint
 # Not ru_maxrss, which begins at what the process that started this one held.
 peak = lambda: 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])

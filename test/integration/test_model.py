@@ -17,17 +17,18 @@ import torch
 import torch.multiprocessing
 from transformers import GenerationConfig
 
-from granite4_neuron import accuracy, generate, load
-from granite4_neuron.accuracy import Difference
-from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron import generate, load
+from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.evaluation import accuracy
+from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
-from granite4_neuron.hlo_lint import findings
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.neuron.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
-from granite4_neuron.state import HybridState
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
 from test.support import nxdi
@@ -211,7 +212,7 @@ class TestCpuMode:
     )
     def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
         """In context encoding, and in decode, where each of its rows has a sequence and where only some have."""
-        from granite4_neuron.nxdi import feed_forward
+        from granite4_neuron.neuron.nxdi import feed_forward
 
         sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
         folder = random_checkpoints(Case("kernel_for_experts", sizes))
@@ -325,7 +326,7 @@ class TestCpuMode:
 
     def test_runtime_generates_the_texts_of_the_cpu_runtime(self):
         """The package's own generation, over the model of NxD Inference."""
-        from granite4_neuron.nxdi import NeuronRuntime
+        from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         ours, tokenizer = load(dtype=torch.float32)
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
@@ -339,7 +340,7 @@ class TestCpuMode:
 
     def test_runtime_is_as_accurate_as_the_others(self):
         """By the measure of the check command; of a prompt only the last token's logits are there."""
-        from granite4_neuron.nxdi import NeuronRuntime
+        from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
         runtime = NeuronRuntime(nxdi.cpu_model(bundled_checkpoint(), **slots), GenerationConfig())
@@ -349,7 +350,7 @@ class TestCpuMode:
         assert report.phase(prefill=True).tokens == 3 and report.positions(0, 1) is None
 
     def test_runtime_says_what_it_cannot_do(self, continuous):
-        from granite4_neuron.nxdi import NeuronRuntime
+        from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         runtime, row = NeuronRuntime(continuous, GenerationConfig()), Row(1, 0, [1, 2])
         attempts = {
@@ -381,7 +382,7 @@ class TestCpuMode:
     @torch.inference_mode()
     def test_captured_tensors(self, moe_folder, monkeypatch):
         """Hidden states of every step; of a prompt longer than the bucket, those of its last step."""
-        from granite4_neuron.nxdi import application
+        from granite4_neuron.neuron.nxdi import application
 
         monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
         model = nxdi.cpu_model(moe_folder, batch_size=2, **CAPTURE)
@@ -492,7 +493,7 @@ def scaled_attention_output(model, patch):
 
 
 def padding_where_positions_are_zero(model, patch):
-    from granite4_neuron.nxdi import modeling
+    from granite4_neuron.neuron.nxdi import modeling
 
     correct = modeling._positions
 
@@ -505,20 +506,20 @@ def padding_where_positions_are_zero(model, patch):
 
 
 def state_in_bfloat16(model, patch):
-    from granite4_neuron.nxdi.state import NeuronStep
+    from granite4_neuron.neuron.nxdi.state import NeuronStep
 
     correct = NeuronStep.write
     patch.setattr(NeuronStep, "write", lambda self, state, rows: correct(self, state, rows.bfloat16().to(rows.dtype)))
 
 
 def state_not_reset(model, patch):
-    from granite4_neuron.nxdi.state import NeuronStep
+    from granite4_neuron.neuron.nxdi.state import NeuronStep
 
     patch.setattr(NeuronStep, "is_fresh", property(lambda self: torch.zeros_like(self.lengths, dtype=torch.bool)))
 
 
 def router_softmax_over_all_experts(model, patch):
-    from granite4_neuron.nxdi import feed_forward
+    from granite4_neuron.neuron.nxdi import feed_forward
 
     def over_all(logits, top_k):
         weights, chosen = logits.softmax(-1).topk(top_k)
@@ -643,7 +644,7 @@ class TestNeuronDevice:
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory):
-        from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+        from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder, compiled = bundled_checkpoint(), str(tmp_path_factory.mktemp("compiled"))
         config = nxdi.make_config(folder, tp_degree=2, batch_size=len(TEXTS), on_cpu=False)
@@ -664,7 +665,7 @@ class TestNeuronDevice:
     @torch.inference_mode()
     def test_hidden_states(self, tmp_path):
         """After each layer but the last, of prefill and of decode: says which layer goes wrong."""
-        from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+        from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder = bundled_checkpoint()
         layers = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint import save_model
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.random_weights import random_model
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import save_byte_tokenizer, small_config
@@ -52,8 +52,8 @@ def saved(path, **options):
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     """In the SDK's place: what is compiled leaves its config, and models run in CPU mode. Those that are loaded."""
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
-    from granite4_neuron.nxdi.runtime import NeuronRuntime
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
+    from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
 
     loaded = []
 
@@ -134,7 +134,7 @@ def test_prompts_that_begin_alike_share_slots(generate, graphs):
 @torch.inference_mode()
 def test_a_bug_of_slots_is_seen(generate, graphs, monkeypatch):
     """A copy that does nothing."""
-    from granite4_neuron.nxdi.runtime import NeuronRuntime
+    from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
 
     prompts = [PROMPT + end for end in (" one thing", " another", "")]
     expected = generate(*prompts)[1]

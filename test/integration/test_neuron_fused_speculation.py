@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
-from granite4_neuron.random_weights import random_model
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 
@@ -69,8 +69,8 @@ def draft(tmp_path_factory):
 def fused_model(draft, kernels=None, **options):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
     options = dict(on_device_sampling_config=dict(do_sample=False), **options)
     speculation = dict(speculation_length=TOKENS, enable_fused_speculation=True)
@@ -196,14 +196,14 @@ def test_generate_of_nxd_inference(draft, tokenizer, texts):
 
 
 def commit_of_all_drafts(patch):
-    from granite4_neuron.nxdi.modeling import NeuronGraniteMoeHybridModel as Model
+    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel as Model
 
     correct = Model.advance
     patch.setattr(Model, "advance", lambda self, kept, at, accepted: correct(self, kept, at, 0 * accepted + TOKENS))
 
 
 def commit_without_the_window(patch):
-    from granite4_neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+    from granite4_neuron.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
 
     correct = Fused._commit
 
@@ -217,7 +217,7 @@ def commit_without_the_window(patch):
 
 
 def no_commit(patch):
-    from granite4_neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
+    from granite4_neuron.neuron.nxdi.fused_speculation import FusedSpeculationModel as Fused
 
     patch.setattr(Fused, "_commit", staticmethod(lambda *args: None))
 
@@ -242,7 +242,7 @@ def test_refused(options, message):
 
 
 def test_without_a_draft_model():
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     options = dict(on_device_sampling_config=dict(do_sample=False), enable_fused_speculation=True, speculation_length=4)
     with pytest.raises(UserError, match="with a draft model"):

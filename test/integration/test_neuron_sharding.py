@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.state import HybridState
 from test.support import nxdi
 from test.support.checkpoints import CASES
 
@@ -61,7 +61,7 @@ def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
 @pytest.mark.parametrize("name", family_names())
 def test_shapes_of_a_rank(name, degree, tmp_path):
     """Of weights and state; or the degrees that do divide the model, in one sentence."""
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     granite = one_layer_of_each_kind(name, tmp_path)
     try:
@@ -109,7 +109,7 @@ def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
     """NxD's sharder gives each rank what this package's own backends load."""
     from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     try:
         GraniteMoeHybridConfig.from_file(folder / "config.json").rank_dimensions(degree)

@@ -11,10 +11,10 @@ from transformers import GenerationConfig
 from granite4_neuron import load
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, Request, SlotPrefixCache
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.runtime.interface import Row, require
-from granite4_neuron.speculation import NgramDrafter
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_model import CASE, TOLERANCE, cpu_mode, free_port, reference_logits  # noqa: F401 (a fixture)
 from test.support import nxdi
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cpu_mode")
 
 
 def runtime_of(folder, kernels=None, **options):
-    from granite4_neuron.nxdi import NeuronRuntime
+    from granite4_neuron.neuron.nxdi import NeuronRuntime
 
     return NeuronRuntime(nxdi.cpu_model(folder, kernels, **{**OPTIONS, **options}), GenerationConfig())
 
@@ -305,7 +305,7 @@ def commit_of_all_drafts(runtime, patch):
 
 
 def commit_without_the_window(runtime, patch):
-    from granite4_neuron.nxdi.slot_graphs import CommitModel
+    from granite4_neuron.neuron.nxdi.slot_graphs import CommitModel
 
     correct = CommitModel.advance
 
@@ -318,7 +318,7 @@ def commit_without_the_window(runtime, patch):
 
 
 def verification_that_writes_state(runtime, patch):
-    from granite4_neuron.nxdi.state import NeuronStep
+    from granite4_neuron.neuron.nxdi.state import NeuronStep
 
     patch.setattr(NeuronStep, "write", NeuronStep._write)
 
@@ -382,7 +382,7 @@ def test_a_bug_around_the_kernel_is_seen(change, with_kernels, monkeypatch):
 
 
 def test_a_copy_that_forgets_the_window_is_seen(folder, sequences, monkeypatch):
-    from granite4_neuron.nxdi.slot_graphs import CopyModel
+    from granite4_neuron.neuron.nxdi.slot_graphs import CopyModel
 
     runtime, correct = runtime_of(folder), CopyModel.forward
 

@@ -10,14 +10,14 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import ops
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import small_config

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from granite4_neuron import cli, load
-from granite4_neuron.checkpoint import load_model, save_model, set_parameter
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import load_model, save_model, set_parameter
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.errors import UserError
+from granite4_neuron.evaluation.perplexity import measure, one_window
 from granite4_neuron.ops import QuantizedWeight
 from granite4_neuron.ops.int4 import INT4
 from granite4_neuron.ops.int8 import INT8
-from granite4_neuron.perplexity import measure, one_window
-from granite4_neuron.stored_tensors import WEIGHTS
 from test.support.stepping import random_tokens, run_cuts
 
 HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not among what the model was trained on

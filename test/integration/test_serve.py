@@ -18,9 +18,9 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 
 from granite4_neuron import generate, load
 from granite4_neuron.engine import Engine
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.serving.protocol import CompletionBody
-from granite4_neuron.speculation import NgramDrafter
 from test.support.serving import MODEL, serving
 
 PROMPT = "An assignment statement"

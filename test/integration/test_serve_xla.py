@@ -10,9 +10,9 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 from granite4_neuron import generate
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.runtime.xla import XLARuntime
-from granite4_neuron.speculation import NgramDrafter
 from test.support.serving import serving
 
 PROMPTS = ("Names and more names", "Names and nothing", "x")

@@ -11,14 +11,14 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load, stream_generate
-from granite4_neuron.checkpoint import rank_slice, set_parameter
-from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.checkpoint.loading import rank_slice, set_parameter
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.state import MambaState
 from granite4_neuron.ops import cached_attention, xla
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.state import MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.stepping import random_tokens
 
@@ -304,10 +304,10 @@ def test_200_steps_of_decode_add_no_memory_and_no_graph():
 DONATION_PROGRAM = """
 import sys
 from transformers import GenerationConfig
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.state import HybridState
 from test.support.checkpoints import small_config
 if sys.argv[1] == "drop":
     complete = HybridState.input_output_aliases

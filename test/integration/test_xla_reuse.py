@@ -4,7 +4,7 @@ import pytest
 from transformers import GenerationConfig
 
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
-from granite4_neuron.speculation import NgramDrafter
+from granite4_neuron.engine.drafters import NgramDrafter
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens
 

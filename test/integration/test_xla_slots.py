@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.state import MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.state import MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
 from test.support.verification import LONGEST, Round, streams, verified_error

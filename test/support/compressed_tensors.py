@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron.stored_tensors import WEIGHTS
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 
 
 @dataclass(frozen=True)

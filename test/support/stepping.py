@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.state import NULL_SLOT, HybridState, MambaState
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.state import NULL_SLOT, HybridState, MambaState
 
 
 def poisoned_state(

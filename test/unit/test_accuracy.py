@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from granite4_neuron.accuracy import AccuracyReport, Difference
+from granite4_neuron.evaluation.accuracy import AccuracyReport, Difference
 
 # Errors whose maximum, mean, median and most frequent value all differ.
 ERRORS = [0.0, 0.0, 0.0, 0.25, 0.5, 4.0]

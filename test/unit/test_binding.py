@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import TORCH, cpu, select_operators
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime, Row
 from test.support.checkpoints import small_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts

@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SlotPrefixCache, spare_slots
+from granite4_neuron.engine.drafters import DraftRequest
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED
+from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.speculation import DraftRequest
-from granite4_neuron.state import HybridState
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, cached_bytes, engine_model, generate_one, run
 from test.support.stepping import random_tokens
 

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron import checkpoint
-from granite4_neuron.checkpoint import load_model, save_model
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import as_tensor
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import CASES, large_config, small_config
 
 MOE = CASES[0]
@@ -178,11 +178,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     """Files may not grow past 100 kB here, which fails as a full disk does: in the middle of writing."""
     program = f"""
 import resource, signal, sys
-from granite4_neuron.checkpoint import save_model
+from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import as_tensor
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import small_config
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -215,7 +215,7 @@ def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
     assert size > 150e6
     program = f"""
 import resource, torch
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = load_model({str(tmp_path / "model")!r}, {{dtype}})

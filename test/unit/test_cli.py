@@ -16,11 +16,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from granite4_neuron import checkpoint, neuron_sdk
+from granite4_neuron import neuron_sdk
+from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
-from granite4_neuron.stored_tensors import WEIGHTS
 
 BUNDLED = "Using the small model that comes with the package; --model chooses another.\n"
 TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.cli import main
 from granite4_neuron.commands.chat_session import COMMANDS
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.cli import main
 from granite4_neuron.config import DTYPES

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
-from granite4_neuron.checkpoint import save_model
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.commands.reuse import num_bytes
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.loop import _shared_lengths
-from granite4_neuron.random_weights import random_model
 from test.support.checkpoints import DENSE, save_byte_tokenizer, small_config
 
 PROMPT = "A text of some length, which says the same again: a text of some length, which says"

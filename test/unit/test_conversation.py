@@ -9,9 +9,9 @@ import torch
 
 from granite4_neuron import UserError, load
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, with_overrides
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
-from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.speculation import NgramDrafter
+from granite4_neuron.model.snapshot import Snapshot
 from test.support.engines import PoisonedPrefixCache, poison_engine
 
 END = 1  # <|end|>, the stop token

@@ -3,8 +3,8 @@
 import pytest
 
 from granite4_neuron.engine import Engine, Request
-from granite4_neuron.speculation import NgramDrafter
-from granite4_neuron.speculation.backoff import DraftBackoff
+from granite4_neuron.engine.backoff import DraftBackoff
+from granite4_neuron.engine.drafters import NgramDrafter
 from test.support.engines import ChunkRuntime, engine_model, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 

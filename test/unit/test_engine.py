@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, with_overrides
-from granite4_neuron.sizes import sequence_bytes, token_bytes
-from granite4_neuron.state import MambaState
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.model.state import MambaState
 from test.support.engines import CHUNK, ChunkRuntime, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from granite4_neuron import hlo_cost
-from granite4_neuron.kernel_costs import kernel_cost
+from granite4_neuron.neuron.analysis import hlo_cost
+from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost
 
 
 def test_costs_are_added_and_taken_away():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.hlo_lint import findings, instructions
+from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 
 MODULE = """HloModule test, entry_computation_layout={{()->f32[]}}
 
@@ -79,7 +79,7 @@ TRACED = {
 @pytest.mark.parametrize(("program", "expected"), TRACED.values(), ids=TRACED.keys())
 def test_traced_programs(program, expected):
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
-    from granite4_neuron.hlo_cost import hlo_proto, hlo_text, tracer
+    from granite4_neuron.neuron.analysis.hlo_cost import hlo_proto, hlo_text, tracer
 
     placeholder = tracer()
     output = program(placeholder((2, 8, 16), torch.float32), placeholder((2,), torch.int64))

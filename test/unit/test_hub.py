@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import checkpoint_folder
-from granite4_neuron.checkpoint import load_model
+from granite4_neuron.checkpoint import folder as checkpoint_folder
+from granite4_neuron.checkpoint.loading import load_model
 
 NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = f"""
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint.folder import find
 print(find({NAME!r}))
 """
 

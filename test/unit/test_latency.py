@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from benchmarks import predicted_latency as published
-from granite4_neuron import UserError, latency
+from granite4_neuron import UserError
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.hlo_cost import Cost
-from granite4_neuron.minimum import minimum, minimum_of_commit
+from granite4_neuron.neuron.analysis import latency
+from granite4_neuron.neuron.analysis.hlo_cost import Cost
+from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 

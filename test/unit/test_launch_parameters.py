@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import FOLDER_VARIABLE
-from granite4_neuron.json_files import without_duplicates
+from granite4_neuron.config.json_files import without_duplicates
 from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
@@ -27,7 +28,6 @@ from granite4_neuron.ops.launch_parameters import (
     tuned_config_folder,
     write_table,
 )
-from granite4_neuron.random_weights import random_model
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import small_config

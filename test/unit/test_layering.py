@@ -16,7 +16,7 @@ MODULES = sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if 
 
 
 def part_of(module: str) -> str:
-    """Of "granite4_neuron.ops.norm" or "granite4_neuron.state.NULL_SLOT": "ops", or "state"."""
+    """Of "granite4_neuron.ops.norm" or "granite4_neuron.model.state.NULL_SLOT": "ops", or "state"."""
     return module.split(".")[1]
 
 
@@ -44,4 +44,4 @@ def test_an_import_upwards_would_be_seen():
     assert imported_parts("def f():\n    from granite4_neuron.engine import Engine") == {"engine"}
     assert imported_parts("from granite4_neuron import checkpoint, plan") == {"checkpoint", "plan"}
     assert imported_parts("import granite4_neuron.runtime.cpu as cpu, torch") == {"runtime"}
-    assert LAYERS["cli"] > LAYERS["engine"] > LAYERS["runtime"] > LAYERS["checkpoint"] > LAYERS["ops"] > LAYERS["state"]
+    assert LAYERS["cli"] > LAYERS["engine"] > LAYERS["runtime"] > LAYERS["model"] > LAYERS["ops"] > LAYERS["config"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.minimum import minimum, minimum_of_commit, minimum_of_copy
+from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit, minimum_of_copy
 from test.support.checkpoints import DENSE, small_config
 
 CONFIG = GraniteMoeHybridConfig.from_family("h-small")

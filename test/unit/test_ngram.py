@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from granite4_neuron.speculation import ngram_propose
+from granite4_neuron.engine.ngram import ngram_propose
 
 
 def by_definition(tokens, min_n, max_n, max_model_len, k):

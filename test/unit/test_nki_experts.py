@@ -8,7 +8,7 @@ import torch
 from benchmarks.kernels import experts_hbm_bytes
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
-from granite4_neuron.hlo_lint import findings, instructions
+from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from granite4_neuron.ops.expert_slots import expert_slots, num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode, experts_decode, experts_decode_torch
 from granite4_neuron.ops.nki.launch import launch

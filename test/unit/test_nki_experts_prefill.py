@@ -7,7 +7,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
-from granite4_neuron.hlo_lint import findings, instructions
+from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from granite4_neuron.ops.expert_blocks import BLOCK_ROWS, combine_choices, expert_blocks, num_blocks
 from granite4_neuron.ops.nki.experts_prefill import check_experts_prefill, experts_prefill, experts_prefill_torch
 from granite4_neuron.ops.nki.launch import launch

@@ -56,7 +56,7 @@ def test_a_neuron_config_for_dense_models_is_refused(folder):
     from neuronx_distributed_inference.models.config import NeuronConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
-    from granite4_neuron.nxdi import GraniteMoeHybridInferenceConfig
+    from granite4_neuron.neuron.nxdi import GraniteMoeHybridInferenceConfig
 
     with pytest.raises(UserError, match="neuron_config is a NeuronConfig, and must be a MoENeuronConfig"):
         GraniteMoeHybridInferenceConfig(NeuronConfig(), load_config=load_pretrained_config(str(folder)))
@@ -78,7 +78,7 @@ def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
     """NxD Inference itself loads what there is."""
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.0.mamba.A_log"]
@@ -98,7 +98,7 @@ def test_the_choice_of_kernels_is_saved(folder, tmp_path):
 
 
 def test_graphs_of_another_model_are_refused(folder, random_checkpoints, tmp_path):
-    from granite4_neuron.nxdi.loading import load_compiled
+    from granite4_neuron.neuron.nxdi.loading import load_compiled
 
     nxdi.make_config(random_checkpoints(CASES[1]), is_continuous_batching=True, ctx_batch_size=1).save(tmp_path)
     (tmp_path / "model.pt").touch()
@@ -115,8 +115,8 @@ def test_graphs_of_another_model_are_refused(folder, random_checkpoints, tmp_pat
 
 
 def test_a_compilation_that_fails_leaves_nothing(folder, tmp_path, monkeypatch):
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.nxdi.loading import CONFIG_FILE, compile_model
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi.loading import CONFIG_FILE, compile_model
 
     def fails(model, path):
         model.config.save(path)

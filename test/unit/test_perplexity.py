@@ -10,9 +10,9 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.errors import UserError
-from granite4_neuron.perplexity import Window, decode_seconds, measure, one_window, sliding_windows
+from granite4_neuron.evaluation.perplexity import Window, decode_seconds, measure, one_window, sliding_windows
 from test.support.engines import ChunkRuntime, engine_model
 
 HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not among what the model was trained on

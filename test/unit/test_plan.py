@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron import graphs, hlo_cost, plan
-from granite4_neuron.checkpoint import rank_slice
+from granite4_neuron.checkpoint.loading import rank_slice
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.plan import _temporaries as find_temporaries
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.neuron.analysis import graphs, hlo_cost, plan
+from granite4_neuron.neuron.analysis.plan import _temporaries as find_temporaries
 from test.support.checkpoints import small_config
 
 ROOT = Path(__file__).parents[2]

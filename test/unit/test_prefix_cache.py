@@ -10,9 +10,9 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.sizes import sequence_bytes, token_bytes
-from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.model.state import HybridState
 from test.support.engines import (
     CHUNK,
     VOCAB,

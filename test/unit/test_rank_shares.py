@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.checkpoint import rank_slice, rank_slices, set_parameter, split_axis
+from granite4_neuron.checkpoint.loading import rank_slice, rank_slices, set_parameter, split_axis
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.layers.parallel import Parallel
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.sizes import sequence_bytes, token_bytes
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.model.state import HybridState
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens, run_cuts
 

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.speculation import (
+from granite4_neuron.vllm import rejection_sampler as module
+from granite4_neuron.vllm.metadata import SamplerOutput, SamplingMetadata, SpecDecodeMetadata
+from granite4_neuron.vllm.rejection_sampler import (
     RejectionSampler,
-    SamplerOutput,
-    SamplingMetadata,
-    SpecDecodeMetadata,
     expand_batch_to_tokens,
     rejection_sample,
     sample_recovered_tokens,
 )
-from granite4_neuron.speculation import rejection_sampler as module
 
 DRAWS = 50_000
 VOCAB = 8

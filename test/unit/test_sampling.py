@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.logprobs import token_logprobs
 from granite4_neuron.engine.sampling import additions
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.speculation import NgramDrafter
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
 from test.support.stepping import random_tokens
 

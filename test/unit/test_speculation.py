@@ -13,8 +13,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import DraftModel, Engine, GenerationStats, Request, with_overrides
+from granite4_neuron.engine.drafters import DraftRequest, NgramDrafter
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.speculation import DraftRequest, NgramDrafter
 from test.support.engines import (
     CHUNK,
     VOCAB,

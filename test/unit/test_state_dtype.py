@@ -6,11 +6,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron import load
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.sizes import sequence_bytes
+from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.model.state import MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.sizes import sequence_bytes
-from granite4_neuron.snapshot import Snapshot
-from granite4_neuron.state import MambaState
 from test.support.engines import VOCAB, engine_model
 
 MODEL = engine_model()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.state import MambaState
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.state import MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import poisoned_state, random_tokens
 

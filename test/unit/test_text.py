@@ -2,7 +2,7 @@
 
 import pytest
 
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation.loading import load_tokenizer

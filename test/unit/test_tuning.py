@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from granite4_neuron import UserError, tuning
+from granite4_neuron import UserError
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
+from granite4_neuron.runtime import tuning
 from test.support.checkpoints import small_config
 
 

@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from granite4_neuron import vllm_cpu
 from granite4_neuron.config import ARCHITECTURE
-from granite4_neuron.vllm_cpu import configs, contract
-from granite4_neuron.vllm_cpu.contract import CONTRACT, HOOK, Term, first_break
+from granite4_neuron.vllm import cpu as vllm_cpu
+from granite4_neuron.vllm.cpu import configs, contract
+from granite4_neuron.vllm.cpu.contract import CONTRACT, HOOK, Term, first_break
 
 FOLDER = Path(vllm_cpu.__file__).parent
 
@@ -160,7 +160,7 @@ def on_a_cpu(monkeypatch, *broken):
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.40.1", platforms=platforms))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    monkeypatch.setitem(sys.modules, "granite4_neuron.vllm_cpu.registration", None)  # to import it would raise
+    monkeypatch.setitem(sys.modules, "granite4_neuron.vllm.cpu.registration", None)  # to import it would raise
     monkeypatch.setattr(vllm_cpu, "_break", lambda: "vllm.worker has no step")
     lacks = {HOOK: "vllm.config has no VllmConfig"} if HOOK in broken else {}
     monkeypatch.setattr(contract, "first_break", lacks.get)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from granite4_neuron import vllm_cpu
 from granite4_neuron.cli import main
 from granite4_neuron.commands import vllm_check
 from granite4_neuron.ops import cpu
-from granite4_neuron.vllm_cpu import self_test
-from granite4_neuron.vllm_cpu.sampling import expand_kernel
-from granite4_neuron.vllm_cpu.state_copies import postprocess_mamba_fused_kernel, precopy_mamba_align_fused_kernel
+from granite4_neuron.vllm import cpu as vllm_cpu
+from granite4_neuron.vllm.cpu import self_test
+from granite4_neuron.vllm.cpu.sampling import expand_kernel
+from granite4_neuron.vllm.cpu.state_copies import postprocess_mamba_fused_kernel, precopy_mamba_align_fused_kernel
 
 COLUMNS, CHANNELS, SIZE, BLOCKS = 5, 3, 7, 12
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from granite4_neuron.vllm_cpu.draft_model import Sequences
+from granite4_neuron.vllm.cpu.draft_model import Sequences
 
 
 def text(*tokens):

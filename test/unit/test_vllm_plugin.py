@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import vllm_cpu, vllm_plugin
 from granite4_neuron.config import ARCHITECTURE, MODEL_TYPE
+from granite4_neuron.vllm import cpu as vllm_cpu
+from granite4_neuron.vllm import neuron as vllm_plugin
 from test.support import nxdi
 
 
@@ -21,7 +22,7 @@ def test_the_entry_points_are_declared():
 
 def test_it_does_nothing_where_nxd_inference_is_absent(monkeypatch):
     monkeypatch.setattr(vllm_plugin.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "granite4_neuron.nxdi", None)  # to import it would raise
+    monkeypatch.setitem(sys.modules, "granite4_neuron.neuron.nxdi", None)  # to import it would raise
     vllm_plugin.register()
 
 
@@ -31,7 +32,7 @@ def test_the_model_is_where_nxd_inference_looks():
     vllm_plugin.register()
     from neuronx_distributed_inference.utils.constants import MODEL_TYPES
 
-    from granite4_neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     assert ARCHITECTURE.partition("For")[0].lower() == MODEL_TYPE  # how vLLM's plugin makes a name of it
     assert MODEL_TYPES[MODEL_TYPE]["causal-lm"] is NeuronGraniteMoeHybridForCausalLM

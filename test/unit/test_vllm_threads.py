@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from granite4_neuron.ops import cpu
-from granite4_neuron.vllm_cpu.threads import bound_processors
+from granite4_neuron.vllm.cpu.threads import bound_processors
 
 # Prints where each thread may run that was there before, and those that have come.
 SCRIPT = """
 import os, torch
 from granite4_neuron.ops.cpu.build import load_kernels
-from granite4_neuron.vllm_cpu.threads import spread_threads
+from granite4_neuron.vllm.cpu.threads import spread_threads
 
 load_kernels()
 torch.ones(10**6).sum()

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron.checkpoint import load_model, save_model
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.ops.weight_memory import WeightMemory
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.weight_memory import WeightMemory
 from test.support.checkpoints import DENSE, small_config
 
 LAYERS = dict(layer_types=("mamba", "attention"))

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from granite4_neuron.checkpoint import save_model
-from granite4_neuron.random_weights import random_model
-from granite4_neuron.vllm_cpu.sampling import rejecting_placeholders
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.vllm.cpu.sampling import rejecting_placeholders
 from test.support.checkpoints import CASES, small_config
 from test.vllm import drafter
 from test.vllm.conftest import ONE_PROCESS, Greedy, run_engines

@@ -2,9 +2,9 @@
 
 import pytest
 
-from granite4_neuron.checkpoint import save_model
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
-from granite4_neuron.random_weights import random_model
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
 from test.support.checkpoints import CASES, small_config
 from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, Greedy, prompts_of, run_engines
 

@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from test.vllm.conftest import ALL, NGRAM, ONE_PROCESS, Greedy, prompts_of, run_engines
 
 MODEL = str(bundled_checkpoint())
-PROPOSER = "granite4_neuron.vllm_cpu.draft_model.DraftModelProposer"
+PROPOSER = "granite4_neuron.vllm.cpu.draft_model.DraftModelProposer"
 
 
 # What is asked for, and what the error says.

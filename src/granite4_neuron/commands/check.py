@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import CONFIG, find
+from granite4_neuron.checkpoint.folder import CONFIG, find
 from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -18,14 +18,14 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.errors import UserError
-from granite4_neuron.quantization_config import stored_quantization
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from granite4_neuron import accuracy
+    from granite4_neuron.evaluation import accuracy
 
 EXIT_CHECK_FAILED = 1
 
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron import accuracy
+    from granite4_neuron.evaluation import accuracy
 
     folder = find(model_or_bundled(options))
     if (stored := stored_quantization(folder / CONFIG)) is not None:

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.output_folder import check_output
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_compiled_state_dtype,
@@ -17,8 +19,6 @@ from granite4_neuron.commands.options import (
     dtype_of,
 )
 from granite4_neuron.errors import UserError
-from granite4_neuron.output_folder import check_output
-from granite4_neuron.stored_tensors import StoredTensors
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.output)
     neuron_sdk.require()
     # Not at the top: only this command and the nxdi backend need NxD Inference.
-    from granite4_neuron.nxdi.loading import compile_model
+    from granite4_neuron.neuron.nxdi.loading import compile_model
 
     folder = find(options.model)
     draft_folder = None if options.draft_model is None else find(options.draft_model)

@@ -7,13 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_or_bundled
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import printable
-from granite4_neuron.output_folder import check_output, remove_leftovers
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
         )
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron import checkpoint
+    from granite4_neuron.checkpoint import loading as checkpoint
     from granite4_neuron.ops import TORCH, cpu
 
     folder = find(model_or_bundled(options))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import CONFIG, find
+from granite4_neuron.checkpoint.folder import CONFIG, find
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -25,15 +25,15 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.config import DTYPES, MAMBA
+from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.errors import UserError
-from granite4_neuron.quantization_config import stored_quantization
 
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.config import GraniteMoeHybridConfig
-    from granite4_neuron.perplexity import Score, Window
+    from granite4_neuron.evaluation.perplexity import Score, Window
 
 REFERENCE = "float32"
 FORMATS = (*DTYPES, *QUANTIZATIONS)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
             f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
         )
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron import perplexity
+    from granite4_neuron.evaluation import perplexity
 
     loaded = [load_runtime(_options_of(options, name), folder) for name in formats]
     runtimes, tokenizer = [runtime for runtime, _ in loaded], loaded[0][1]
@@ -149,7 +149,7 @@ def _options_of(options: argparse.Namespace, name: str | None) -> argparse.Names
 
 
 def _windows(options: argparse.Namespace, config: GraniteMoeHybridConfig, length: int) -> list[Window]:
-    from granite4_neuron import perplexity
+    from granite4_neuron.evaluation import perplexity
 
     longest = config.max_position_embeddings
     if options.window is None and options.stride is None and MAMBA in config.layer_types:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron import neuron_stand_ins
 from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -25,14 +24,15 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.stand_ins import SOURCES, why_not_importable
 from granite4_neuron.neuron_sdk import EXPERT_PATHS
 
 if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from granite4_neuron import graphs
     from granite4_neuron.config import GraniteMoeHybridConfig
+    from granite4_neuron.neuron.analysis import graphs
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         choices=("xla", "nxdi"),
         default="xla",
         help="nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
-        f"which {' and '.join(neuron_stand_ins.SOURCES)} name (default: xla)",
+        f"which {' and '.join(SOURCES)} name (default: xla)",
     )
     add_arithmetic(graph)
     add_expert_path(graph)
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 def _reports(
     options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
-    from granite4_neuron import graphs
+    from granite4_neuron.neuron.analysis import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
     defaults = dict(
@@ -116,10 +116,10 @@ def _reports(
                 "--prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi here."
             )
         return graphs.report(config, dtype, *sizes, options.verify)
-    reason = neuron_stand_ins.why_not_importable()
+    reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
-    from granite4_neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graphs import report
 
     return report(config, dtype, *sizes, kernels, options.verify)
 

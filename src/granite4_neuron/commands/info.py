@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 
-from granite4_neuron.checkpoint_folder import CONFIG
+from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.commands.options import add_model, config_and_dtype, folder_of, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.quantization_config import StoredQuantization, stored_quantization
-from granite4_neuron.sizes import parameter_shapes, sequence_bytes, token_bytes
+from granite4_neuron.config.quantization import StoredQuantization, stored_quantization
+from granite4_neuron.model.sizes import parameter_shapes, sequence_bytes, token_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

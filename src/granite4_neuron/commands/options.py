@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint_folder import CONFIG, bundled_checkpoint, find
+from granite4_neuron.checkpoint.folder import CONFIG, bundled_checkpoint, find
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.choices import (
     BACKENDS,
     COMPILED_STATE_DTYPES,
@@ -26,7 +27,6 @@ from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import EXPERT_PATHS
-from granite4_neuron.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron import plan
+    from granite4_neuron.neuron.analysis import plan
 
 EXIT_DOES_NOT_FIT = 1
 _LATENCY_DEFAULTS = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
@@ -83,7 +83,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron import latency, plan
+    from granite4_neuron.neuron.analysis import latency, plan
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
@@ -132,7 +132,7 @@ def _plan_model(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron import plan
+    from granite4_neuron.neuron.analysis import plan
 
     config, stored_dtype = config_and_dtype(options.model)
     planned = _planned(config, options.dtype or stored_dtype, options)
@@ -183,7 +183,7 @@ def _plan_family(options: argparse.Namespace) -> int:
 
 
 def _planned(config: GraniteMoeHybridConfig, dtype: str, options: argparse.Namespace) -> plan.Plan:
-    from granite4_neuron import plan
+    from granite4_neuron.neuron.analysis import plan
 
     context = config.max_position_embeddings if options.context is None else options.context
     return plan.plan(config, dtype_of(dtype), options.instance, options.tp_degree, options.batch_size, context)

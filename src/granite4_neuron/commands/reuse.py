@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+    from granite4_neuron.engine.drafters import Drafter
     from granite4_neuron.runtime.interface import Runtime
-    from granite4_neuron.speculation import Drafter
 
 DRAFT_TOKENS = 4
 _MOST_BYTES = 2.0**60
@@ -71,8 +71,8 @@ def prefix_cache(
         return None
     # Not at the top: --help does not need torch.
     from granite4_neuron.engine import PrefixCache
+    from granite4_neuron.model.snapshot import Snapshot
     from granite4_neuron.runtime.interface import require
-    from granite4_neuron.snapshot import Snapshot
 
     if options.prompt_cache is not None:
         require(runtime, "snapshot")
@@ -161,8 +161,8 @@ def drafter(
     if options.speculate is not None and options.draft_model is not None:
         raise UserError("give either --speculate or --draft-model, not both.")
     from granite4_neuron.engine import DraftModel, PrefixCache
+    from granite4_neuron.engine.drafters import NgramDrafter
     from granite4_neuron.runtime.interface import require
-    from granite4_neuron.speculation import NgramDrafter
 
     require(runtime, "verify")
     if options.speculate is not None:

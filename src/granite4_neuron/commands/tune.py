@@ -24,7 +24,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from granite4_neuron.tuning import Choice
+    from granite4_neuron.runtime.tuning import Choice
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from granite4_neuron.ops.launch_parameters import CHOICES, device_name, read_table, table_name
-    from granite4_neuron.tuning import tune, write_choices
+    from granite4_neuron.runtime.tuning import tune, write_choices
 
     file = options.output / table_name(config.mamba_d_head, config.mamba_d_state, torch.float32, device_name())
     before = read_table(file)

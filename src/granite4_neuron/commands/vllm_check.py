@@ -7,11 +7,11 @@ import importlib.util
 import os
 from pathlib import Path
 
-from granite4_neuron.checkpoint_folder import find
+from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.commands.options import add_model, at_least, model_or_bundled
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.vllm_cpu import DISTRIBUTION
+from granite4_neuron.vllm.cpu import DISTRIBUTION
 
 EXIT_CHECK_FAILED = 1
 PROMPTS = ("An assignment statement", "The import statement", "Lambda expressions")
@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> int:
     folder = find(model_or_bundled(options))
     _import_vllm()
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron import vllm_cpu
     from granite4_neuron.ops import cpu
-    from granite4_neuron.vllm_cpu import self_test
+    from granite4_neuron.vllm import cpu as vllm_cpu
+    from granite4_neuron.vllm.cpu import self_test
 
     reason = vllm_cpu.why_not()
     if reason is not None:
@@ -96,7 +96,7 @@ def _used(model) -> dict[str, str]:
     from vllm import __version__
 
     from granite4_neuron.ops.cpu.build import load_kernels
-    from granite4_neuron.vllm_cpu.mixer import Granite4MambaMixer2
+    from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 
     mixers = [module for module in model.modules() if isinstance(module, Granite4MambaMixer2)]
     reason = load_kernels()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from granite4_neuron.engine.drafters import DraftRequest
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
-from granite4_neuron.speculation import DraftRequest
 
 
 class DraftModel:

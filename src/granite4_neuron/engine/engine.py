@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.engine.drafters import Drafter, DraftRequest
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
@@ -27,7 +28,6 @@ from granite4_neuron.engine.sampling import NoTokenLeft, is_whole
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
-from granite4_neuron.speculation import Drafter, DraftRequest
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:

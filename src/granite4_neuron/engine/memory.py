@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.sizes import sequence_bytes, token_bytes
 
 
 class Slots:

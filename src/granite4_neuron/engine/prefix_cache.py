@@ -16,9 +16,8 @@ from functools import partial
 import torch
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.runtime.interface import Runtime, require
-from granite4_neuron.sizes import sequence_bytes, token_bytes
-from granite4_neuron.snapshot import (
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.model.snapshot import (
     LOGITS,
     Snapshot,
     cut_keys_and_values,
@@ -26,7 +25,8 @@ from granite4_neuron.snapshot import (
     padded_keys_and_values,
     recurrent_state,
 )
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.interface import Runtime, require
 
 SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
 from granite4_neuron.engine.sampling import Sampler, additions, is_whole
@@ -17,7 +18,6 @@ from granite4_neuron.engine.slot_prefix_cache import KeptSlot
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
-from granite4_neuron.speculation.backoff import DraftBackoff
 
 MOST_TOP_LOGPROBS = 20
 _TEXTS = (str, bytes, bytearray, memoryview)  # sequences, but not of what a request needs

@@ -1,6 +1,6 @@
 """From prompts to text: loading a model, batches of prompts, conversations."""
 
-from granite4_neuron.checkpoint_folder import bundled_checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
 from granite4_neuron.generation.chat import ConversationEncoder, chat_prompt
 from granite4_neuron.generation.conversation import Conversation, Turn

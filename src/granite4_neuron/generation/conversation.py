@@ -14,7 +14,7 @@ from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache,
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.chat import ConversationEncoder
-from granite4_neuron.snapshot import Snapshot
+from granite4_neuron.model.snapshot import Snapshot
 
 _POINTER_BYTES = 8  # to a token in a list
 

@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron import checkpoint, neuron_sdk
-from granite4_neuron.checkpoint_folder import bundled_checkpoint, find
+from granite4_neuron import neuron_sdk
+from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
-from granite4_neuron.json_files import read_object
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
-from granite4_neuron.quantization_config import stored_quantization
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
 
@@ -94,14 +95,14 @@ def load(
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
-    """A `NeuronRuntime`; see `nxdi.loading.load_compiled`.
+    """A `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
 
     Raises:
         UserError: as there; also when the Neuron SDK is not installed.
     """
     neuron_sdk.require()
     # Not at the top: only this backend needs NxD Inference.
-    from granite4_neuron.nxdi import loading
+    from granite4_neuron.neuron.nxdi import loading
 
     return loading.load_compiled(folder, compiled, generation_config)
 

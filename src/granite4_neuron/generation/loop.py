@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
+from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
 from granite4_neuron.engine.request import check_text, check_tokens
 from granite4_neuron.engine.sampling import is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
-from granite4_neuron.speculation import Drafter
 
 Prompt = str | Sequence[int]
 

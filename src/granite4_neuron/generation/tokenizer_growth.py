@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from granite4_neuron.config.json_files import without_duplicates
 from granite4_neuron.errors import UserError
-from granite4_neuron.json_files import without_duplicates
 from granite4_neuron.regular_files import read_bytes
 
 MOST = 100

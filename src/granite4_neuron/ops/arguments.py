@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from granite4_neuron.state import NULL_SLOT
-
 PAD_SLOT_ID = -1
-NULL_BLOCK_ID = NULL_SLOT
+NULL_BLOCK_ID = 0  # in vLLM's block tables
 
 
 def check_shape(name: str, tensor: torch.Tensor | None, *shape: int) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from granite4_neuron.choices import FOLDER_VARIABLE
+from granite4_neuron.config.json_files import without_duplicates
 from granite4_neuron.errors import UserError
-from granite4_neuron.json_files import without_duplicates
 from granite4_neuron.regular_files import read_bytes
 
 # What each parameter may be.

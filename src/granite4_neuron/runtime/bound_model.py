@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.snapshot import Layout
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.snapshot import Layout
+from granite4_neuron.model.state import HybridState
 
 
 class BoundModel:

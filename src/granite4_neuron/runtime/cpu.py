@@ -12,7 +12,9 @@ from transformers import GenerationConfig
 from granite4_neuron import memory
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
+from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import (
     HEURISTIC,
@@ -31,8 +33,6 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     step_inputs,
 )
-from granite4_neuron.snapshot import Snapshot, check_chain, fingerprint
-from granite4_neuron.state import HybridState
 
 
 class CPURuntime(BoundModel):

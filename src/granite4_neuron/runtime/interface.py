@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.snapshot import Layout, Snapshot
-from granite4_neuron.state import HybridState
+from granite4_neuron.model.snapshot import Layout, Snapshot
+from granite4_neuron.model.state import HybridState
 
 Ability = Literal["all_logits", "verify", "copy", "snapshot"]
 

@@ -15,7 +15,15 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.snapshot import (
+    Snapshot,
+    check_chain,
+    cut_keys_and_values,
+    fingerprint,
+    padded_keys_and_values,
+)
+from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.bound_model import BoundModel
@@ -27,14 +35,6 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     step_inputs,
 )
-from granite4_neuron.snapshot import (
-    Snapshot,
-    check_chain,
-    cut_keys_and_values,
-    fingerprint,
-    padded_keys_and_values,
-)
-from granite4_neuron.state import HybridState
 
 try:
     import torch_xla

@@ -47,7 +47,7 @@ class PagedMambaBlock:
 
 
 class FeedForwardBlock:
-    """The half that has the MLPs. The definition is `layers.moe.feed_forward`.
+    """The half that has the MLPs. The definition is `model.moe.feed_forward`.
 
     Args:
         weights: of the layer.

@@ -61,7 +61,7 @@ class DecoderLayers:
         rows: Sequence[torch.Tensor],
         launch_parameters: LaunchParameters,
     ) -> None:
-        """Advance the Mamba layers' states by inputs that a call kept, see `layers.mamba2.Mamba2.advance`."""
+        """Advance the Mamba layers' states by inputs that a call kept, see `model.mamba2.Mamba2.advance`."""
         sizes, inputs = self._mixer_sizes(launch_parameters), iter(kept_inputs)
         for number, layer in enumerate(self._layers):
             if isinstance(layer.mixer, MambaWeights):

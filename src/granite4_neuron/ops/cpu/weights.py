@@ -8,7 +8,7 @@ import torch
 
 from granite4_neuron.ops.cpu.build import kernel
 from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
-from granite4_neuron.weight_memory import WeightMemory
+from granite4_neuron.ops.weight_memory import WeightMemory
 
 _PLAIN = "plain"
 

@@ -1,7 +1,7 @@
 // The halves of decoder layers.
 //
-// The definitions are in Python: layers.mamba2.Mamba2 and layers.attention.Attention, each behind a norm, and
-// layers.moe.feed_forward.
+// The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each behind a norm, and
+// model.moe.feed_forward.
 #pragma once
 
 #include "attention.h"

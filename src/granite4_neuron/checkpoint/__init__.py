@@ -1,0 +1,1 @@
+"""Weights of checkpoints: found, read, placed, quantized and written."""

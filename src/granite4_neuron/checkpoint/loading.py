@@ -1,0 +1,266 @@
+"""Where weights come from: safetensors checkpoints, read and written under Hugging Face's names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import nn
+
+from granite4_neuron import memory
+from granite4_neuron.checkpoint.output_folder import complete_or_absent
+from granite4_neuron.checkpoint.quantized import stored_forms
+from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
+from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
+from granite4_neuron.choices import QUANTIZATIONS
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config.quantization import quantization_config, stored_quantization
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
+from granite4_neuron.ops.operators import TORCH, Operators
+from granite4_neuron.ops.weight_memory import WeightMemory
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+GENERATION_CONFIG = "generation_config.json"
+
+_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
+_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that (int8) or less (int4)"
+
+
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    parallel: Parallel = Parallel(),  # noqa: B008
+    quantize: str | None = None,
+    *,
+    operators: Operators = TORCH,
+    must_be_finite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> GraniteMoeHybridForCausalLM:
+    """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
+
+    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`. Routers,
+    convolutions, norms and biases are not. With "int8" a head that is tied to the embedding gets values of its own,
+    and the embedding is not quantized; with "int4" both are in int8 together.
+
+    A checkpoint that is quantized is read as it is: one that `save_model` wrote of a quantized model, or that
+    compressed-tensors wrote, where it has one of the schemes of `quantization_config.WeightScheme`.
+
+    Args:
+        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
+        dtype: of the weights in memory; None for the dtype that the embedding is stored in.
+        parallel: the rank whose part is read.
+        quantize: "int8", "int4" or None, for what is stored; not for a part of a model.
+        operators: quantize the matrices and lay them out: those that the model will be bound to.
+        must_be_finite: look at every number. Where it is not asked for, the logits will tell.
+        progress: called with (bytes of weights in memory, bytes in all) after each tensor.
+
+    Raises:
+        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with;
+            there is not enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
+    """
+    if quantize not in (None, *QUANTIZATIONS):
+        raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
+    folder = Path(folder)
+    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    stored, quantization = StoredTensors(folder), stored_quantization(folder / "config.json")
+    if quantization is not None and quantize not in (None, quantization.name):
+        raise UserError(f"the weights in {folder} are in {quantization.name}; {quantize} is made from the original.")
+    if parallel.degree > 1 and (quantize or quantization):
+        name = quantize or quantization.name
+        raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, parallel)
+    forms = stored_forms(stored, model, quantization)
+    stored.check(config, {name: form.layout(model.get_parameter(name).shape) for name, form in forms.items()})
+    dtype = dtype or getattr(torch, stored.dtype())
+    if dtype not in _DTYPES:
+        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
+    stored_formats = {name: form.format for name, form in forms.items()}
+    formats = formats_for(model, quantize) if quantization is None else stored_formats
+    plan = WeightPlan(model, dtype, formats, operators)
+    memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
+    with memory.enough_for(f"the weights in {folder}"):
+        block, done = WeightMemory(plan.tensors()), 0
+        for name in plan.largest_first():
+            if name in forms:
+                weight = forms[name].read(name, plan.shapes[name], stored)
+            else:
+                source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+                weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+            if must_be_finite:
+                _check_finite(f"{name} in {folder}", weight, dtype if name not in formats else torch.float32)
+            set_parameter(model, name, plan.place(name, weight, block))
+            done += plan.num_bytes_of(name)
+            if progress is not None:
+                progress(done, plan.num_bytes)
+    model.tie_weights()
+    return model.eval()
+
+
+def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
+    """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
+
+    Raises:
+        UserError: they are not those of the model, which the message lists what is wrong with, or quantized.
+    """
+    if (quantization := stored_quantization(folder / "config.json")) is not None:
+        raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
+    StoredTensors(folder).check(config)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that a checkpoint's embedding, and with it the model, is stored in."""
+    return getattr(torch, StoredTensors(folder).dtype())
+
+
+def save_model(
+    model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
+) -> None:
+    """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
+
+    Args:
+        model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
+        folder: must not exist, or be empty.
+        files_from: a checkpoint folder whose tokenizer and generation config are copied along.
+        max_shard_size: larger checkpoints are split into files of at most this size.
+
+    Raises:
+        UserError: the folder is in use, or writing failed (no space, no permission).
+    """
+    weights: dict[str, torch.Tensor] = {}
+    formats: set[Format] = set()
+    for name, weight in model.named_weights():
+        if isinstance(weight, QuantizedWeight):
+            formats.add(weight.format)
+            weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
+        else:
+            weights[name] = as_tensor(weight, model.dtype)
+    about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    if formats:
+        about["quantization_config"] = quantization_config(model_format(formats).name)
+    plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
+    with complete_or_absent(Path(folder)) as partial:
+        for file, names in plan.filename_to_tensors.items():
+            save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
+        if plan.is_sharded:
+            _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        _write_json(partial / "config.json", about)
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
+            if (files_from / name).is_file():
+                shutil.copyfile(files_from / name, partial / name)
+
+
+def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:
+    """See whether all numbers of a stored weight, or its scales, are finite and will be in `dtype`."""
+    numbers = weight if isinstance(weight, torch.Tensor) else weight.scales
+    least, most = (float(extreme) for extreme in numbers.aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)):
+        raise UserError(f"{what} holds numbers that are not finite (NaN or infinity); convert a checkpoint without.")
+    if max(-least, most) > torch.finfo(dtype).max:
+        raise UserError(
+            f"{what} holds {max(-least, most):.4g}, and {dtype} ends at {torch.finfo(dtype).max:.4g}; choose another "
+            "dtype."
+        )
+
+
+def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
+    """Put a weight where `model` has the parameter of that name."""
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    if isinstance(weight, torch.Tensor):
+        setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+    else:
+        module.set_compact_weight(weight)
+
+
+def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
+    """What one of `degree` ranks loads of a stored tensor."""
+    if degree == 1:
+        return tensor
+    axis, segments = _segments(name, config, degree)
+    pieces, start = [], 0
+    for size, parts in segments:
+        length = size // parts
+        pieces.append(tensor.narrow(axis, start + rank * parts // degree * length, length))
+        start += size
+    return torch.cat(pieces, dim=axis) if pieces else tensor
+
+
+def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
+    """Every rank's slice, one rank after another: for a framework that gives each rank an equal run of a tensor.
+
+    It is longer than `tensor` where ranks share a part.
+    """
+    axis = split_axis(name, config)
+    if axis is None:
+        return tensor
+    return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
+
+
+def split_axis(name: str, config: GraniteMoeHybridConfig) -> int | None:
+    """The axis along which a tensor is split over ranks; None if every rank takes the whole of it."""
+    axis, segments = _segments(name, config, degree=1)
+    return axis if segments else None
+
+
+def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[tuple[int, int]]]:
+    """How a tensor is split over ranks: along which axis, and what lies there one after another: (size, parts).
+
+    Every rank takes one part of each segment; with fewer parts than ranks, neighbours take the same one. No segments:
+    every rank takes the whole tensor. This is the only place that says so, for every backend.
+    """
+    inner = (config.mamba_intermediate_size, degree)
+    groups = (config.mamba_n_groups * config.mamba_d_state, min(degree, config.mamba_n_groups))
+    heads = (config.mamba_n_heads, degree)
+    query = (config.num_attention_heads * config.head_dim, degree)
+    key = (config.num_key_value_heads * config.head_dim, min(degree, config.num_key_value_heads))
+    shared = (config.shared_intermediate_size, degree)
+    expert = (config.intermediate_size, degree)
+    vocabulary = (config.vocab_size, degree)
+    table = {
+        "mamba.in_proj.weight": (0, [inner, inner, groups, groups, heads]),  # z, x, B, C, dt
+        "mamba.in_proj.bias": (0, [inner, inner, groups, groups, heads]),
+        "mamba.conv1d.weight": (0, [inner, groups, groups]),  # x, B, C
+        "mamba.conv1d.bias": (0, [inner, groups, groups]),
+        "mamba.A_log": (0, [heads]),
+        "mamba.D": (0, [heads]),
+        "mamba.dt_bias": (0, [heads]),
+        "mamba.norm.weight": (0, [inner]),
+        "mamba.out_proj.weight": (1, [inner]),
+        "self_attn.q_proj.weight": (0, [query]),
+        "self_attn.q_proj.bias": (0, [query]),
+        "self_attn.k_proj.weight": (0, [key]),
+        "self_attn.k_proj.bias": (0, [key]),
+        "self_attn.v_proj.weight": (0, [key]),
+        "self_attn.v_proj.bias": (0, [key]),
+        "self_attn.o_proj.weight": (1, [query]),
+        "shared_mlp.input_linear.weight": (0, [shared, shared]),  # gate, up
+        "shared_mlp.output_linear.weight": (1, [shared]),
+        "block_sparse_moe.input_linear.weight": (1, [expert, expert]),  # gate, up
+        "block_sparse_moe.output_linear.weight": (2, [expert]),
+        "model.embed_tokens.weight": (0, [vocabulary]),
+        "lm_head.weight": (0, [vocabulary]),
+    }
+    return table.get(re.sub(r"^model\.layers\.\d+\.", "", name), (0, []))
+
+
+def _write_json(file: Path, values: dict) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

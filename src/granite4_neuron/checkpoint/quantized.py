@@ -1,0 +1,174 @@
+"""Weights that a checkpoint stores quantized: which they are, and how each is read, without rounding it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn import functional
+
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+from granite4_neuron.checkpoint.weight_plan import model_format
+from granite4_neuron.choices import INT4_GROUP
+from granite4_neuron.config.quantization import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.linear import Matrix
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import FORMATS, Format, QuantizedWeight
+from granite4_neuron.ops.int4 import INT4, ZERO
+from granite4_neuron.ops.int8 import INT8
+
+if TYPE_CHECKING:
+    from granite4_neuron.checkpoint.stored_tensors import Layout
+
+
+class StoredForm(Protocol):
+    """How a weight is stored, and with that what it becomes."""
+
+    @property
+    def format(self) -> Format:
+        """What it is in memory."""
+
+    def layout(self, shape: torch.Size) -> Layout:
+        """Its tensors by the endings that their names have behind the weight's; the numbers come first."""
+
+    def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
+        """The weight of this name, whose tensors are as `layout` says."""
+
+
+@dataclass(frozen=True)
+class OwnForm:
+    """As `checkpoint.save_model` writes a weight."""
+
+    format: Format
+
+    def layout(self, shape: torch.Size) -> Layout:
+        return self.format.layout(shape)
+
+    def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
+        tensors = (stored.read(f"{name}{ending}").contiguous() for ending in self.layout(shape))
+        return QuantizedWeight(self.format, *tensors, shape)
+
+
+@dataclass(frozen=True)
+class CompressedForm:
+    """As compressed-tensors writes one.
+
+    Numbers stay what they are. So do scales, repeated where a group is longer than `INT4_GROUP`; but those of int4 that
+    are stored in float32 or float16 are rounded to bfloat16, by 0.4 % at most.
+    """
+
+    scheme: WeightScheme
+
+    @property
+    def format(self) -> Format:
+        return INT4 if self.scheme.bits == 4 else INT8
+
+    def layout(self, shape: torch.Size) -> Layout:
+        *rows, columns = shape
+        groups = 1 if self.scheme.group_size is None else -(-columns // self.scheme.group_size)
+        scales = {"_scale": (torch.Size([*rows, groups]), None)}
+        if not self.scheme.is_packed:
+            return {"": (shape, torch.int8), **scales}
+        words = math.ceil(columns * self.scheme.bits / 32)
+        about_shape = torch.Size([len(shape)]), torch.int64
+        return {"_packed": (torch.Size([*rows, words]), torch.int32), **scales, "_shape": about_shape}
+
+    def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
+        """
+        Raises:
+            UserError: the weight was of another shape when it was packed.
+        """
+        tensors = {ending: stored.read(f"{name}{ending}") for ending in self.layout(shape)}
+        if self.scheme.is_packed and tensors["_shape"].tolist() != list(shape):
+            raise UserError(
+                f"the weights in {stored.folder} do not fit its config.json; {name}_shape says "
+                f"{tensors['_shape'].tolist()} instead of {list(shape)}."
+            )
+        columns, scales = shape[-1], tensors["_scale"]
+        if self.format is INT8:
+            numbers = _unpacked_int8(tensors["_packed"], columns) if self.scheme.is_packed else tensors[""].contiguous()
+            return QuantizedWeight(INT8, numbers, scales[..., 0].float(), shape)
+        groups = math.ceil(columns / INT4_GROUP)
+        repeats = groups if self.scheme.group_size is None else min(groups, self.scheme.group_size // INT4_GROUP)
+        scales = scales.bfloat16().repeat_interleave(repeats, dim=-1)[..., :groups].contiguous()
+        return QuantizedWeight(INT4, _whole_groups(tensors["_packed"], columns), scales, shape)
+
+
+def stored_forms(
+    stored: StoredTensors, model: GraniteMoeHybridForCausalLM, quantization: StoredQuantization | None
+) -> dict[str, StoredForm]:
+    """How each weight is stored that is quantized, by name: the tensors tell, whatever the config says of which.
+
+    Args:
+        model: without weights.
+        quantization: what the config says; None for no weight at all.
+
+    Raises:
+        UserError: they are in other formats than the config says, or the experts of a layer in two.
+    """
+    if quantization is None:
+        return {}
+    is_own = quantization.name != COMPRESSED_TENSORS
+    choices = list(map(OwnForm, FORMATS.values()) if is_own else map(CompressedForm, quantization.schemes))
+    forms = {}
+    for name, shape in _matrix_shapes(model).items():
+        if (form := _form_of(name, shape, choices, stored)) is not None:
+            forms[name] = form
+    formats = {name: form.format for name, form in forms.items()}
+    if is_own and (not forms or model_format(formats.values()).name != quantization.name):
+        raise UserError(
+            f"the weights in {stored.folder} do not fit its config.json, by which they are {quantization.name}."
+        )
+    _check_experts(formats, stored)
+    return forms
+
+
+def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """Four numbers to an int32 as `ops.int8` has them: [..., columns] in int8.
+
+    The first column is in the lowest bits, and 128 is stored for 0.
+    """
+    return packed.contiguous().view(torch.uint8).bitwise_xor(0x80).view(torch.int8)[..., :columns].contiguous()
+
+
+def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """Eight numbers to an int32 as `ops.int4` has them: the same bytes, and zeros up to the end of a group."""
+    values = packed.contiguous().view(torch.uint8)[..., : math.ceil(columns / 2)]
+    if columns % 2:
+        values = values.clone()
+        values[..., -1] = values[..., -1] & 15 | ZERO << 4
+    return functional.pad(values, (0, -columns % INT4_GROUP // 2), value=ZERO | ZERO << 4)
+
+
+def _matrix_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:
+    """By the names of the weights; a head that is the embedding is there too."""
+    return {f"{name}.weight": one.weight.shape for name, one in model.named_modules() if isinstance(one, Matrix)}
+
+
+def _form_of(name: str, shape: torch.Size, choices: Sequence[StoredForm], stored: StoredTensors) -> StoredForm | None:
+    """The one that all tensors fit; if there is none, one that the numbers fit, whose layout says what is wrong."""
+    of_numbers = []
+    for form in choices:
+        layout = form.layout(shape)
+        fits = [stored.has(f"{name}{ending}", *about) for ending, about in layout.items()]
+        if all(fits):
+            return form
+        if fits[0]:
+            of_numbers.append(form)
+    return of_numbers[0] if of_numbers else None
+
+
+def _check_experts(formats: Mapping[str, Format], stored: StoredTensors) -> None:
+    """No kernel takes experts whose two matrices have different formats."""
+    for name in formats:
+        layer, experts, which = name.partition(".block_sparse_moe.")
+        pair = [formats.get(f"{layer}{experts}{part}_linear.weight") for part in ("input", "output")]
+        if experts and "router" not in which and pair[0] is not pair[1]:
+            raise UserError(
+                f"the weights in {stored.folder} have two formats in the experts of {layer}; both matrices must have "
+                "the same one."
+            )

@@ -1,0 +1,46 @@
+"""Random weights that exercise a model the way trained ones do, for tests and for measuring without a download."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+
+def random_model(
+    config: GraniteMoeHybridConfig, seed: int = 0, dtype: torch.dtype = torch.float32, max_A: float = 16.0
+) -> GraniteMoeHybridForCausalLM:
+    """A model whose every part matters to its output.
+
+    Decay rates are uniform in (1, max_A) and dt_bias in (-4, 1), so that some heads forget at once and others hardly;
+    norm weights lie around 1, biases and D are not zero, projections keep the scale of their input.
+    """
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config)
+    model.to_empty(device="cpu").to(dtype)
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, generator, config, max_A)
+    return model.requires_grad_(False).eval()
+
+
+def _fill(
+    name: str, parameter: torch.Tensor, generator: torch.Generator, config: GraniteMoeHybridConfig, max_A: float
+) -> None:
+    if name.endswith("dt_bias"):
+        parameter.uniform_(-4.0, 1.0, generator=generator)
+    elif name.endswith("A_log"):
+        parameter.uniform_(1.0, max_A, generator=generator).log_()
+    elif name.endswith(".D") or "norm" in name:
+        parameter.normal_(1.0, 0.2, generator=generator)
+    elif name.endswith("embed_tokens.weight"):
+        parameter.normal_(0.0, 1.0 / config.embedding_multiplier, generator=generator)
+    elif name.endswith("bias"):
+        parameter.normal_(0.0, 0.2, generator=generator)
+    else:
+        parameter.normal_(0.0, 1.0 / math.sqrt(parameter.shape[-1]), generator=generator)

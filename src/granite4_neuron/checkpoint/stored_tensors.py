@@ -1,0 +1,204 @@
+"""The tensors of a checkpoint folder: safetensors, one file or shards. Names, shapes and dtypes need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from granite4_neuron.checkpoint.folder import what_else_is_in
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.sizes import parameter_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    # Shapes and dtypes by the endings of names; a dtype of None stands for any floating one.
+    Layout = Mapping[str, tuple[torch.Size, torch.dtype | None]]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_NORM = "model.norm.weight"
+
+# transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
+PUBLISHED_NAMES = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
+_QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
+_LISTED_NAMES = 8
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+class StoredTensors:
+    """The tensors of a checkpoint folder, by published name.
+
+    Raises:
+        UserError: there are none, a file is damaged, a tensor is stored twice, or the index says something else than
+            the files.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Path] = {}
+        self._stored_names: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
+        for file in [folder / WEIGHTS] if index is None else _shards(folder, index):
+            self._add(file)
+        if index is not None:
+            self._compare(index)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
+        with _open(self._files[name], framework="pt") as tensors:
+            return tensors.get_tensor(self._stored_names[name])
+
+    def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
+        """Whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
+        return self._shapes.get(name) == tuple(shape) and _is_of(self._dtypes[name], dtype)
+
+    def dtype(self) -> str:
+        """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
+        quantized, that of the last norm.
+        """
+        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else _NORM
+        if self._dtypes.get(name) not in _DTYPES:
+            raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
+        return _DTYPES[self._dtypes[name]]
+
+    def check(self, config: GraniteMoeHybridConfig, layouts: Mapping[str, Layout] | None = None) -> None:
+        """Compare names and shapes with those of the whole model.
+
+        layouts: of weights that are stored quantized; they have the names of the weights with these endings.
+
+        Raises:
+            UserError: lists what is missing, surplus or of the wrong shape.
+        """
+        expected = parameter_shapes(config)
+        dtypes: dict[str, torch.dtype | None] = {}
+        for name, layout in (layouts or {}).items():
+            expected.pop(name, None)
+            expected |= {f"{name}{ending}": tuple(shape) for ending, (shape, _) in layout.items()}
+            dtypes |= {f"{name}{ending}": dtype for ending, (_, dtype) in layout.items()}
+        may_be_there = {HEAD} if config.tie_word_embeddings and HEAD not in (layouts or {}) else set()
+        strange = [f"{name} is {dtype}" for name, dtype in self._dtypes.items() if not _is_of(dtype, dtypes.get(name))]
+        missing = sorted(expected.keys() - self._shapes.keys())
+        surplus = sorted(self._shapes.keys() - expected.keys() - may_be_there)
+        wrong = [
+            f"{name} is {list(self._shapes[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in self._shapes and self._shapes[name] != shape
+        ]
+        faults = [
+            f"{what}: {_listed(names)}"
+            for what, names in (
+                ("missing", missing),
+                ("not of this model", surplus),
+                ("of another shape", wrong),
+                ("of a dtype that is not supported", strange),
+            )
+            if names
+        ]
+        if faults:
+            raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
+
+    def _add(self, file: Path) -> None:
+        with _open(file, framework="np") as tensors:
+            for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
+                name = published_name(stored_name)
+                if name in self._files:
+                    first = f"{self._stored_names[name]} in {self._files[name].name}"
+                    raise UserError(
+                        f"the weights in {self.folder} hold one tensor twice: as {first} and as {stored_name} in "
+                        f"{file.name}."
+                    )
+                self._files[name] = file
+                self._stored_names[name] = stored_name
+                self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
+                self._dtypes[name] = tensors.get_slice(stored_name).get_dtype()
+
+    def _compare(self, index: dict[str, str]) -> None:
+        stored = {self._stored_names[name]: file.relative_to(self.folder) for name, file in self._files.items()}
+        wrong = [
+            f"{name} is in {stored.get(name, 'no shard')}, and by the index in {index.get(name, 'none')}"
+            for name in sorted(index.keys() | stored.keys())
+            if name not in index or Path(index[name]) != stored.get(name)
+        ]
+        if wrong:
+            raise UserError(f"{self.folder / INDEX} is not the index of these shards; {_listed(wrong, 3)}.")
+
+
+def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
+    """Whether safetensors' name of a dtype is of this one; None for any floating dtype."""
+    return stored in _DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
+
+
+def published_name(name: str) -> str:
+    """The name under which a tensor is published, of that or of transformers 5.x's name in memory."""
+    for ending, published in PUBLISHED_NAMES.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending) + published
+    return name
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as model.safetensors.index.json has it."""
+    file = folder / INDEX
+    if not file.exists():
+        raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}.{what_else_is_in(folder)}")
+    weight_map = read_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
+        raise UserError(f"{file} is not an index of shards: it must have an object weight_map of file names.")
+    outside = sorted({name for name in weight_map.values() if _leaves_folder(name)})
+    if outside:
+        raise UserError(f"{file} names files outside of its folder ({_listed(outside)}), which are not opened.")
+    return weight_map
+
+
+def _leaves_folder(name: str) -> bool:
+    return any(
+        not name or path.is_absolute() or path.drive or ".." in path.parts
+        for path in (PurePosixPath(name), PureWindowsPath(name))
+    )
+
+
+def _shards(folder: Path, index: dict[str, str]) -> list[Path]:
+    files = [folder / name for name in sorted(set(index.values()))]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise UserError(
+            f"{folder} lacks {len(absent)} of its {len(files)} shards: {_listed(absent)}.{what_else_is_in(folder)}"
+        )
+    return files
+
+
+@contextmanager
+def _open(file: Path, framework: str) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework=framework) as tensors:
+            yield tensors
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error}).") from None
+    except SafetensorError as error:
+        with open(file, "rb") as start:
+            is_pointer = start.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
+            raise UserError(f"{file} is a pointer of Git LFS; git lfs pull downloads what it stands for.") from None
+        raise UserError(f"{file} is damaged or incomplete ({error}); download or copy it again.") from None
+
+
+def _listed(names: Iterable[str], most: int = _LISTED_NAMES) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

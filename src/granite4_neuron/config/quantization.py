@@ -1,0 +1,128 @@
+"""What a config.json says of weights that are stored quantized: its `quantization_config`."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from granite4_neuron.choices import INT4_GROUP, QUANTIZATIONS
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.errors import UserError
+
+COMPRESSED_TENSORS = "compressed-tensors"
+_OURS = "granite4-neuron"
+_PACKED = "pack-quantized"
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """How compressed-tensors stores some of the weights: as whole numbers, of either sign, with scales.
+
+    bits: of a number, 4 or 8.
+    group_size: how many columns of a row have a scale together, a multiple of INT4_GROUP; None for all of them.
+    is_packed: whether numbers are as many to an int32 as fit, or one to an int8.
+    """
+
+    bits: int
+    group_size: int | None
+    is_packed: bool
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """How weights are stored that are quantized.
+
+    name: one of `choices.QUANTIZATIONS`, or COMPRESSED_TENSORS.
+    schemes: of compressed-tensors, the ones that weights have. Which has which is not for the config to say.
+    """
+
+    name: str
+    schemes: tuple[WeightScheme, ...] = ()
+
+
+def quantization_config(name: str) -> dict[str, str]:
+    """What config.json says of weights that this package wrote quantized, as one of `choices.QUANTIZATIONS`."""
+    return {"quant_method": _OURS, "format": name}
+
+
+def stored_quantization(file: Path) -> StoredQuantization | None:
+    """How a config.json says that its weights are quantized; None if they are not.
+
+    Raises:
+        UserError: they are in a way that this package does not read.
+    """
+    return quantization_in(read_object(file))
+
+
+def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
+    """`stored_quantization` of the content of a config.json."""
+    about = values.get("quantization_config")
+    if about is None:
+        return None
+    method = about.get("quant_method") if isinstance(about, dict) else about
+    if method == COMPRESSED_TENSORS:
+        return _compressed_tensors(about)
+    if method != _OURS:
+        raise UserError(
+            f"the weights are quantized ({reprlib.repr(method)}), and only checkpoints that convert --quantize or "
+            f"{COMPRESSED_TENSORS} wrote are read quantized; take the model that this one was made from, and quantize "
+            "it on loading."
+        )
+    if about.get("format") not in QUANTIZATIONS:
+        raise UserError(
+            f"the weights are quantized as {reprlib.repr(about.get('format'))}, and must be as one of "
+            f"{', '.join(QUANTIZATIONS)}."
+        )
+    return StoredQuantization(about["format"])
+
+
+def _compressed_tensors(about: Any) -> StoredQuantization:
+    groups = about.get("config_groups") if isinstance(about, dict) else None
+    if not isinstance(groups, dict) or not groups or not all(map(_has_weights, groups.values())):
+        raise _refusal("no config_groups that say how")
+    for name in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
+        if about.get(name):
+            raise _refusal(f"a {name}")
+    sparsity = about.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise _refusal("a sparsity_config")
+    schemes = [_scheme(group, group.get("format") or about.get("format")) for group in groups.values()]
+    return StoredQuantization(COMPRESSED_TENSORS, tuple(dict.fromkeys(schemes)))
+
+
+def _has_weights(group: Any) -> bool:
+    return isinstance(group, dict) and isinstance(group.get("weights"), dict)
+
+
+def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
+    weights = group["weights"]
+    bits, strategy, size = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
+    is_packed = format == _PACKED
+    if not is_packed and format != "int-quantized":
+        raise _refusal(f"the format {reprlib.repr(format)}")
+    if any(group.get(name) is not None for name in ("input_activations", "output_activations")):
+        raise _refusal("quantized activations")
+    if weights.get("type") != "int":
+        raise _refusal(f"weights of type {reprlib.repr(weights.get('type'))}")
+    if weights.get("symmetric") is not True:
+        raise _refusal("weights that are not symmetric")
+    # Others order columns while they quantize, and store them as they were.
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise _refusal(f"columns in another order (actorder {reprlib.repr(weights['actorder'])})")
+    if strategy == "channel" and (bits == 8 or (bits == 4 and is_packed)):
+        return WeightScheme(bits, None, is_packed)
+    is_size = isinstance(size, int) and size > 0 and size % INT4_GROUP == 0
+    if strategy == "group" and bits == 4 and is_packed and is_size:
+        return WeightScheme(bits, size, is_packed)
+    about = f", group_size {reprlib.repr(size)}" if strategy == "group" else ""
+    raise _refusal(f"{reprlib.repr(bits)} bits, strategy {reprlib.repr(strategy)}{about}, in {format}")
+
+
+def _refusal(what: str) -> UserError:
+    return UserError(
+        f"the weights are quantized by {COMPRESSED_TENSORS} with {what}; what is read of it is symmetric weights of 8 "
+        f"bits per channel (pack-quantized or int-quantized), or of 4 bits per channel or per group of {INT4_GROUP}, "
+        f"{2 * INT4_GROUP}, {3 * INT4_GROUP}... columns (pack-quantized), without quantized activations."
+    )

@@ -1,0 +1,66 @@
+"""Drafters. Their proposals change how fast a text comes, never the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from granite4_neuron.engine.ngram import ngram_propose
+
+
+class TokenChooser(Protocol):
+    """How a sequence's next token is chosen, see `engine.Sampler`."""
+
+    def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
+        """The token after `tokens`, by logits [vocab_size]; a UserError if none can be chosen."""
+
+    def fork(self) -> TokenChooser:
+        """A copy that chooses the same tokens and leaves this one unchanged."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A sequence to draft for.
+
+    id: of the sequence, the same at each call.
+    tokens: prompt and accepted tokens; more of them at a later call.
+    most: the most drafts; may be 0.
+    chooser: how its tokens are chosen.
+    """
+
+    id: int
+    tokens: Sequence[int]
+    most: int
+    chooser: TokenChooser
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of sequences."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """For each sequence 0 to `most` tokens that may follow it."""
+
+    def end(self, id: int) -> None:
+        """The sequence has ended. It may never have been in a call of `propose`."""
+
+
+@dataclass(frozen=True)
+class NgramDrafter:
+    """Proposes the tokens that followed an earlier occurrence of the sequence's last `min_n` to `max_n` tokens."""
+
+    min_n: int = 2
+    max_n: int = 4
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """As `Drafter.propose`."""
+        return [self._propose(request) for request in requests]
+
+    def _propose(self, request: DraftRequest) -> list[int]:
+        length = len(request.tokens) + request.most
+        return ngram_propose(request.tokens, self.min_n, self.max_n, length, request.most).tolist()
+
+    def end(self, id: int) -> None:
+        """As `Drafter.end`."""

@@ -1,0 +1,1 @@
+"""How good a model's numbers are: beside transformers, and on a text."""

@@ -1,0 +1,216 @@
+"""Logit accuracy: this implementation against transformers, on the same weights and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.interface import Row, Runtime
+
+COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or states
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far logits lie from the reference, over some tokens."""
+
+    tokens: int
+    maximum: float
+    mean: float
+    top1_agreement: float
+    pearson: float
+
+    @classmethod
+    def between(cls, logits: torch.Tensor, reference: torch.Tensor) -> Difference:
+        """Both [tokens, vocab_size]."""
+        error = (logits.double() - reference.double()).abs()
+        return cls(
+            tokens=len(reference),
+            maximum=error.max().item(),
+            mean=error.mean().item(),
+            top1_agreement=(logits.argmax(-1) == reference.argmax(-1)).double().mean().item(),
+            pearson=torch.corrcoef(torch.stack([logits.flatten(), reference.flatten()]).double())[0, 1].item(),
+        )
+
+
+@dataclass(frozen=True)
+class AccuracyReport:
+    """Logits of each sequence, [tokens, vocab_size]: ours, the float32 reference's, and the reference's in our dtype.
+
+    The first prompt_lengths[i] tokens of a sequence went through prefill, the others through decode one by one. With
+    `is_last_of_prompt`, logits start at the last token of each prompt, and at its first token otherwise.
+    """
+
+    prompt_lengths: list[int]
+    ours: list[torch.Tensor]
+    reference: list[torch.Tensor]
+    reference_in_dtype: list[torch.Tensor] | None  # None in float32, where it is the reference itself
+    is_quantized: bool = False
+    state_dtype: torch.dtype = torch.float32
+    is_last_of_prompt: bool = False
+
+    def phase(self, prefill: bool) -> Difference:
+        """Over all tokens of prefill, or of decode."""
+        ends = [length - start for length, start in zip(self.prompt_lengths, self._starts, strict=True)]
+        return self._difference(self.ours, [slice(None, end) if prefill else slice(end, None) for end in ends])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(start + len(logits) for start, logits in zip(self._starts, self.reference, strict=True))
+
+    def positions(self, start: int, stop: int) -> Difference | None:
+        """Over the tokens at positions start to stop - 1 of every sequence; None if none of them was compared."""
+        parts = [slice(max(0, start - first), max(0, stop - first)) for first in self._starts]
+        if not any(len(logits[part]) for logits, part in zip(self.reference, parts, strict=True)):
+            return None
+        return self._difference(self.ours, parts)
+
+    def overall(self) -> Difference:
+        return self._difference(self.ours, [slice(None)] * len(self.ours))
+
+    def of_transformers(self) -> Difference | None:
+        """The error of transformers in our dtype."""
+        if self.reference_in_dtype is None:
+            return None
+        return self._difference(self.reference_in_dtype, [slice(None)] * len(self.ours))
+
+    def passed(self, tolerance: float = FLOAT32_TOLERANCE) -> bool:
+        """Whether `criterion` holds."""
+        if self._is_compressed:
+            return self.overall().top1_agreement >= COMPRESSED_AGREEMENT
+        of_transformers = self.of_transformers()
+        if of_transformers is None:
+            return self.overall().maximum <= tolerance
+        return self.overall().mean <= of_transformers.mean
+
+    def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
+        """What `passed` asks for."""
+        if self._is_compressed:
+            what = "quantized" if self.is_quantized else "SSM states in 16 bits"
+            return f"{what}: the same top token for {COMPRESSED_AGREEMENT:.0%} of the tokens at least"
+        if self.reference_in_dtype is None:
+            return f"no logit further off than {tolerance:g}"
+        return "mean difference not above that of transformers in this dtype"
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self.is_quantized or self.state_dtype != torch.float32
+
+    @property
+    def _starts(self) -> list[int]:
+        """The position of each sequence's first logits."""
+        return [length - 1 if self.is_last_of_prompt else 0 for length in self.prompt_lengths]
+
+    def _difference(self, logits: list[torch.Tensor], parts: list[slice]) -> Difference:
+        return Difference.between(
+            torch.cat([one[part] for one, part in zip(logits, parts, strict=True)]),
+            torch.cat([one[part] for one, part in zip(self.reference, parts, strict=True)]),
+        )
+
+
+def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> AccuracyReport:
+    """Compare logits over prompts and the reference's own greedy continuation of them.
+
+    The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
+    prompts in steps as generation takes them, then token by token. So padding, slots and carried state are in what is
+    compared. A runtime that has no logits of all of a prompt's tokens is compared from the last one on.
+
+    Args:
+        folder: the checkpoint that `runtime` was loaded from.
+        prompts: token ids.
+        new_tokens: how many tokens of decode to compare, at least 1.
+        runtime: ours.
+
+    Raises:
+        UserError: the sequences are longer than the model's longest, or the runtime has no room for them.
+    """
+    longest = max(map(len, prompts)) + new_tokens
+    if longest > runtime.max_length:
+        raise UserError(f"a prompt and its new tokens are {longest:,}; the model's longest are {runtime.max_length:,}.")
+    state = runtime.allocate(len(prompts), longest)  # first, since it may be refused
+    reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = [_greedy(reference, prompt, new_tokens) for prompt in prompts]
+    is_last_of_prompt = "all_logits" in runtime.cannot
+    starts = [len(prompt) - 1 if is_last_of_prompt else 0 for prompt in prompts]
+    expected = _whole(reference, sequences, starts)
+    del reference
+    in_dtype = None
+    if runtime.dtype != torch.float32:
+        in_dtype = _whole(Reference.from_pretrained(folder, dtype=runtime.dtype).eval(), sequences, starts)
+    lengths = [len(prompt) for prompt in prompts]
+    run_prompts = _last_of_prompts if is_last_of_prompt else _all_of_prompts
+    prefill = run_prompts(runtime, state, sequences, lengths)
+    decode = _decode(runtime, state, sequences, lengths)
+    ours = [torch.cat(parts) for parts in zip(prefill, decode, strict=True)]
+    about = runtime.is_quantized, runtime.state_dtype, is_last_of_prompt
+    return AccuracyReport(lengths, ours, expected, in_dtype, *about)
+
+
+def default_prompts(tokenizer) -> list[list[int]]:
+    """Texts of several lengths, one of them shorter than the convolution window, that any model can be checked on."""
+    texts = (
+        "A",
+        "The import statement",
+        "An assignment statement evaluates the expression list and assigns the single resulting object to each target.",
+        "Deletion of a target list recursively deletes each target, from left to right. " * 6,
+    )
+    return [tokenizer.encode(text) for text in texts]
+
+
+@torch.inference_mode()
+def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    tokens = torch.tensor([list(prompt)])
+    for _ in range(new_tokens):
+        logits = reference(tokens, use_cache=False, logits_to_keep=1).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    return tokens[0].tolist()
+
+
+@torch.inference_mode()
+def _whole(reference: Reference, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
+    logits = (reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences)
+    return [one[start:] for one, start in zip(logits, starts, strict=True)]
+
+
+def _all_of_prompts(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after each token of the prompts, in steps as generation takes them."""
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for start in range(0, max(prompt_lengths), runtime.tokens_per_step):
+        stop = start + runtime.tokens_per_step
+        running = [i for i, n in enumerate(prompt_lengths) if n > start]
+        rows = [Row(i + 1, start, sequences[i][start : min(stop, prompt_lengths[i])]) for i in running]
+        for i, row, part in zip(running, rows, runtime.step(state, rows, all_logits=True), strict=True):
+            logits[i].append(part[: len(row.tokens)])
+    return [torch.cat(one) for one in logits]
+
+
+def _last_of_prompts(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after the last token of each prompt, one prompt after another."""
+    rows = [Row(i + 1, 0, tokens[:n]) for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))]
+    return [runtime.step(state, [row]) for row in rows]
+
+
+def _decode(
+    runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
+) -> list[torch.Tensor]:
+    """Logits after each token that follows the prompts, all sequences at a time."""
+    logits = []
+    for step in range(len(sequences[0]) - prompt_lengths[0]):
+        rows = [
+            Row(i + 1, n + step, [tokens[n + step]])
+            for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))
+        ]
+        logits.append(runtime.step(state, rows))
+    return list(torch.stack(logits, dim=1))

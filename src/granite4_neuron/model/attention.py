@@ -1,0 +1,53 @@
+"""Grouped-query attention over a cache with one row per slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.linear import Linear
+from granite4_neuron.model.parallel import Parallel, RowParallelLinear
+from granite4_neuron.model.state import KeyValueState
+from granite4_neuron.model.step import Step
+from granite4_neuron.ops import TORCH, Operators, apply_rotary
+
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Projections, rotary positions if the model has them, attention, projection; heads are split over the ranks.
+
+    The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
+    """
+
+    operators: Operators = TORCH
+
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+        super().__init__()
+        dimensions = config.rank_dimensions(parallel.degree)
+        self.head_dim = config.head_dim
+        self.scale = config.attention_multiplier
+        width, kv_width = dimensions.attention_heads * self.head_dim, dimensions.key_value_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = Linear(config.hidden_size, width, bias=bias)
+        self.k_proj = Linear(config.hidden_size, kv_width, bias=bias)
+        self.v_proj = Linear(config.hidden_size, kv_width, bias=bias)
+        self.o_proj = RowParallelLinear(width, config.hidden_size, bias, parallel)
+
+    def forward(
+        self, hidden_states: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
+    ) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to the same shape; the step's keys and values are added to `state` in place."""
+        heads = (-1, self.head_dim)
+        query = self.q_proj(hidden_states).unflatten(-1, heads)
+        key = self.k_proj(hidden_states).unflatten(-1, heads)
+        value = self.v_proj(hidden_states).unflatten(-1, heads)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+
+        where = (step.positions, step.lengths, step.slots)
+        self.operators.write_cache(state.key, key, *where)
+        self.operators.write_cache(state.value, value, *where)
+        output = self.operators.cached_attention(query, state.key, state.value, *where, self.scale, step.kv_length)
+        return self.o_proj(output.flatten(-2))

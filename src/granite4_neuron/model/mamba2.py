@@ -1,0 +1,161 @@
+"""The Mamba-2 layer: one forward for prefill, a further chunk, a verify step and decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.linear import Linear
+from granite4_neuron.model.norm import RMSNormGated
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.state import MambaState
+from granite4_neuron.model.step import Step
+from granite4_neuron.ops import TORCH, FewTokens, MambaKernels, MixerConstants, Operators, Rounding
+
+
+class Mamba2(nn.Module):
+    """Projection, causal convolution, selective scan, gated norm, projection; heads are split over the ranks.
+
+    Args:
+        layer: its number in the model, so that no two layers round 16-bit states alike.
+
+    Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
+    """
+
+    operators: Operators = TORCH
+
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel, layer: int = 0):
+        super().__init__()
+        self.rounding = Rounding(stream=layer)
+        dimensions = config.rank_dimensions(parallel.degree)
+        self.num_heads = dimensions.mamba_heads
+        self.head_dim = config.mamba_d_head
+        self.n_groups = dimensions.mamba_groups
+        self.d_state = config.mamba_d_state
+        self.d_inner = dimensions.mamba_intermediate_size
+        self.conv_dim = dimensions.mamba_conv_dim
+        self.time_step_limit = config.time_step_limit
+
+        bias = config.mamba_proj_bias
+        self.in_proj = Linear(config.hidden_size, self.d_inner + self.conv_dim + self.num_heads, bias=bias)
+        self.conv1d = _ConvWeights(self.conv_dim, config.mamba_d_conv, config.mamba_conv_bias)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = RMSNormGated(self.d_inner, config.rms_norm_eps, self.n_groups)
+        self.out_proj = _NormedProjection(config, self.d_inner, parallel)
+
+    def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
+        projected = self.in_proj(hidden_states)
+        z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
+        step.keep(xBC_dt)
+        few_tokens = self._few_tokens(xBC_dt)
+        if few_tokens is None:
+            return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+        gated = self._mix_few(few_tokens, xBC_dt, z, step, state)
+        return self.out_proj(gated, None, self.norm)
+
+    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
+        """Advance `state` in place by the first inputs that a step kept, as many as `step.lengths` says.
+
+        Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
+        """
+        few_tokens = self._few_tokens(inputs)
+        if few_tokens is None:
+            self._mix(inputs, step, state)
+        else:
+            self._mix_few(few_tokens, inputs, None, step, state)
+
+    def _few_tokens(self, xBC_dt: torch.Tensor) -> FewTokens | None:
+        few_tokens = self.operators.mamba_decode.few_tokens
+        return few_tokens if few_tokens is not None and xBC_dt.shape[1] <= few_tokens.max_tokens else None
+
+    def _mix_few(
+        self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
+    ) -> torch.Tensor | None:
+        """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state unless verifying."""
+        xBC, dt = self._inputs(xBC_dt, step)
+        constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
+        before = step.read(state.conv_state), step.read(state.ssm_state)
+        accepted = step.lengths if step.kept_inputs is None else None
+        results = few_tokens.mix(xBC, dt, constants, *before, z, accepted)
+        if accepted is not None:
+            step.write(state.ssm_state, results[-2])
+            step.write(state.conv_state, results[-1])
+        return None if z is None else results[0]
+
+    def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
+        xBC, dt = self._inputs(xBC_dt, step)
+        kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
+        weight = self.conv1d.weight.squeeze(1)
+        xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
+        step.write(state.conv_state, conv_state)
+
+        return self._scan(kernels, xBC, dt, step, state)
+
+    def _inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """The convolution's input, and the scan's dt, [batch, tokens, num_heads], float32."""
+        dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
+        dt = F.softplus(dt).clamp(*self.time_step_limit)
+        # A padded token must not change the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
+        return xBC_dt[..., : self.conv_dim], dt.masked_fill(~step.is_real[..., None], 0.0)
+
+    def _A(self) -> torch.Tensor:
+        return -torch.exp(self.A_log.float())
+
+    def _scan(
+        self, kernels: MambaKernels, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState
+    ) -> torch.Tensor:
+        batch, tokens, _ = xBC.shape
+        group_width = self.n_groups * self.d_state
+        x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
+        B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
+        C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
+        chunk_size = step.launch_parameters.torch_chunk_size
+        dtype = state.ssm_state.dtype
+        y, ssm_state = kernels.scan(x, dt, self._A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
+        if dtype != torch.float32:
+            ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, self.rounding)
+        step.write(state.ssm_state, ssm_state)
+        return y.reshape(batch, tokens, self.d_inner)
+
+
+class _ConvWeights(nn.Module):
+    """Weights under the checkpoint's names; `ops.causal_conv1d` does the work."""
+
+    def __init__(self, channels: int, width: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if bias else None)
+
+
+class _NormedProjection(Linear):
+    """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves both.
+
+    The norm divides a token by a scalar, which commutes with the projection. So the sum of squares is reduced together
+    with the partial sums, in float32 like them, and the division comes afterwards.
+    """
+
+    def __init__(self, config: GraniteMoeHybridConfig, in_features: int, parallel: Parallel):
+        super().__init__(in_features, config.hidden_size, bias=config.mamba_proj_bias)
+        self.parallel = parallel
+        self.norm_is_split = parallel.degree > 1 and config.mamba_n_groups == 1
+        self.norm_channels = config.mamba_intermediate_size
+
+    def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
+        """y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
+        if self.parallel.degree == 1:
+            return super().forward(norm(y, z))
+        if not self.norm_is_split:
+            total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
+        else:
+            gated = y.float() if z is None else y.float() * F.silu(z.float())
+            partial = self.operators.linear((gated * norm.weight.float()).to(norm.weight.dtype), self.weight, None)
+            squares = (gated * gated).sum(-1, keepdim=True)
+            total, squares = self.parallel.all_reduce_together(partial.float(), squares)
+            total = total * torch.rsqrt(squares / self.norm_channels + norm.eps)
+        return total if self.bias is None else total + self.bias.float()

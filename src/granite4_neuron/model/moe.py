@@ -1,0 +1,94 @@
+"""Feed-forward layers: the shared MLP of every token, and the experts, of which each token chooses a few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.linear import Linear, Matrix
+from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.parallel import Parallel, RowParallelLinear
+from granite4_neuron.ops import TORCH, Operators
+
+
+def feed_forward(
+    hidden_states: torch.Tensor,
+    norm: RMSNorm,
+    mlp: SharedMLP,
+    experts: Callable[[torch.Tensor], torch.Tensor] | None,
+    residual_multiplier: float,
+) -> torch.Tensor:
+    """The second half of a decoder layer: adds the MLP and the experts of the normalised input to the residual stream.
+
+    This is the definition. It is written twice more: as one call for a CPU in ops/cpu/kernels/layers.h, and in
+    neuron/nxdi/modeling.py, where the ranks add MLP and experts in one message.
+    """
+    residual_add = mlp.operators.residual_add
+    x = norm(hidden_states)
+    hidden_states = residual_add(hidden_states, mlp(x), residual_multiplier)
+    return hidden_states if experts is None else residual_add(hidden_states, experts(x), residual_multiplier)
+
+
+class SharedMLP(nn.Module):
+    """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
+
+    operators: Operators = TORCH
+
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+        super().__init__()
+        width = config.rank_dimensions(parallel.degree).shared_intermediate_size
+        self.parallel = parallel
+        self.input_linear = Linear(config.hidden_size, 2 * width, bias=False)
+        self.output_linear = RowParallelLinear(width, config.hidden_size, False, parallel)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.parallel.degree == 1:
+            return self.operators.mlp(hidden_states, self.input_linear.weight, self.output_linear.weight)
+        return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
+
+
+class SparseMoe(nn.Module):
+    """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
+
+    operators: Operators = TORCH
+
+    def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
+        super().__init__()
+        self.parallel = parallel
+        experts, hidden = config.num_local_experts, config.hidden_size
+        width = config.rank_dimensions(parallel.degree).intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.router = _Router(hidden, experts)
+        self.input_linear = _StackedWeights(experts, 2 * width, hidden)
+        self.output_linear = _StackedWeights(experts, hidden, width)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = hidden_states.flatten(0, -2)
+        router_logits = self.operators.router_logits(tokens, self.router.layer.weight)
+        chosen = self.operators.topk_softmax(router_logits, self.top_k)
+        weights = self.input_linear.weight, self.output_linear.weight
+        output = self.operators.fused_experts(tokens, *weights, *chosen)
+        return self.parallel.all_reduce(output.view(hidden_states.shape))
+
+
+class _Router(nn.Module):
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__()
+        self.layer = _RouterWeights(hidden_size, num_experts, bias=False)
+
+
+class _RouterWeights(Linear):
+    """Weights for `ops.router_logits`, never quantized: rounding must not change which experts a token gets."""
+
+    may_be_quantized = False
+
+
+class _StackedWeights(Matrix):
+    """Weights of all experts in one tensor, under the checkpoint's name."""
+
+    def __init__(self, num_experts: int, rows: int, columns: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))

@@ -1,0 +1,86 @@
+"""Tensor parallelism: how ranks split a model, and how they communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+from torch import nn
+
+from granite4_neuron.model.linear import Linear, Matrix
+from granite4_neuron.ops import TORCH, Operators
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank's place among `degree` ranks.
+
+    With `group` None and a degree above 1 the rank is alone: it computes its own partial sums, and no others are added.
+    This is for inspecting a rank's graph, not for results.
+    """
+
+    rank: int = 0
+    degree: int = 1
+    group: torch.distributed.ProcessGroup | None = None
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks; `partial` may be overwritten."""
+        if self.group is not None:
+            torch.distributed.all_reduce(partial, group=self.group)
+        return partial
+
+    def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The sums of several tensors of one dtype, in one message."""
+        if self.group is None:
+            return partials
+        total = self.all_reduce(torch.cat([partial.flatten() for partial in partials]))
+        parts = total.split([partial.numel() for partial in partials])
+        return [part.view_as(partial) for part, partial in zip(parts, partials, strict=True)]
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts side by side on the last axis."""
+        if self.group is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.degree)]
+        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+
+class RowParallelLinear(Linear):
+    """A projection whose input is split over the ranks: float32 partial sums are added, and then the bias once."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel):
+        super().__init__(in_features, out_features, bias=bias)
+        self.parallel = parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features of this rank] to [..., out_features]."""
+        if self.parallel.degree == 1:
+            return super().forward(x)
+        total = self.parallel.all_reduce(self.operators.linear(x, self.weight, None).float())
+        return total if self.bias is None else total + self.bias.float()
+
+
+class VocabParallelEmbedding(Matrix, nn.Embedding):
+    """An embedding whose rows are split over the ranks in equal, consecutive parts."""
+
+    operators: Operators = TORCH
+    may_be_quantized = False
+
+    def __init__(self, rows: int, width: int, parallel: Parallel):
+        super().__init__(rows, width)
+        self.parallel = parallel
+
+    def reset_parameters(self) -> None:
+        """Nothing: see `Linear.reset_parameters`."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] token ids to [..., width] in float32."""
+        if self.parallel.degree == 1:
+            return self.operators.embedding(ids, self.weight)
+        local = ids - self.parallel.rank * self.num_embeddings
+        here = (local >= 0) & (local < self.num_embeddings)
+        rows = self.operators.embedding(local.where(here, 0), self.weight)
+        return self.parallel.all_reduce(rows.masked_fill(~here[..., None], 0.0))

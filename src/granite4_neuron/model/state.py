@@ -1,0 +1,164 @@
+"""What a sequence leaves behind: convolution windows, SSM states, keys and values, all addressed by slot.
+
+Sequences are in slots 1 and up; slot 0 is the null slot. Keys and values of padded tokens go there. Its recurrent state
+is zeros, always: rows at position 0 start from it, and rows without a sequence read it and write it back as it was. A
+compiled graph has other ways to do that (`model.step.DenseStep`), and its recurrent state has no null slot: the
+sequence of slot s is entry s - 1.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model.sizes import mamba_state_shapes
+
+NULL_SLOT = 0
+
+
+@dataclass
+class MambaState:
+    """State of one Mamba layer; its size does not depend on the context's length.
+
+    conv_state: [slots, conv_dim, d_conv - 1], model dtype, the last inputs of the convolution, oldest first. Channels
+        come first, as in vLLM and mamba_ssm, and as the NKI kernels want it: a partition of a core takes consecutive
+        channels, so that its part of the window is one piece of memory (18 channels of 3 inputs in h-small on 4 ranks:
+        108 bytes). With the inputs first it would be three, each a third as long. A graph's convolution, which has
+        tokens first, transposes the window; it is 14 kB of the 68 MB that such a rank moves in a Mamba layer's decode.
+    ssm_state: [slots, num_heads, head_dim, d_state], float32, or float16 or bfloat16 where asked for; in the NKI
+        kernels' layout [slots, d_state, num_heads, head_dim].
+    """
+
+    conv_state: torch.Tensor
+    ssm_state: torch.Tensor
+
+
+@dataclass
+class KeyValueState:
+    """Cache of one attention layer: key and value, each [slots, kv_heads, max_length, head_dim], model dtype."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass
+class HybridState:
+    """One `MambaState` or `KeyValueState` per layer. A step updates the tensors in place.
+
+    A slot needs no clearing between two sequences: a step whose first position is 0 starts from zeros.
+
+    has_null_slot: whether the Mamba layers' states have one; the caches always do.
+    """
+
+    layers: list[MambaState | KeyValueState]
+    num_sequences: int
+    max_length: int
+    has_null_slot: bool
+
+    @classmethod
+    def allocate(
+        cls,
+        config: GraniteMoeHybridConfig,
+        num_sequences: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tp_degree: int = 1,
+        kernel_layout: bool = False,
+        has_null_slot: bool = True,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> HybridState:
+        """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
+
+        With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them; they are in
+        `state_dtype`.
+
+        Keys and values are not cleared: attention reads none that was not written. On a CPU a slot takes memory of the
+        operating system only as it is written, which makes the null slot free.
+        """
+        layers: list[MambaState | KeyValueState] = []
+        for layer_type in config.layer_types:
+            if layer_type == MAMBA:
+                entries = num_sequences + has_null_slot
+                conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree, kernel_layout)
+                layers.append(
+                    MambaState(
+                        _zeros((entries, *conv_shape), dtype, device),
+                        _zeros((entries, *ssm_shape), state_dtype, device),
+                    )
+                )
+            else:
+                kv_heads = config.rank_dimensions(tp_degree).key_value_heads
+                shape = (num_sequences + 1, kv_heads, max_length, config.head_dim)
+                key, value = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+                layers.append(KeyValueState(key, value))
+        return cls(layers, num_sequences, max_length, has_null_slot)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every state tensor, layer by layer."""
+        for layer in self.layers:
+            yield from vars(layer).values()
+
+    def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
+        """Which output of a compiled step is the new value of which state tensor, and takes its memory; in their order.
+
+        Args:
+            first: the index of the first state tensor among the step's outputs, after the logits.
+        """
+        return {tensor: index for index, tensor in enumerate(self.tensors(), start=first)}
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
+        """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
+        for layer in self.layers:
+            first = self._first_slot(layer)
+            for tensor in _of_positions(layer, 0, length).values():
+                tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
+
+    def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
+        """Copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
+        length - 1; by layer and field, "layers.0.ssm_state".
+        """
+        return {
+            f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
+            for index, layer in enumerate(self.layers)
+            for field, tensor in _of_positions(layer, start, length).items()
+        }
+
+    def set_slot_tensors(
+        self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
+    ) -> None:
+        """The reverse of `slot_tensors`. What is not among `tensors` stays."""
+        for index, layer in enumerate(self.layers):
+            for field, tensor in _of_positions(layer, start, length).items():
+                name = f"layers.{index}.{field}"
+                if name in tensors:
+                    tensor.index_copy_(0, slot - self._first_slot(layer), tensors[name][None])
+
+    def _first_slot(self, layer: MambaState | KeyValueState) -> int:
+        """The slot that is entry 0 of a layer's tensors."""
+        return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Unlike torch's zeros these have not been written.
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
+    """A layer's tensors by field; of keys and values, the part of positions start to length - 1.
+
+    The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.
+    """
+    if isinstance(layer, MambaState) or (start, length) == (0, layer.key.shape[2]):
+        return vars(layer)
+    return {field: tensor[:, :, start:length] for field, tensor in vars(layer).items()}

@@ -1,0 +1,1 @@
+"""AWS Trainium: the port to NxD Inference, and what its graphs cost."""

@@ -1,0 +1,1 @@
+"""What a step costs on a device: graphs, bounds, memory and predicted latency."""

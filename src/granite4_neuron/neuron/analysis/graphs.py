@@ -1,0 +1,310 @@
+"""The cost of a model's compiled graphs, from the graphs themselves: nothing is run and no weight is allocated.
+
+A graph is traced with one layer of each kind, and once more for each kind with a second layer of it. All layers of a
+kind cost the same, so this gives the cost of any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from granite4_neuron.checkpoint.loading import set_parameter
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.state import HybridState, KeyValueState, MambaState
+from granite4_neuron.neuron.analysis import hlo_lint
+from granite4_neuron.neuron.analysis.hlo_cost import (
+    Cost,
+    count,
+    hlo_proto,
+    hlo_text,
+    parameter_numbers,
+    temporary_bytes,
+    tracer,
+)
+from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
+from granite4_neuron.ops.xla import XLA
+
+# The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
+EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
+COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
+
+_PREFILL, _DECODE, _VERIFY, _COMMIT = "prefill", "decode", "verify", "commit"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph and its parts, as serialised HLO modules; sizes in bytes.
+
+    donated: the output that takes the memory of a parameter, by the parameter's number.
+    components: of one layer each, by their names in `COMPONENTS`, each traced from placeholders of its own.
+    """
+
+    proto: bytes
+    donated: Mapping[int, int]
+    components: Mapping[str, bytes]
+    weight_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One graph of one rank; sizes in bytes.
+
+    cost: of the whole graph. components: what it is made of, by their names in `COMPONENTS`: the cost of all layers.
+    findings: of `hlo_lint`. notes: what was chosen for the graph, and why. few: the graph with one layer of each kind.
+    """
+
+    graph: str
+    weight_bytes: int
+    state_bytes: int  # donated: the new state takes its memory
+    cost: Cost
+    components: Mapping[str, Cost]
+    minimum: Minimum
+    findings: tuple[str, ...]
+    few: Traced = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Temporaries of the graph with one layer of each kind: layers run one after another, and share what they need.
+
+        The graph is compiled for the CPU when this is first asked for, which takes seconds.
+        """
+        return temporary_bytes(self.few.proto, self.few.donated)
+
+    def numbers(self) -> dict[str, object]:
+        """All fields but the graph itself, and the temporaries, as JSON can hold them."""
+        values = {name: value for name, value in asdict(self).items() if name != "few"}
+        return {**values, "temporary_bytes": self.temporary_bytes}
+
+    @property
+    def flops_ratio(self) -> float:
+        """FLOPs, as a multiple of the minimum."""
+        return self.cost.flops / self.minimum.flops if self.minimum.flops else 1.0  # a copy has none
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes accessed, as a multiple of the minimum."""
+        return self.cost.bytes_accessed / self.minimum.bytes_accessed
+
+
+def report(
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    tp_degree: int,
+    batch_size: int,
+    buckets: Sequence[int],
+    max_length: int,
+    verified_tokens: int | None = None,
+) -> Iterator[GraphReport]:
+    """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
+
+    With `verified_tokens` also verification of the whole batch and its commit, which is only the recurrences.
+
+    The minimum of prefill is for a prompt's first tokens, the minimum of decode for full caches.
+
+    Args:
+        config, dtype: the model.
+        tp_degree: ranks; the graphs are those of one rank, without communication.
+        batch_size: sequences in the state, all of which the decode graph takes, in the order of their slots.
+        buckets: tokens of the prefill graphs.
+        max_length: of the cache, all of which attention visits.
+        verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
+
+    Raises:
+        ToolsMissing: torch_xla or jax is not installed.
+        UserError: tp_degree does not divide the model.
+    """
+    graphs = [(f"prefill {bucket}", _PREFILL, 1, bucket) for bucket in buckets]
+    graphs.append((f"decode, batch {batch_size}", _DECODE, batch_size, 1))
+    if verified_tokens is not None:
+        graphs.append((f"verify {verified_tokens}, batch {batch_size}", _VERIFY, batch_size, verified_tokens))
+        if MAMBA in config.layer_types:
+            graphs.append((f"commit {verified_tokens}, batch {batch_size}", _COMMIT, batch_size, verified_tokens))
+    for name, kind, rows, tokens in graphs:
+
+        def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
+            layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
+            return _Tracing(kind, tokens, layers, dtype, tp_degree, batch_size, max_length).traced()
+
+        if kind == _COMMIT:
+            least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
+        else:
+            context = 0 if kind == _PREFILL else max_length - tokens
+            least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == _VERIFY)
+        yield graph_report(name, config.layer_types, trace, least)
+
+
+def graph_report(
+    name: str, layer_types: Sequence[str], trace: Callable[[Sequence[str]], Traced], least: Minimum
+) -> GraphReport:
+    """The report of a model's graph, from graphs of few layers.
+
+    Args:
+        layer_types: of the model.
+        trace: makes the graph of a model with other `layer_types`.
+        least: the minimum cost of the graph.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
+    kinds = tuple(dict.fromkeys(layer_types))
+    few = trace(kinds)
+    cost_of_few = cost = count(few.proto)
+    weight_bytes, state_bytes = few.weight_bytes, few.state_bytes
+    for kind in kinds:
+        times = layer_types.count(kind) - 1
+        if times:
+            more = trace((*kinds, kind))
+            cost += (count(more.proto) - cost_of_few) * times
+            weight_bytes += (more.weight_bytes - few.weight_bytes) * times
+            state_bytes += (more.state_bytes - few.state_bytes) * times
+    return GraphReport(
+        graph=name,
+        weight_bytes=weight_bytes,
+        state_bytes=state_bytes,
+        cost=cost,
+        components=_components(few, layer_types, cost),
+        minimum=least,
+        findings=tuple(hlo_lint.findings(hlo_text(few.proto))),
+        few=few,
+    )
+
+
+def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict[str, Cost]:
+    times = {MAMBA: layer_types.count(MAMBA), ATTENTION: layer_types.count(ATTENTION), EMBEDDING: 1, HEAD: 1}
+    costs = {
+        name: count(traced.components[name]) * times.get(name, len(layer_types))
+        for name in COMPONENTS
+        if name in traced.components
+    }
+    return {**costs, REST: whole - sum(costs.values(), Cost())}
+
+
+class _Tracing:
+    """Traces one graph of a rank: for one sequence in prefill, or for all in decode, verification and commit."""
+
+    def __init__(
+        self,
+        kind: str,
+        tokens: int,
+        config: GraniteMoeHybridConfig,
+        dtype: torch.dtype,
+        tp_degree: int,
+        num_sequences: int,
+        max_length: int,
+    ):
+        self.placeholder = tracer()
+        self.kind, self.dtype, self.max_length = kind, dtype, max_length
+        self.rows, self.tokens = 1 if kind == _PREFILL else num_sequences, tokens
+        with torch.device("meta"):
+            self.model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
+            self.state = HybridState.allocate(
+                config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False
+            )
+        self.weights = dict(self.model.named_parameters())
+        for name, weight in self.weights.items():
+            set_parameter(self.model, name, self.placeholder(tuple(weight.shape), dtype))
+        self.model.tie_weights()
+
+    @torch.no_grad()
+    def traced(self) -> Traced:
+        state = self._new_state()
+        before = {tensor: tensor.clone() for tensor in state.tensors()}
+        logits, kept_inputs = self._commit(state) if self.kind == _COMMIT else self._step(state)
+        written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
+        outputs = [*logits, *written, *kept_inputs]
+        numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
+        return Traced(
+            hlo_proto(outputs),
+            donated={number: output for output, number in enumerate(numbers, start=len(logits))},
+            components={name: hlo_proto(part) for name, part in self._parts()},
+            weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
+            state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
+        )
+
+    def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Logits, and the inputs kept for the commit."""
+        kept_inputs = self._kept_inputs()
+        logits = self.model(
+            self._ids(),
+            *self._where(),
+            state,
+            kv_length=self.max_length,
+            all_logits=self.kind == _VERIFY,
+            kept_inputs=kept_inputs,
+        )
+        return [logits], kept_inputs or []
+
+    def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """No logits and no kept inputs: a commit only writes state."""
+        kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
+        self.model.advance(kept_inputs, *self._where(), state)
+        return [], []
+
+    def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Each component's name and outputs, from the first layer that has it."""
+        model, config = self.model, self.model.config
+        for kind, layer, layer_state in zip(
+            config.layer_types, model.model.layers, self._new_state().layers, strict=True
+        ):
+            kept_inputs = self._kept_inputs()
+            step = step_of(*self._where(), self.max_length, self._new_state(), kept_inputs=kept_inputs)
+            if self.kind == _COMMIT:
+                if kind == MAMBA:
+                    layer.mamba.advance(self._kept_input(), step, layer_state)
+                    yield kind, list(vars(layer_state).values())
+                continue
+            if kind == MAMBA:
+                output = layer.mamba(self._hidden_states(), step, layer_state)
+            else:
+                rotary = model.model.rotary(step)
+                output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
+            written = vars(layer_state).values() if self._is_written(layer_state) else ()
+            yield kind, [output, *written, *(kept_inputs or ())]
+        if self.kind == _COMMIT:
+            return
+        layer = model.model.layers[0]
+        if layer.block_sparse_moe is not None:
+            yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
+        yield SHARED_MLP, [layer.shared_mlp(self._hidden_states())]
+        yield EMBEDDING, [model.model.embed_tokens(self._ids())]
+        judged = (self.rows, self.tokens) if self.kind == _VERIFY else (self.rows,)
+        yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
+
+    def _kept_inputs(self) -> list[torch.Tensor] | None:
+        return [] if self.kind == _VERIFY else None
+
+    def _kept_input(self) -> torch.Tensor:
+        """The kept inputs of one layer: x, B, C and dt of each token."""
+        sizes = self.model.config.rank_dimensions(self.model.parallel.degree)
+        return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
+
+    def _is_written(self, layer: MambaState | KeyValueState) -> bool:
+        if self.kind == _COMMIT:
+            return isinstance(layer, MambaState)
+        return self.kind != _VERIFY or isinstance(layer, KeyValueState)
+
+    def _new_state(self) -> HybridState:
+        layers = [
+            type(layer)(*(self.placeholder(tuple(tensor.shape), tensor.dtype) for tensor in vars(layer).values()))
+            for layer in self.state.layers
+        ]
+        return replace(self.state, layers=layers)
+
+    def _ids(self) -> torch.Tensor:
+        return self.placeholder((self.rows, self.tokens), torch.int64)
+
+    def _where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """positions, lengths, slots."""
+        slots = self.placeholder((self.rows,), torch.int64) if self.kind == _PREFILL else None
+        return self._ids(), self.placeholder((self.rows,), torch.int64), slots
+
+    def _hidden_states(self) -> torch.Tensor:
+        return self.placeholder((self.rows, self.tokens, self.model.config.hidden_size), self.dtype)

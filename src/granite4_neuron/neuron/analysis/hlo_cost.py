@@ -1,0 +1,167 @@
+"""Graphs traced by torch_xla over placeholders, and what XLA counts in them; nothing is run, no memory is allocated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.analysis import hlo_lint
+from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost
+
+
+class ToolsMissing(UserError):
+    """torch_xla or jax, with which graphs are traced and counted, is not installed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """By XLA's cost analysis of a graph before optimisation: every operand and result of every instruction counts.
+
+    A kernel, which is a custom call, counts as `kernel_costs` says.
+
+    Costs are added up like the graphs that they are of.
+    """
+
+    flops: float = 0.0
+    bytes_accessed: float = 0.0
+    instructions: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.flops + other.flops,
+            self.bytes_accessed + other.bytes_accessed,
+            self.instructions + other.instructions,
+        )
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(self.flops * times, self.bytes_accessed * times, self.instructions * times)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + other * -1
+
+
+def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    """What makes placeholders: tensors of a shape and dtype to trace graphs from, without memory of their own.
+
+    Raises:
+        ToolsMissing: torch_xla is not installed.
+    """
+    try:
+        import torch_xla
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+    except ImportError:
+        raise ToolsMissing("graphs are traced by torch_xla, which is not installed.") from None
+    torch_xla.device()  # starts the client, which placeholders need
+    return create_placeholder_tensor
+
+
+def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
+    """The traced graph that computes these tensors, as a serialised HLO module, before any optimisation."""
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(outputs))
+
+
+def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """The number of the parameter that each of `inputs` is in the graph of `outputs`.
+
+    Read off the graph that returns the inputs as well, which has the same numbers: parameters are numbered as the
+    outputs, one after another, need them.
+    """
+    import torch_xla
+
+    module = hlo_lint.instructions(torch_xla._XLAC._get_xla_tensors_hlo([*outputs, *inputs]))
+    root = next(instruction for instruction in reversed(module.values()) if instruction.opcode == "tuple")
+    return [module[name].parameter for name in root.operands[len(outputs) :]]
+
+
+def hlo_text(proto: bytes) -> str:
+    """A serialised HLO module as XLA prints it.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
+    return _module(proto).to_string()
+
+
+def count(proto: bytes) -> Cost:
+    """What a serialised HLO module costs.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
+    module = _module(proto)
+    import jax
+    from jaxlib import _jax
+
+    properties = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    instructions = hlo_lint.instructions(module.to_string())
+    cost = Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions))
+    for name, call in _kernels(instructions):
+        operands = [shape for operand in call.operands for shape in instructions[operand].shapes]
+        cost += Cost(*kernel_cost(name, operands, call.shapes))
+    return cost
+
+
+def _kernels(instructions: Mapping[str, hlo_lint.Instruction]) -> list[tuple[str, hlo_lint.Instruction]]:
+    """Custom calls, by what they call."""
+    calls = [instruction for instruction in instructions.values() if instruction.opcode == "custom-call"]
+    return [(re.search(r'custom_call_target="([^"]+)"', call.attributes)[1], call) for call in calls]
+
+
+def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
+    """The peak of what a serialised HLO module, compiled for the CPU, needs beside its inputs and outputs.
+
+    The CPU's compiler makes float32 copies of weights in bfloat16. What kernels keep for themselves is not counted.
+
+    Args:
+        donated: the number of each parameter whose memory an output takes, and that of the output.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
+    _module(proto)
+    import jax
+    from jaxlib import _hlo, _jax
+
+    device = jax.devices("cpu")[0]
+    mlir = _without_kernels(_jax.mlir.xla_computation_to_mlir_module(_hlo.XlaComputation(proto)))
+    executable = device.client.compile_and_load(_with_donation(mlir, donated), _jax.DeviceList((device,)))
+    return executable.get_compiled_memory_stats().temp_size_in_bytes
+
+
+def _module(proto: bytes):
+    try:
+        from jaxlib import _hlo
+    except ImportError:
+        raise ToolsMissing("graphs are counted by jax, which is not installed.") from None
+    return _hlo.HloModule.from_serialized_hlo_module_proto(proto)
+
+
+def _without_kernels(mlir: str) -> str:
+    """With any values in the place of what kernels give, which the CPU's compiler does not know."""
+    lines = []
+    for line in mlir.splitlines():
+        call = re.match(r"\s*(%\w+) = stablehlo\.custom_call .* -> (tuple<(.*)>|tensor<[^>]*>)", line)
+        if call is None:
+            lines.append(line)
+        elif call[3] is None:
+            lines.append(f"{call[1]} = stablehlo.iota dim = 0 : {call[2]}")
+        else:
+            types = re.findall(r"tensor<[^>]*>", call[3])
+            parts = [f"%kernel{call[1][1:]}_{index}" for index in range(len(types))]
+            lines += [f"{part} = stablehlo.iota dim = 0 : {type}" for part, type in zip(parts, types, strict=True)]
+            lines.append(f"{call[1]} = stablehlo.tuple {', '.join(parts)} : {call[2]}")
+    return "\n".join(lines)
+
+
+def _with_donation(mlir: str, donated: Mapping[int, int]) -> str:
+    main = mlir.index("@main(")
+    for parameter, output in donated.items():
+        argument = re.compile(rf"(%arg{parameter}: tensor<[^>]*>)")
+        mlir = mlir[:main] + argument.sub(rf"\1 {{tf.aliasing_output = {output} : i32}}", mlir[main:], count=1)
+    return mlir

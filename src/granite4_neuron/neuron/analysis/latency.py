@@ -1,0 +1,284 @@
+"""Lower bound and prediction of a step's time on a Trainium2. Nothing here is measured.
+
+The bound is a roofline: HBM, TensorE, VectorE and the links between cores work at the same time, each at its full rate,
+and the busiest decides. A real device loses time, which two constants describe here: the latency of a collective, and
+the time to launch a layer's work. The prediction is the bound plus these losses.
+
+Rates are of one logical core, which is two physical ones (LNC=2) and a quarter of a chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.analysis import graphs
+from granite4_neuron.neuron.analysis.hlo_cost import Cost
+from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
+
+# A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16 and 1.28 TB/s of NeuronLink: "Trainium2 architecture" in the Neuron
+# SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a quarter.
+HBM_BYTES_PER_SECOND = 2.9e12 / 4
+TENSOR_FLOPS_PER_SECOND = 667e12 / 4
+LINK_BYTES_PER_SECOND = 1.28e12 / 4
+# VectorE, of each of the two physical cores: 0.96 GHz, an element of each of 128 partitions in a cycle: "Trainium2
+# architecture guide for NKI" (nki/guides/architecture/trainium2_arch).
+VECTOR_ELEMENTS_PER_SECOND = 2 * 128 * 0.96e9
+# An all-reduce of less than 1 MB goes as a mesh: it scatters and gathers, in two hops each, however many ranks there
+# are; a hop takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
+# (neuron-runtime/explore/intranode-collective-comm).
+COLLECTIVE_SECONDS = 4 * 2e-6
+# The time of a layer besides its bound and its collectives: launches of its parts, and waits between them. Nothing is
+# published about it. The value is the least squares fit of the logarithms of eight published times per token of other
+# models, in `benchmarks/predicted_latency.py`; a constant per step, fitted beside it, is zero.
+LAUNCH_SECONDS = 157e-6
+
+ALL_REDUCES_PER_LAYER = 2
+PARTITIONS = 128
+CHUNK = 128  # tokens that the prefill kernel takes at a time
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one rank in one step.
+
+    flops: of matrix products. bytes_accessed: in HBM. vector_elements: processed by VectorE in Mamba layers' kernels.
+    link_bytes: sent to other ranks. collectives: their number. layers: number of layers launched.
+    """
+
+    flops: float
+    bytes_accessed: float
+    vector_elements: float
+    link_bytes: float
+    collectives: int
+    layers: float
+
+    def __add__(self, other: Work) -> Work:
+        """The work of two steps, one after the other."""
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one step: of each unit by itself, and lost to collectives and launches."""
+
+    units: dict[str, float]
+    losses: dict[str, float]
+
+    @property
+    def bound(self) -> float:
+        """The lower bound in seconds: the time of the busiest unit."""
+        return max(self.units.values())
+
+    @property
+    def predicted(self) -> float:
+        return self.bound + sum(self.losses.values())
+
+    @property
+    def limit(self) -> str:
+        """The largest part of the prediction: the busiest unit, "collectives" or "launches"."""
+        busiest = max(self.units, key=self.units.__getitem__)
+        parts = {busiest: self.bound, **self.losses}
+        return max(parts, key=parts.__getitem__)
+
+
+def latency(work: Work) -> Latency:
+    """The roofline and the losses of a step."""
+    units = {
+        "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
+        "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
+        "VectorE": work.vector_elements / VECTOR_ELEMENTS_PER_SECOND,
+        "links": work.link_bytes / LINK_BYTES_PER_SECOND,
+    }
+    losses = {"collectives": work.collectives * COLLECTIVE_SECONDS, "launches": work.layers * LAUNCH_SECONDS}
+    return Latency(units, losses)
+
+
+def num_collectives(layers: int, tp_degree: int) -> int:
+    """The number of all-reduces in a step."""
+    return ALL_REDUCES_PER_LAYER * layers if tp_degree > 1 else 0
+
+
+def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
+    """Bytes that a rank sends in a step: ring all-reduces of the hidden states after mixer and MLP of each layer."""
+    ring = 2 * (tp_degree - 1) / tp_degree
+    return ALL_REDUCES_PER_LAYER * layers * tokens * hidden_size * itemsize * ring
+
+
+def step_work(
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int,
+    context: int,
+    *,
+    verifies: bool = False,
+) -> Work:
+    """The work of a step, from `minimum` and the NKI kernels.
+
+    The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
+    state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
+    two for each pair of tokens. In prefill, for each head and 128 tokens: the weights of 128 pairs, and three passes
+    over the head.
+
+    Raises:
+        UserError: tp_degree does not divide the model.
+    """
+    least = minimum(config, tp_degree, dtype, batch_size, tokens, context, verifies=verifies)
+    rank, layers = config.rank_dimensions(tp_degree), len(config.layer_types)
+    inner = batch_size * rank.mamba_heads * config.mamba_d_head
+    if verifies:
+        per_layer = inner * (PARTITIONS + 2 * tokens**2)
+    elif tokens == 1:
+        per_layer = inner * (PARTITIONS + 2 * config.mamba_d_state)
+    else:
+        chunks = batch_size * -(-tokens // CHUNK)
+        per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)
+    return _work(
+        least,
+        vector_elements=config.layer_types.count(MAMBA) * per_layer,
+        link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, dtype.itemsize),
+        collectives=num_collectives(layers, tp_degree),
+        layers=layers,
+    )
+
+
+def commit_work(
+    config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
+) -> Work:
+    """The work of a verification's commit: only each Mamba layer's recurrence, which is launched as half a layer.
+
+    Raises:
+        UserError: tp_degree does not divide the model.
+    """
+    least = minimum_of_commit(config, tp_degree, dtype, batch_size, tokens)
+    mamba_layers, heads = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree).mamba_heads
+    return _work(
+        least,
+        vector_elements=2 * mamba_layers * batch_size * heads * config.mamba_d_head * config.mamba_d_state,
+        link_bytes=0.0,
+        collectives=0,
+        layers=mamba_layers / 2,
+    )
+
+
+def _work(least: Minimum, **others: float) -> Work:
+    return Work(flops=least.flops, bytes_accessed=least.bytes_accessed, **others)
+
+
+def counted_bound(cost: Cost) -> float:
+    """Seconds of a graph by XLA's count, in which every operand of every instruction moves.
+
+    A compiler fuses most of that away: as far as bytes and arithmetic go, the real time is between the bound of
+    `latency` and this one.
+    """
+    return max(cost.bytes_accessed / HBM_BYTES_PER_SECOND, cost.flops / TENSOR_FLOPS_PER_SECOND)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One line of a prediction.
+
+    tokens: per step and sequence, on average.
+    counted: `counted_bound` of its graph in seconds, if it was counted.
+    """
+
+    step: str
+    batch_size: int
+    latency: Latency
+    tokens: float = 1.0
+    counted: float | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.latency.predicted / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch_size / self.seconds_per_token
+
+
+def tokens_per_verification(drafted: int, acceptance: float) -> float:
+    """The expected number of tokens of a verification of `drafted` drafts, each of which is accepted with the same
+    probability if those before it are: the accepted drafts, and one token from the verification itself.
+
+    Source: Leviathan, Kalman and Matias 2023, equation 1.
+    """
+    return sum(acceptance**i for i in range(drafted + 1))
+
+
+def predictions(
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    prompt: int,
+    context: int,
+    batch_sizes: Sequence[int],
+    drafted: int = 0,
+    acceptance: float = 0.0,
+) -> list[Prediction]:
+    """The first token of a prompt, then a token at each batch size, without and with drafts from the text itself.
+
+    Args:
+        tp_degree: ranks, one per logical core.
+        prompt: tokens of the prompt, which is one step.
+        context: tokens of each sequence while it is continued.
+        drafted, acceptance: number of drafts per verification, and the probability that one is accepted. 0 drafts for
+            no such lines, each of which is a verification with its commit. Drafts cost nothing here: n-grams are looked
+            up on the host.
+
+    Raises:
+        UserError: tp_degree does not divide the model, or a number is out of range.
+    """
+    if not 0 <= acceptance <= 1:
+        raise UserError(f"the acceptance is {acceptance}; it is a probability, from 0 to 1.")
+    longest = config.max_position_embeddings
+    if max(prompt, context) > longest:
+        raise UserError(
+            f"{max(prompt, context):,} tokens are asked for; the model's longest sequence is {longest:,} tokens."
+        )
+
+    def of(name: str, batch_size: int, tokens: int, before: int) -> Prediction:
+        return Prediction(name, batch_size, latency(step_work(config, tp_degree, dtype, batch_size, tokens, before)))
+
+    lines = [of(f"first token, prompt of {prompt:,}", 1, prompt, 0)]
+    lines += [of("token", batch_size, 1, context) for batch_size in batch_sizes]
+    gives = tokens_per_verification(drafted, acceptance)
+    for batch_size in batch_sizes if drafted else ():
+        work = step_work(config, tp_degree, dtype, batch_size, drafted + 1, context, verifies=True)
+        work += commit_work(config, tp_degree, dtype, batch_size, drafted + 1)
+        lines.append(Prediction(f"token, {drafted} drafted", batch_size, latency(work), gives))
+    return lines
+
+
+def with_counted_graphs(
+    lines: Sequence[Prediction],
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    dtype: torch.dtype,
+    prompt: int,
+    context: int,
+    drafted: int,
+) -> list[Prediction]:
+    """`predictions` with the counts of this package's own graphs: for the prompt, a token, verification and commit.
+
+    Raises:
+        ToolsMissing: torch_xla or jax is not installed.
+    """
+    counted = {}
+    verified = drafted + 1 if drafted else None
+    for batch_size in sorted({line.batch_size for line in lines}):
+        buckets = (prompt,) if batch_size == 1 else ()
+        length = max(context, prompt) + 1
+        reports = graphs.report(config, dtype, tp_degree, batch_size, buckets, length, verified)
+        names = [line.step for line in lines if line.batch_size == batch_size]
+        seconds = [counted_bound(report.cost) for report in reports]
+        last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
+        seconds[last:] = [sum(seconds[last:])]
+        counted |= {(name, batch_size): of_graph for name, of_graph in zip(names, seconds, strict=True)}
+    return [replace(line, counted=counted[line.step, line.batch_size]) for line in lines]

@@ -1,0 +1,168 @@
+"""What fits into the memory of a Trainium2 core: a model's weights, state, cache, and the temporaries of a step."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from granite4_neuron.choices import INSTANCES
+from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.neuron.analysis import graphs
+from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
+
+# Memory of a logical core.
+CORE_BYTES = 24 * 10**9
+# Tokens of a prefill step, with which its temporaries grow linearly.
+PREFILL_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Temporaries:
+    """The largest temporaries of a step in bytes: of prefill, and of decode by the number of sequences."""
+
+    prefill: int
+    decode: int
+    decode_of_a_sequence: int
+
+    def of(self, batch_size: int) -> int:
+        return max(self.prefill, self.decode + batch_size * self.decode_of_a_sequence)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes on one logical core.
+
+    state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
+    the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. scores: per token of
+    context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs; None
+    without torch_xla.
+    """
+
+    max_context: int
+    tp_degree: int
+    batch_size: int
+    context: int
+    weights: int
+    state: int
+    token: int
+    logits: int
+    scores: int
+    temporaries: Temporaries | None
+
+    @property
+    def total(self) -> int:
+        return self._bytes(self.batch_size, self.context)
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= CORE_BYTES
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens per sequence that fit at this batch size, up to the model's limit; 0 for none."""
+        return _largest(self.max_context, lambda context: self._bytes(self.batch_size, context) <= CORE_BYTES)
+
+    @property
+    def largest_batch(self) -> int:
+        """The most sequences of this context that fit; 0 for none."""
+        enough = CORE_BYTES // (self.state + self.context * self.token + self.logits)
+        return _largest(enough, lambda batch_size: self._bytes(batch_size, self.context) <= CORE_BYTES)
+
+    def verdict(self) -> str:
+        """One sentence: it fits, or why it does not and what would fit."""
+        gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
+        if self.fits:
+            return f"It fits: {gigabytes} per core."
+        alone = self._bytes(0, 0)
+        if alone >= CORE_BYTES:
+            need = f"{alone / 1e9:.1f} GB"
+            return f"It does not fit: weights and the temporaries of a step need {need}; split it over more ranks."
+        return (
+            f"It does not fit: {gigabytes} per core; up to {self.longest_context:,} tokens do at this batch size, or "
+            f"{self.largest_batch} sequences of this context."
+        )
+
+    def _bytes(self, batch_size: int, context: int) -> int:
+        temporaries = 0 if self.temporaries is None else self.temporaries.of(batch_size)
+        sequences = batch_size * (self.state + context * self.token + self.logits)
+        return self.weights + sequences + context * self.scores + temporaries
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, where all smaller ones do; 0 for none."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
+
+
+def plan(
+    config: GraniteMoeHybridConfig, dtype: torch.dtype, instance: str, tp_degree: int, batch_size: int, context: int
+) -> Plan:
+    """The memory of a model on a core of `instance`.
+
+    Args:
+        config, dtype: the model and the dtype of its weights, activations and cache.
+        instance: one of INSTANCES.
+        tp_degree: ranks, one per logical core.
+        batch_size: sequences at a time.
+        context: tokens of each sequence, prompt and continuation.
+
+    Raises:
+        UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
+            than the model's.
+    """
+    check_ranks(instance, tp_degree)
+    if context > config.max_position_embeddings:
+        raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if config.tie_word_embeddings:
+        weights += model.lm_head.weight.numel()  # NxD Inference keeps the embedding and the head apart
+    heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
+    return Plan(
+        config.max_position_embeddings,
+        tp_degree,
+        batch_size,
+        context,
+        weights=weights * dtype.itemsize,
+        state=sequence_bytes(config, dtype.itemsize, tp_degree),
+        token=token_bytes(config, dtype.itemsize, tp_degree),
+        logits=config.vocab_size * torch.float32.itemsize * 2,
+        scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
+        temporaries=_temporaries(config, tp_degree, context),
+    )
+
+
+def check_ranks(instance: str, tp_degree: int) -> None:
+    """Check that an instance has a logical core for each rank.
+
+    Raises:
+        UserError: it does not.
+    """
+    if tp_degree > INSTANCES[instance]:
+        raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
+
+
+def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:
+    """From the graphs of one layer of each kind: layers run one after another and share their temporaries.
+
+    The graphs are in float32, as is most of a step's arithmetic with any dtype; in bfloat16, XLA's CPU compiler would
+    count float32 copies of weights.
+    """
+    kinds = tuple(dict.fromkeys(config.layer_types))
+    layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)
+    few, many = 1, 9
+    try:
+        prefill, decode = graphs.report(layers, torch.float32, tp_degree, few, (min(PREFILL_TOKENS, context),), context)
+        (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
+    except ToolsMissing:
+        return None
+    of_a_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
+    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * of_a_sequence, of_a_sequence)

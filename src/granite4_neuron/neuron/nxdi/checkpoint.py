@@ -1,0 +1,50 @@
+"""From the published names and layouts of weights to those of `NeuronGraniteMoeHybridModel`, before NxD shards them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from granite4_neuron.checkpoint.loading import rank_slices
+from granite4_neuron.checkpoint.stored_tensors import published_name
+from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+
+# Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.
+_SLICED = re.compile(r"layers\.\d+\.(mamba|shared_mlp)\.")
+# Parts of the experts, which NxD slices itself: its names for them. Its weights are transposed.
+_EXPERTS = {
+    "input_linear.weight": "expert_mlps.mlp_op.gate_up_proj.weight",
+    "output_linear.weight": "expert_mlps.mlp_op.down_proj.weight",
+}
+
+
+def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferenceConfig) -> dict[str, torch.Tensor]:
+    """Weights of the whole model, for all ranks.
+
+    Args:
+        state_dict: under published names without the leading "model."; emptied on the way, to save memory.
+    """
+    granite, degree = config.granite, config.neuron_config.tp_degree
+    ranks = torch.arange(degree, dtype=torch.int32)
+    converted = {"rank_util.rank": ranks}
+    for name in list(state_dict):
+        tensor, name = state_dict.pop(name), published_name(name)
+        layer, _, part = name.partition(".block_sparse_moe.")
+        if _SLICED.match(name):
+            converted[name] = rank_slices(f"model.{name}", tensor, granite, degree)
+        elif part in _EXPERTS:
+            converted[f"{layer}.block_sparse_moe.{_EXPERTS[part]}"] = tensor.transpose(1, 2).contiguous()
+        else:
+            converted[name] = tensor
+        if name.endswith("self_attn.o_proj.weight"):
+            converted[name.replace("o_proj.weight", "rank_util.rank")] = ranks
+    if config.neuron_config.fused_qkv:
+        _fuse_qkv(converted)
+    return converted
+
+
+def _fuse_qkv(state_dict: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in state_dict if ".self_attn.q_proj." in name]:
+        parts = [state_dict.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+        state_dict[name.replace("q_proj", "Wqkv")] = torch.cat(parts)

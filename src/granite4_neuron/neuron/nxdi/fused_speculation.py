@@ -1,0 +1,200 @@
+"""NxD Inference's fused speculation: a draft model, its drafts' verification and the commit in one graph."""
+
+from __future__ import annotations
+
+import torch
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed_inference.models.model_base import NeuronFusedSpecModel
+from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+from granite4_neuron.neuron.nxdi.state import HybridCacheManager
+
+Outputs = torch.Tensor | list[torch.Tensor]
+
+# What the graph gives: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
+# step's input; its attention mask; its position, [batch, 1]. The draft's state and the target's follow.
+NUM_RESULTS = 4
+
+
+class FusedSpeculationModel(NeuronFusedSpecModel):
+    """Two models of this package: a small one drafts and the other verifies.
+
+    The graph itself finds out how many tokens are accepted, and still has both models' recurrent state before the step.
+    It advances that state again by the accepted tokens, so it keeps no state per token.
+
+    The position of each row decides what its drafts attend to. NxD Inference's own mask for drafts is one for all rows,
+    which is wrong if rows have different lengths.
+    """
+
+    def __init__(self, config: GraniteMoeHybridInferenceConfig):
+        parallel_state.initialize_speculative_draft_group(config.fused_spec_config.draft_config.neuron_config.tp_degree)
+        super().__init__(config)
+        self.draft_model.keeps_inputs = True
+
+    def _token_gen_forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        seq_ids: torch.Tensor,
+        sampling_params: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> list[torch.Tensor]:
+        """Drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch, tokens],
+        and all states; recurrent ones have not yet been advanced by the accepted tokens.
+
+        The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
+        """
+        tokens, states, of_draft = [input_ids], None, []
+        positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
+        for _ in range(self.neuron_config.speculation_length):
+            place = position_ids + len(of_draft)
+            before = (positions < place).to(attention_mask.dtype)
+            token, *states = self.draft_model(tokens[-1], before, place, seq_ids, sampling_params, kv_cache=states)
+            tokens.append(token.view(-1, 1).to(input_ids.dtype))
+            of_draft.append(self.draft_model.kept_inputs)
+        self._inputs_of_draft = [torch.cat(of_layer, dim=1) for of_layer in zip(*of_draft, strict=True)]
+        self._is_there = seq_ids >= 0
+
+        candidates = torch.cat(tokens[:-1], dim=1)
+        places = position_ids + torch.arange(candidates.shape[1], device=position_ids.device)
+        chosen, *target_states = self.target_model(candidates, attention_mask, places, seq_ids, sampling_params)
+        return [candidates[:, 1:], chosen, *states, *target_states]
+
+    def _tkg_postprocessor(
+        self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
+
+        The choice is greedy: the target's tokens as long as the drafts equal them, and the one after those.
+        """
+        drafted, chosen = token_gen_outs[:2]
+        stands = torch.ones_like(position_ids[:, 0], dtype=torch.bool)
+        accepted = torch.ones_like(position_ids[:, 0])
+        for place in range(drafted.shape[1]):
+            stands = stands & (drafted[:, place] == chosen[:, place])
+            accepted = accepted + stands.to(accepted.dtype)
+
+        places = torch.arange(chosen.shape[1], device=position_ids.device)
+        tokens = chosen.where(places < accepted[:, None], self.acceptance_padding_token).to(torch.int32)
+        last = chosen.masked_fill(places != accepted[:, None] - 1, 0).sum(1, keepdim=True).to(torch.int32)
+        next_position = (position_ids + accepted[:, None]).to(torch.int32)
+        positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
+        next_mask = (positions < next_position).to(position_ids.dtype)
+
+        accepted = accepted.where(self._is_there, 0)
+        first = 2
+        for model, inputs in (
+            (self.draft_model, self._inputs_of_draft),
+            (self.target_model, self.target_model.kept_inputs),
+        ):
+            self._commit(model, inputs, position_ids, accepted, token_gen_outs, first)
+            first += 2 * len(model.layers)
+        return [tokens, last, next_mask, next_position]
+
+    @staticmethod
+    def _commit(
+        model: NeuronGraniteMoeHybridModel,
+        inputs: list[torch.Tensor],
+        position_ids: torch.Tensor,
+        accepted: torch.Tensor,
+        outputs: list[torch.Tensor],
+        first: int,
+    ) -> None:
+        """Put recurrent state after the accepted tokens among `outputs`, where the model's states begin at `first`."""
+        new = iter(model.advance(inputs, position_ids, accepted))
+        for idx, _ in model.mamba_layers():
+            outputs[first + 2 * idx] = next(new)
+            outputs[first + 2 * idx + 1] = next(new)
+
+
+class FusedSpeculation:
+    """What an application of NxD Inference has to do otherwise where such a model is its graphs'."""
+
+    def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
+        """The weights; of fused speculation those of both models."""
+        try:
+            return super().checkpoint_loader_fn(mmap)
+        finally:
+            type(self)._FUSED_PREFIX = ""  # it is the class's, and every later model's
+
+    @classmethod
+    def validate_config(cls, config: GraniteMoeHybridInferenceConfig) -> None:
+        """Check what a config can only tell with its draft model's.
+
+        Raises:
+            UserError: fused speculation has no draft model, or one that does not fit.
+        """
+        super().validate_config(config)
+        neuron_config = config.neuron_config
+        if not neuron_config.enable_fused_speculation:
+            return
+        if config.fused_spec_config is None:
+            raise UserError(
+                "neuron_config.enable_fused_speculation needs config.fused_spec_config, with a draft model."
+            )
+        draft = config.fused_spec_config.draft_config
+        if not isinstance(draft, GraniteMoeHybridInferenceConfig):
+            raise UserError(f"the draft model's config is a {type(draft).__name__}; it must be of this package, too.")
+        if draft.vocab_size != config.vocab_size:
+            raise UserError(
+                f"the draft model has a vocabulary of {draft.vocab_size:,} tokens and the model one of "
+                f"{config.vocab_size:,}; they must have the same."
+            )
+        for name in ("tp_degree", "max_batch_size", "seq_len", "max_context_length", "is_continuous_batching"):
+            ours, its = getattr(neuron_config, name), getattr(draft.neuron_config, name)
+            if ours != its:
+                raise UserError(
+                    f"neuron_config.{name} is {ours} and the draft model's is {its}; they must be the same."
+                )
+        if draft.neuron_config.on_device_sampling_config is None or draft.neuron_config.speculation_length:
+            raise UserError("the draft model needs on_device_sampling_config, and no speculation_length.")
+
+    def get_generation_model(self) -> ModelWrapper:
+        if self.neuron_config.enable_fused_speculation:
+            return self.fused_spec_model
+        return super().get_generation_model()
+
+    def enable_context_encoding(self, **model_init_kwargs: object) -> None:
+        if self.neuron_config.enable_fused_speculation:
+            self._model_cls = FusedSpeculationModel
+        super().enable_context_encoding(**model_init_kwargs)
+
+    def _prefill_one_by_one(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
+        """Of graphs with several results and one row; NxD Inference cuts a batch for those with one result only."""
+        results = []
+        for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
+            outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
+            of_row, state = self._results_and_state(outputs, is_run_on_neuron)
+            self._copy_past_key_values([*of_row, *state])
+            results.append(of_row)
+        results = [torch.cat(of_rows) for of_rows in zip(*results, strict=True)]
+        return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
+
+    def _decode_all_slots(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
+        """As `_decode`, of a graph with several results; NxD Inference fills a batch for those with one only."""
+        *_, seq_ids, _ = per_row
+        slots = torch.arange(self.neuron_config.max_batch_size)
+        row_of = torch.zeros_like(slots)
+        row_of[seq_ids.long()] = torch.arange(len(seq_ids))
+        is_there = torch.isin(slots, seq_ids)
+        input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_of] for tensor in per_row)
+        full = (input_ids, attention_mask, position_ids, slots.where(is_there, -1), sampling_params)
+        outputs, is_run_on_neuron = super()._get_model_outputs(*full, *rest, **kwargs)
+        results, state = self._results_and_state(outputs, is_run_on_neuron)
+        return self._outputs([result[seq_ids.long()] for result in results], state, is_run_on_neuron), is_run_on_neuron
+
+    def _get_constructed_outputs(self, outputs: Outputs, is_run_on_neuron: bool) -> object:
+        if self.neuron_config.enable_fused_speculation:
+            return self._construct_output(outputs[:NUM_RESULTS])
+        return super()._get_constructed_outputs(outputs, is_run_on_neuron)
+
+
+def cache_managers(model: torch.nn.Module) -> list[HybridCacheManager]:
+    """Those of a graph's model, or of the two that fused speculation has, in the order of the graph's outputs."""
+    is_fused = isinstance(model, FusedSpeculationModel)
+    return [each.kv_mgr for each in ((model.draft_model, model.target_model) if is_fused else (model,))]

@@ -1,0 +1,55 @@
+"""This package's layers on the ranks of NxD."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch_xla.core.xla_model as xm
+from neuronx_distributed.parallel_layers import comm, parallel_state
+from neuronx_distributed.parallel_layers.layers import BaseParallelLinear
+from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_model_parallel_region
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
+from torch import nn
+
+from granite4_neuron.checkpoint.loading import split_axis
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.parallel import Parallel
+
+
+class NeuronParallel(Parallel):
+    """A rank of NxD's tensor parallel group. One graph is traced for all of them: `rank` is not known in it."""
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return reduce_from_tensor_model_parallel_region(partial)
+
+    def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        return comm.all_reduce(xm.REDUCE_SUM, list(partials), groups=group)
+
+
+def split_over_ranks(module: nn.Module, name: str, config: GraniteMoeHybridConfig, degree: int) -> None:
+    """Tell NxD which parameters of a layer are one rank's parts.
+
+    NxD shards a checkpoint by the attributes of the parameters, but looks at modules of its own classes only; so each
+    module with such a parameter becomes one of them as well. It computes what it did before.
+
+    Args:
+        module: built with a rank's sizes.
+        name: of the module in a checkpoint's decoder layer, such as "mamba".
+        degree: number of ranks.
+    """
+    for child_name, child in module.named_modules(prefix=name):
+        axes = {leaf: split_axis(f"{child_name}.{leaf}", config) for leaf, _ in child.named_parameters(recurse=False)}
+        for leaf, axis in axes.items():
+            if axis is not None:
+                parameter = getattr(child, leaf)
+                set_tensor_model_parallel_attributes(parameter, True, axis, stride=1, num_partitions=degree)
+        if any(axis is not None for axis in axes.values()):
+            child.__class__ = _known_to_nxd(type(child))
+
+
+@functools.cache
+def _known_to_nxd(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (cls, BaseParallelLinear), {})

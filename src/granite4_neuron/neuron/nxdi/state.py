@@ -1,0 +1,157 @@
+"""The hybrid's state among NxD Inference's: two tensors per layer, key and value or conv_state and ssm_state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
+from torch import nn
+
+from granite4_neuron.config import MAMBA
+from granite4_neuron.model.sizes import mamba_state_shapes
+from granite4_neuron.model.state import MambaState
+from granite4_neuron.model.step import DenseStep
+from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+
+
+@dataclass(frozen=True)
+class NeuronStep(DenseStep):
+    """A step of NxD Inference. `positions` are -1 for padding and for rows without a sequence.
+
+    NxD Inference runs a full batch in the order of its slots, and decodes no row at position 0: decode keeps the
+    contract of `DenseStep`.
+
+    journal: None, or where `kept_inputs` of a step are collected that advances the recurrent state all the same.
+    has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between that
+        and zeros costs as much as to advance it.
+    """
+
+    journal: list[torch.Tensor] | None = field(default=None, kw_only=True)
+    has_begun: bool = field(default=False, kw_only=True)
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        return self.rows_of(state).clone() if self.has_begun else super().read(state)
+
+    def keep(self, inputs: torch.Tensor) -> None:
+        super().keep(inputs)
+        if self.journal is not None:
+            self.journal.append(inputs)
+
+    @property
+    def is_context_encoding(self) -> bool:
+        """Whether the step has the first tokens of its sequences."""
+        return 1 < self.positions.shape[1] == self.kv_length
+
+    @property
+    def is_continuation(self) -> bool:
+        """Whether the step has several tokens, and comes after others of the same sequences."""
+        return 1 < self.positions.shape[1] < self.kv_length
+
+    @cached_property
+    def cache_rows(self) -> torch.Tensor:
+        """[batch], where each row's keys and values are."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)
+        return rows if self.sequences is None else self.sequences
+
+
+class HybridCacheManager(KVCacheManager):
+    """NxD Inference's cache for the attention layers, conv_state and ssm_state for the Mamba layers.
+
+    All of them are in `past_key_values`, in the order of `HybridState.input_output_aliases`. So whatever NxD Inference
+    does with a cache it does with the whole state: alias a graph's outputs to its inputs, keep it on the device, or
+    copy it from model to model on the CPU.
+    """
+
+    def __init__(self, config: GraniteMoeHybridInferenceConfig, num_kv_head: int, global_rank: nn.Module):
+        layer_types = config.granite.layer_types
+        attention_layers = copy.copy(config)
+        attention_layers.num_hidden_layers = len(layer_types) - layer_types.count(MAMBA)
+        # Rows without a sequence write to the last place, see `_with_tokens`: a cache needs no room for them.
+        attention_layers.neuron_config = copy.copy(config.neuron_config)
+        attention_layers.neuron_config.apply_seq_ids_mask = False
+        super().__init__(attention_layers, num_kv_head, global_rank)
+        self.config = config
+        self.layer_types = layer_types
+        self.num_slots = config.neuron_config.kv_cache_batch_size
+        self.state_dtype = getattr(torch, config.state_dtype)
+
+        degree, kernel_layout = config.neuron_config.tp_degree, config.operators.mamba_decode.has_kernel_layout
+        conv_shape, ssm_shape = mamba_state_shapes(config.granite, degree, kernel_layout)
+        caches = iter(self.past_key_values)
+        tensors = []
+        for layer_type in layer_types:
+            if layer_type == MAMBA:
+                conv_state = torch.zeros(self.num_slots, *conv_shape, dtype=config.neuron_config.torch_dtype)
+                ssm_state = torch.zeros(self.num_slots, *ssm_shape, dtype=self.state_dtype)
+                tensors += [nn.Parameter(tensor, requires_grad=False) for tensor in (conv_state, ssm_state)]
+            else:
+                tensors += [next(caches), next(caches)]
+        self.past_key_values = nn.ParameterList(tensors)
+
+    def mamba_state(self, idx: int, kvcache_buffer: Sequence[torch.Tensor] | None = None) -> MambaState:
+        """The state of a Mamba layer, in tensors of its own: a graph does not write its state in place, it returns it.
+
+        In a compiled graph this copies nothing.
+
+        Args:
+            kvcache_buffer: what an earlier step of the same graph returned, in place of `past_key_values`.
+        """
+        return MambaState(*(state.clone() for state in self._fetch_cache(idx, kvcache_buffer)))
+
+    def get_kv_by_layer_id(
+        self, idx: int, *args, step: NeuronStep, kvcache_buffer: Sequence[torch.Tensor] | None = None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_state`."""
+        if self.layer_types[idx] == MAMBA:
+            return self._fetch_cache(idx, kvcache_buffer)
+        key, value = super().get_kv_by_layer_id(idx, *args, kvcache_buffer=kvcache_buffer, **kwargs)
+        return (step.rows_of(key), step.rows_of(value)) if step.is_continuation else (key, value)
+
+    def update_kv_by_layer_id(
+        self,
+        idx: int,
+        *args,
+        kv_per_layer: tuple[torch.Tensor, torch.Tensor],
+        step: NeuronStep,
+        kvcache_buffer: Sequence[torch.Tensor] | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new state of a layer, of all slots: of a Mamba layer what it returned, for attention that of the rows."""
+        if self.layer_types[idx] == MAMBA:
+            return kv_per_layer
+        # What is read with the weight 0 must be finite, and a cache is not cleared between two sequences.
+        kv_per_layer = tuple(torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
+        if step.is_context_encoding:
+            return super().update_kv_by_layer_id(
+                idx, *args, kv_per_layer=kv_per_layer, kvcache_buffer=kvcache_buffer, **kwargs
+            )
+        caches = self._fetch_cache(idx, kvcache_buffer)
+        return tuple(_with_tokens(*pair, step) for pair in zip(caches, kv_per_layer, strict=True))
+
+    def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
+        """Keeps the SSM states in their dtype when a model is cast to that of its weights."""
+        super()._apply(fn, recurse)
+        for idx, layer_type in enumerate(self.layer_types):
+            if layer_type == MAMBA:
+                ssm_state = self.past_key_values[2 * idx + 1]
+                ssm_state.data = ssm_state.data.to(self.state_dtype)
+        return self
+
+
+def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
+    """A cache [slots, kv_heads, length, head_dim] with a batch's tokens [batch, kv_heads, tokens, head_dim] added.
+
+    Padding repeats its row's first token, where that one goes. Rows without a sequence go to the last place: what is
+    there is read by tokens after it, and there are none.
+    """
+    is_real = step.is_real
+    new = new.where(is_real[:, None, :, None], new[:, :, :1])
+    positions = step.positions.where(is_real, step.positions[:, :1])
+    positions = positions.where(step.lengths[:, None] > 0, cache.shape[2] - 1)
+    heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
+    places = (step.cache_rows[:, None, None], heads, positions[:, None, :])
+    return torch.index_put(cache, places, new.to(cache.dtype))

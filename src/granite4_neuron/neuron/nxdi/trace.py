@@ -1,0 +1,184 @@
+"""The graphs that a device gets, traced on any machine: NxD Inference's own device code path as one rank runs it.
+
+Nothing is run and no weight exists: parameters and inputs are placeholders of torch_xla, the process group is a mock.
+Operators of the Neuron SDK that have no public source are traced as custom calls under the SDK's names for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed.trace.mock_torchdist import mock_distributed
+from neuronx_distributed.utils.model_utils import init_on_device
+from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
+from neuronx_distributed_inference.utils.compile_env import set_compile_env_vars
+from torch_xla.core.xla_builder import create_placeholder_tensor
+
+from granite4_neuron.model.state import MambaState
+from granite4_neuron.model.step import Step
+from granite4_neuron.neuron.nxdi import closed_operators
+from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
+
+# Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
+# what is there once.
+_COMPONENTS = re.compile(r"layers\.\d+\.(mamba|self_attn|block_sparse_moe|shared_mlp)|embed_tokens|lm_head|sampler")
+
+
+@dataclass(repr=False)  # placeholders have no values to show
+class Trace:
+    """One graph of one rank.
+
+    outputs: results, then the new value of each state tensor.
+    aliases: the index among `outputs` of the new value of each state tensor, in the order in which they are kept.
+    states: the state tensors themselves, before the step, as far as the graph has them.
+    components: the outputs of a module when it is traced alone, by its name.
+    weight_bytes: of all parameters but the state.
+    """
+
+    outputs: list[torch.Tensor]
+    aliases: list[int]
+    states: list[torch.Tensor]
+    weight_bytes: int
+    components: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        return self.outputs[: len(self.outputs) - len(self.states)]
+
+
+def trace(
+    application: NeuronGraniteMoeHybridForCausalLM, wrapper: ModelWrapper, bucket: int, with_components: bool = False
+) -> Trace:
+    """One of an application's graphs.
+
+    Args:
+        application: made with a config that is not on_cpu.
+        wrapper: the kind of graph, one of application.models.
+        bucket: one of wrapper.neuron_config.buckets.
+        with_components: trace the graph's modules alone as well.
+    """
+    set_compile_env_vars(application.neuron_config)
+    with _one_rank(application.neuron_config), closed_operators.as_custom_calls():
+        instance = wrapper.get_model_instance()
+        with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
+            instance.load_module()
+        _use_placeholders(instance.module)
+        index = wrapper.neuron_config.buckets.index(bucket)
+        module, aliases = instance.get(index)
+        states = list(aliases)
+        weights = (parameter for name, parameter in module.named_parameters() if "past_key_values" not in name)
+        weight_bytes = sum(weight.nbytes for weight in weights)
+        inputs = [_placeholder(tensor) for tensor in wrapper.input_generator()[index]]
+        with _calls_of_components(module) as calls, torch.no_grad(), torch.device("xla"):
+            outputs = list(module(*inputs))
+        traced = Trace(outputs, [aliases[state] for state in states], states, weight_bytes)
+        if with_components:
+            with torch.no_grad(), torch.device("xla"):
+                for name, (component, arguments, options) in calls.items():
+                    traced.components[name] = _outputs_of_component(component, arguments, options)
+        return traced
+
+
+@contextmanager
+def _one_rank(neuron_config: Any) -> Iterator[None]:
+    """Parallel state as on rank 0 of the config's ranks, in this one process."""
+    degree, before = neuron_config.tp_degree, dict(vars(parallel_state))
+    try:
+        with mock_distributed(degree):
+            torch.distributed.init_process_group(backend="xla", rank=0, world_size=degree)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=degree, skip_collective_init=True, lnc_size=neuron_config.logical_nc_config
+            )
+            parallel_state.set_aot_mode(True)
+            _forget_token()
+            yield
+    finally:
+        vars(parallel_state).update(before)
+
+
+def _forget_token() -> None:
+    """torch_xla orders collectives by a token, which would tie a graph to the one that was traced before it."""
+    torch_xla._XLAC._set_all_reduce_token(xm._get_device_context().device, None)
+
+
+def _use_placeholders(module: torch.nn.Module) -> None:
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = torch.nn.Parameter(_placeholder(parameter), requires_grad=False)
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = _placeholder(buffer)
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    return create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+
+
+Call = tuple[torch.nn.Module, tuple, dict]
+
+
+@contextmanager
+def _calls_of_components(module: torch.nn.Module) -> Iterator[dict[str, Call]]:
+    """What each component was called with, by its name."""
+    calls: dict[str, Call] = {}
+    handles = [
+        child.register_forward_pre_hook(
+            lambda child, arguments, options, name=name: calls.setdefault(name, (child, arguments, options)) and None,
+            with_kwargs=True,
+        )
+        for name, child in module.named_modules()
+        if _COMPONENTS.fullmatch(name)
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def _outputs_of_component(component: torch.nn.Module, arguments: tuple, options: dict) -> list[torch.Tensor]:
+    _forget_token()
+    fresh = _Fresh()
+    result = component(*fresh(arguments), **fresh(options))
+    return list(_tensors([result, fresh.states]))
+
+
+class _Fresh:
+    """Maps what a module was called with to placeholders, the same for the same tensor."""
+
+    def __init__(self) -> None:
+        self.states: list[MambaState] = []
+        self._placeholders: dict[int, torch.Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._placeholders.setdefault(id(value), _placeholder(value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self(item) for key, item in value.items()}
+        if isinstance(value, MambaState):
+            self.states.append(MambaState(*self(list(vars(value).values()))))
+            return self.states[-1]
+        if isinstance(value, Step):
+            tensors = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+            return dataclasses.replace(value, **self(tensors))
+        return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, MambaState):
+        yield from vars(value).values()
+    elif isinstance(value, (tuple, list)) or hasattr(value, "__iter__"):
+        for item in value:
+            yield from _tensors(item)

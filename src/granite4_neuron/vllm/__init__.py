@@ -1,0 +1,1 @@
+"""Plugins for vLLM, and its rejection sampler with its signatures."""

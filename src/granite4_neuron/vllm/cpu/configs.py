@@ -1,0 +1,73 @@
+"""What this package says to the config of an engine of Granite 4, before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from granite4_neuron.config import ARCHITECTURE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
+_LOGGER = logging.getLogger("vllm.granite4_neuron.configs")
+WORKER = "granite4_neuron.vllm.cpu.worker.Granite4Worker"
+
+
+def call_with_each(check: Callable[[VllmConfig], None]) -> None:
+    """Have vLLM call `check` with each config of a Granite 4, beside what it does itself. An error ends the start."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    class Granite4Config(MODELS_CONFIG_MAP.get(ARCHITECTURE, VerifyAndUpdateConfig)):
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+            check(vllm_config)
+            super().verify_and_update_config(vllm_config)
+
+    MODELS_CONFIG_MAP[ARCHITECTURE] = Granite4Config
+
+
+def accept(vllm_config: VllmConfig) -> None:
+    """Choose the worker, unless the user has chosen one.
+
+    Raises:
+        ValueError: something is asked for that does not work here.
+    """
+    refusal = why_refused(vllm_config)
+    if refusal is not None:
+        raise ValueError(refusal)
+    if vllm_config.parallel_config.worker_cls == "auto":
+        vllm_config.parallel_config.worker_cls = WORKER
+
+
+def why_refused(vllm_config: VllmConfig) -> str | None:
+    """What does not work here, and what to do instead, in a sentence; None if all does."""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if vllm_config.lora_config is not None:
+        return "granite4-neuron has no LoRA in vLLM; merge the adapter into the checkpoint."
+    if cache_dtype not in ("auto", dtype):
+        return f"granite4-neuron has no cache of {cache_dtype} with a model of {dtype}; leave out --kv-cache-dtype."
+    if vllm_config.cache_config.prefix_match_unit is not None and vllm_config.model_config.is_hybrid:
+        return "vLLM copies blocks of a hybrid model in parts, which gives wrong text; leave out --prefix-match-unit."
+    if vllm_config.parallel_config.data_parallel_size > 1 and vllm_config.model_config.is_moe:
+        return "vLLM has no data parallelism with experts on a CPU; start a server for each replica."
+    return None
+
+
+def no_speculation(reason: str) -> Callable[[VllmConfig], None]:
+    """For `call_with_each` where this package does not take over, because of `reason`, a sentence: vLLM alone gives
+    wrong text with speculation, without an error. Anything else is only said in the log.
+    """
+
+    def check(vllm_config: VllmConfig) -> None:
+        if vllm_config.speculative_config is not None and vllm_config.model_config.is_hybrid:
+            raise ValueError(
+                "vLLM's own Mamba layers give wrong text on a CPU with speculation, and granite4-neuron does not take "
+                f"over: {reason} Or leave out --speculative-config."
+            )
+        _LOGGER.warning("granite4-neuron does not take over Granite 4: %s", reason)
+
+    return check

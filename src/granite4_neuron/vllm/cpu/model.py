@@ -1,0 +1,292 @@
+"""Granite 4 as a model of vLLM whose layers run this package's fused kernels. Cache and loading are vLLM's.
+
+Matrices are kept once, packed in tiles. The residual stream is float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.models import granitemoehybrid as upstream
+from vllm.model_executor.models.utils import get_pp_missing_layer_names
+from vllm.sequence import IntermediateTensors
+
+from granite4_neuron.ops import cpu
+from granite4_neuron.ops.cpu.build import load_kernels
+from granite4_neuron.ops.cpu.weights import PackedWeight, pack
+from granite4_neuron.ops.operators import FeedForwardWeights
+from granite4_neuron.vllm.cpu import DISTRIBUTION
+from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
+from granite4_neuron.vllm.cpu.mixing import kernel_rows, kernel_sizes
+
+# Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
+_LOGGER = logging.getLogger("vllm.granite4_neuron.model")
+
+
+class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
+    """vLLM's model with fused layers. If `refusal` is not None, it says why all layers but the mixer stay vLLM's."""
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, torch.dtype]:
+        return vllm_config.model_config.dtype, torch.float32
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.refusal = why_not_fused(vllm_config)
+        unknown = unknown_layer(self.model)
+        if unknown is not None:
+            self.refusal = f"there is {unknown}"
+            _LOGGER.warning(
+                "granite4-neuron does not know the layer %s, and leaves Granite 4's layers to vLLM; install %s, or "
+                "choose among plugins with VLLM_PLUGINS.",
+                unknown,
+                DISTRIBUTION,
+            )
+        if self.refusal is not None and get_pp_group().world_size > 1:
+            raise ValueError(
+                f"vLLM's own Granite 4 layers do not run in a pipeline, and ours are not used ({self.refusal}); "
+                "leave out --pipeline-parallel-size."
+            )
+        if self.refusal is not None and unknown is None:
+            _LOGGER.info("granite4-neuron's are the Mamba layers, and others are vLLM's: %s.", self.refusal)
+        self._layers: list[FusedLayer] = []
+        if self.refusal is None:
+            _keep_matrices(self)
+            self.make_empty_intermediate_tensors = self._empty_intermediate_tensors
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the weights of this rank's layers only; vLLM would look for all layers of a pipeline on each rank."""
+        prefixes = tuple(get_pp_missing_layer_names(self))
+        return super().load_weights((name, weight) for name, weight in weights if not name.startswith(prefixes))
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM calls this when all weights are loaded."""
+        for module in self.modules():
+            if isinstance(module, Granite4MambaMixer2):
+                module.forget_weights()
+        if self.refusal is not None:
+            return
+        model, config = self.model, self.config
+        packed: dict[int, PackedWeight] = {}
+        if get_pp_group().is_first_rank:
+            self._embedding = _pack(model.embed_tokens, packed)
+        self._layers = [FusedLayer(layer, config, packed) for layer in _own_layers(model)]
+        if get_pp_group().is_last_rank:
+            self._head = _pack(self.lm_head, packed)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.refusal is not None:
+            return super().embed_input_ids(input_ids)
+        return self._embedding.rows(input_ids.long())
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor | IntermediateTensors:
+        """As vLLM's."""
+        if self.refusal is not None:
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+        if get_pp_group().is_first_rank:
+            embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            hidden_states = embedded.float() * self.config.embedding_multiplier
+        else:
+            hidden_states = intermediate_tensors["hidden_states"]
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, positions)
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors({"hidden_states": hidden_states})
+        norm = self.model.norm
+        return cpu.rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[tokens, hidden_size] to [tokens, vocab_size] in float32."""
+        if self.refusal is not None:
+            return super().compute_logits(hidden_states)
+        logits = cpu.logits(hidden_states, self._head, self.config.logits_scaling)
+        return logits[:, : self.config.vocab_size]
+
+    def _empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        shape = (batch_size, self.config.hidden_size)
+        return IntermediateTensors({"hidden_states": torch.zeros(shape, dtype=torch.float32, device=device)})
+
+
+class FusedLayer:
+    """One decoder layer of vLLM's model, run by this package's kernels.
+
+    Args:
+        layer: its matrices are moved out of it.
+        config: the model's.
+        packed: matrices that are already packed, by the parameter's id.
+    """
+
+    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+        self._norm = layer.input_layernorm
+        self._residual_multiplier = config.residual_multiplier
+        self._mixer = self._attention = None
+        self._cache: torch.Tensor | None = None
+        if isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer):
+            self._mixer = layer.mamba
+            linears = layer.mamba.in_proj, layer.mamba.out_proj
+        else:
+            self._attention = layer.self_attn
+            linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj
+        self._in_proj, self._out_proj = (_pack(linear, packed) for linear in linears)
+        self._in_bias, self._out_bias = (linear.bias for linear in linears)
+        self._decode_block = None if self._mixer is None else self._make_decode_block()
+        self._feed_forward = _feed_forward_block(layer, config, packed)
+
+    def __call__(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden_size] in float32 to the same."""
+        decoding = None if self._mixer is None else self._mixer.decode_rows(len(hidden_states))
+        if decoding is None:
+            hidden_states = self._in_parts(hidden_states, positions)
+        else:
+            pages, rows = decoding
+            hidden_states = self._decode_block(hidden_states, pages.conv, pages.ssm, kernel_rows(rows))
+        return self._feed_forward(hidden_states[None])[0]
+
+    def _in_parts(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = cpu.rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
+        projected = cpu.linear(x, self._in_proj, self._in_bias)
+        mixed = self._mix(projected) if self._attention is None else self._attend(projected, positions)
+        output = cpu.linear(mixed, self._out_proj, self._out_bias)
+        return cpu.residual_add(hidden_states, output, self._residual_multiplier)
+
+    def _make_decode_block(self) -> cpu.PagedMambaBlock:
+        mixer, norm = self._mixer, self._norm
+        of_mixer = mixer.mixer_weights
+        weights = [norm.weight, self._in_bias, *of_mixer.of_kernels, mixer.norm.weight, self._out_bias]
+        constants = (*of_mixer.time_step_limit, norm.variance_epsilon, self._residual_multiplier)
+        return cpu.PagedMambaBlock((self._in_proj, self._out_proj), weights, kernel_sizes(of_mixer), constants)
+
+    def _mix(self, projected: torch.Tensor) -> torch.Tensor:
+        mixer, inner = self._mixer, self._mixer.tped_intermediate_size
+        y, norm = mixer.mix(projected[:, inner:]), mixer.norm
+        return cpu.rms_norm_gated(y, projected[:, :inner], norm.weight, norm.variance_epsilon, mixer.n_groups)
+
+    def _attend(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        attention = self._attention
+        width, kv_width = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_key_value_heads))
+        query, key, value = projected.split([width, kv_width, kv_width], dim=-1)
+        if attention.rotary_emb is not None:
+            query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
+        of_layers = get_forward_context().attn_metadata
+        if of_layers is None:  # vLLM is measuring the memory of a step
+            return torch.zeros_like(query)
+        metadata = of_layers[attention.attn.layer_name]
+        rows = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table]
+        return cpu.paged_attention(query, key, value, *self._pages(), rows, attention.attn.impl.scale)
+
+    def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [pages, kv_heads, page_size, head_dim], in the cache that vLLM has bound last. The
+        cache is [pages, kv_heads, page_size, 2 * head_dim].
+        """
+        cache = self._attention.attn.kv_cache
+        if cache is not self._cache:
+            head_dim = self._attention.head_dim
+            self._cache, self._views = cache, cache.view(*cache.shape[:2], -1, head_dim).chunk(2, dim=2)
+        return self._views
+
+
+def why_not_fused(vllm_config: VllmConfig) -> str | None:
+    """Why all layers but the mixer must stay vLLM's, as a clause; None if they need not."""
+    cases = {
+        "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+        "quantization": vllm_config.quant_config is not None,
+        "a cache that is sent elsewhere": vllm_config.kv_transfer_config is not None,
+        "no shared MLP": getattr(vllm_config.model_config.hf_text_config, "shared_intermediate_size", 0) == 0,
+    }
+    reason = next((f"there is {case}" for case, is_so in cases.items() if is_so), None)
+    return load_kernels() or reason
+
+
+def unknown_layer(model: nn.Module) -> str | None:
+    """The class of a decoder layer or mixer that this package does not know, if any."""
+    known = {
+        upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
+        upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
+    }
+    for layer in _own_layers(model):
+        name, part = known.get(type(layer), ("", object))
+        if not name:
+            return _name(layer)
+        if type(getattr(layer, name)) is not part:
+            return _name(getattr(layer, name))
+    return None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+class _KeptLinear(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: the model packs it."""
+
+
+class _KeptEmbedding(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: the model packs it."""
+
+
+class _KeptExperts(UnquantizedFusedMoEMethod):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: the model packs them."""
+
+
+def _keep_matrices(model: nn.Module) -> None:
+    """Keep vLLM from packing matrices itself, which would leave two copies of each."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, RoutedExperts):
+            module.quant_method = _KeptExperts(module.moe_config)
+        elif isinstance(method, UnquantizedEmbeddingMethod):
+            module.quant_method = _KeptEmbedding()
+        elif isinstance(method, UnquantizedLinearMethod) and module.weight.dim() == 2:  # the convolution's has three
+            module.quant_method = _KeptLinear()
+
+
+def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of this rank of a pipeline."""
+    return iter(model.layers[model.start_layer : model.end_layer])
+
+
+def _pack(module: nn.Module, packed: dict[int, PackedWeight], name: str = "weight") -> PackedWeight:
+    """A module's matrix, packed and moved out of the module; two modules that share a matrix get the same one."""
+    parameter = getattr(module, name)
+    key = id(parameter)
+    if key not in packed:
+        packed[key] = pack(parameter.data, parameter.dtype)
+        parameter.data = parameter.data.new_empty(0)
+    return packed[key]
+
+
+def _feed_forward_block(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> cpu.FeedForwardBlock:
+    norm, mlp, experts = layer.post_attention_layernorm, layer.shared_mlp, layer.block_sparse_moe
+    matrices, top_k = [_pack(mlp.input_linear, packed), _pack(mlp.output_linear, packed)], 0
+    if experts is not None:
+        (routed,) = (module for module in experts.modules() if isinstance(module, RoutedExperts))
+        matrices += [
+            _pack(experts.gate, packed),
+            _pack(routed, packed, "w13_weight"),
+            _pack(routed, packed, "w2_weight"),
+        ]
+        top_k = config.num_experts_per_tok
+    weights = FeedForwardWeights(dict(weight=norm.weight), matrices)
+    return cpu.FeedForwardBlock(weights, top_k, norm.variance_epsilon, config.residual_multiplier)

@@ -1,0 +1,33 @@
+"""Replaces vLLM's own classes and functions."""
+
+from __future__ import annotations
+
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.models import ModelRegistry
+
+from granite4_neuron.config import ARCHITECTURE
+from granite4_neuron.vllm.cpu import acceptance, configs, sampling, state_copies
+from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
+from granite4_neuron.vllm.cpu.model import Granite4ForCausalLM
+
+
+def taken_by() -> str | None:
+    """The class that another plugin has registered for MambaMixer2, if any."""
+    registered = op_registry_oot.get(MambaMixer2.__name__)
+    if registered in (None, Granite4MambaMixer2):
+        return None
+    return f"{registered.__module__}.{registered.__qualname__}"
+
+
+def register_all() -> None:
+    """Replace them; a second call does nothing."""
+    if MambaMixer2.__name__ in op_registry_oot:
+        return
+    MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)
+    ModelRegistry.models.pop(ARCHITECTURE, None)  # it would be replaced with a warning
+    ModelRegistry.register_model(ARCHITECTURE, Granite4ForCausalLM)
+    state_copies.register()
+    sampling.register()
+    acceptance.register()
+    configs.call_with_each(configs.accept)

@@ -1,0 +1,13 @@
+"""Makes the model known to vLLM's NxD Inference plugin, which looks models up by a config's architecture."""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+def register() -> None:
+    """Entry point of the group vllm.general_plugins: does nothing where NxD Inference is not installed."""
+    if importlib.util.find_spec("neuronx_distributed_inference") is not None:
+        from granite4_neuron.neuron.nxdi.registration import register_model
+
+        register_model()
