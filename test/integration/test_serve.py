@@ -187,13 +187,15 @@ class TestSampling:
 
     def test_each_option_reaches_the_engine(self, server):
         options = dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
-        additions = dict(presence_penalty=0.3, frequency_penalty=-0.4, stop=["a", "b"], logprobs=3)
-        body = CompletionBody(prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, **options, **additions)
+        additions = dict(presence_penalty=0.3, frequency_penalty=-0.4, logprobs=3)
+        body = CompletionBody(
+            prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, stop=["a", "b"], **options, **additions
+        )
         first, second = server.service.maker.of_completion(body)
         assert {name: getattr(first.sampling, name) for name in options} == options and first.sampling.do_sample
         assert {name: getattr(first, name) for name in additions} == additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
-        assert first.stop_token_ids == {1} and first.prompt_logprobs is None
+        assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 
 
 class TestChat:

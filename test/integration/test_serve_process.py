@@ -36,6 +36,14 @@ def serve_process(*arguments, before=(), **variables):
             process.kill()
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_heard():
+    """Also where the tests run under nohup, whose children inherit that they ignore them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
     with serve_process() as (process, address), httpx.Client(timeout=60) as client, httpx.Client() as idle:
@@ -137,7 +145,7 @@ class TestRefusals:
             self.refused(capsys, f"cannot have the address 127.0.0.1:{port} ", "--port", port)
         self.refused(capsys, "cannot have the address no.such.host.invalid:8000 ", "--host", "no.such.host.invalid")
         self.refused(capsys, "cannot have the address a..b:8000 ", "--host", "a..b")
-        self.refused(capsys, "the port is 70000, and must be at most 65535", "--port", "70000")
+        self.refused(capsys, "--port: 70000 is more than 65535", "--port", "70000")
 
     def test_options(self, capsys):
         for arguments in (("--max-num-seqs", "0"), ("--max-model-len", "1"), ("--max-queue", "-1")):

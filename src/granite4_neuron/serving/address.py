@@ -16,8 +16,6 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         UserError: the address is not available.
     """
-    if port > 65535:  # some systems would take it modulo 65536
-        raise UserError(f"the port is {port}, and must be at most 65535.")
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return _listener(family, address)
