@@ -80,7 +80,7 @@ def test_module_is_refused(module, message):
 
 
 def test_nothing_else_imports_nki():
-    """Elsewhere nki and the kernels are imported within functions: the package works without nki, but for neuron/nxdi."""
+    """Elsewhere nki and the kernels are imported within functions: the package works without nki."""
     for file in set(PACKAGE.rglob("*.py")) - set(NKI_FILES) - set((PACKAGE / "neuron" / "nxdi").glob("*.py")):
         for statement in ast.parse(file.read_text()).body:
             for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else ():

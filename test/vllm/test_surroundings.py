@@ -131,16 +131,12 @@ def test_a_layer_of_another_plugin(folder, greedy, prompts, tmp_path):
     assert "WARNING" in line and "OtherLayer" in line
 
 
-# As if a release had renamed a field that the mixer reads. vLLM's own mixer has been imported with the old one.
+# As if a release had changed a function that the metadata builder calls. vLLM's own builder has imported the old one.
 OTHER_VLLM = """
 def register():
-    from vllm.model_executor.layers.mamba import mamba_mixer2
-    from vllm.v1.attention.backends import mamba2_attn
+    from vllm.v1.attention.backends import mamba_attn, utils
 
-    class Mamba2AttentionMetadata:
-        num_accepted: int
-
-    mamba2_attn.Mamba2AttentionMetadata = Mamba2AttentionMetadata
+    utils.mamba_get_block_table_tensor = lambda block_table: block_table
 """
 
 
@@ -151,9 +147,9 @@ def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
     results = run_engines(engines, prompts, tmp_path, **ONE_PROCESS, **plugin(OTHER_VLLM, tmp_path))
     assert greedy.right(prompts, results["plain"]) == [len(prompts)]
     (line,) = (line for line in results["log"].splitlines() if "granite4-neuron does not take over Granite 4" in line)
-    assert "WARNING" in line and "Mamba2AttentionMetadata has no num_decode_tokens" in line
+    assert "WARNING" in line and "mamba_get_block_table_tensor has the parameters block_table, and not" in line
     assert "wrong text on a CPU with speculation, and granite4-neuron does not take over" in results["n-gram"]["error"]
-    assert "Mamba2AttentionMetadata has no num_decode_tokens" in results["n-gram"]["error"]
+    assert "mamba_get_block_table_tensor has the parameters block_table, and not" in results["n-gram"]["error"]
 
 
 def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
