@@ -77,7 +77,7 @@ def test_a_second_interrupt_does_not_wait():
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGINT)
-            with pytest.raises((httpx.ConnectError, httpx.ReadError)):  # refused, or given up while it closes
+            with pytest.raises((httpx.NetworkError, httpx.RemoteProtocolError)):  # refused, or given up while it closes
                 while True:
                     httpx.get(f"{address}/health")
             process.send_signal(signal.SIGINT)
