@@ -11,7 +11,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.binding import bind
+from granite4_neuron.model.binding import use
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.sizes import mamba_state_shapes
@@ -129,7 +129,8 @@ class TestOneMambaLayer:
         """The whole layer, as prefill graphs have it; with one token, as the decode graph has it."""
         placeholder = tracer()
         with torch.device("meta"):
-            layer = bind(Mamba2(self.CONFIG, Parallel(0, 4)), XLA)
+            layer = Mamba2(self.CONFIG, Parallel(0, 4))
+        use(layer, XLA)
         for name, weight in list(layer.named_parameters()):
             set_parameter(layer, name, placeholder(tuple(weight.shape), torch.bfloat16))
         conv_shape, ssm_shape = mamba_state_shapes(self.CONFIG, tp_degree=4)
@@ -139,7 +140,7 @@ class TestOneMambaLayer:
         step = DenseStep(positions, lengths, slots, kv_length=tokens, sequences=sequences)
         hidden_states = placeholder((1, tokens, self.CONFIG.hidden_size), torch.bfloat16)
         with torch.no_grad():
-            output = layer(hidden_states, step, state)
+            output, _ = layer(hidden_states, step, state)
         return count(hlo_proto([output, state.conv_state, state.ssm_state]))
 
     def test_prefill(self):

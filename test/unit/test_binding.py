@@ -1,4 +1,4 @@
-"""Models bound to operators: side by side over the same weights, whatever happens to these; and what is not used."""
+"""Models bound to operators: side by side, each with weights that are fixed; and what is not used."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model.fused import FusedLayers
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import TORCH, cpu, select_operators
@@ -57,27 +58,64 @@ def copy_values(model):
 
 
 class TestWeights:
-    @pytest.mark.parametrize("change", [replace_parameters, copy_values])
-    def test_new_ones_are_used_at_once(self, model, change):
-        runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
-        before = logits(runtime)
-        change(model)
-        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels="torch"))
-        assert (expected - before).abs().max() > 0.1
-        assert torch.equal(logits(runtime), expected)
+    """A runtime has the weights that the model had when it was bound, as a whole, whatever happens to the model."""
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
-    def test_each_of_them_counts(self, model, kernels):
-        """A runtime that had its own copy of one would not see that one change: packed matrices are such copies."""
+    def test_parameters_that_are_replaced_later_have_no_effect(self, model, kernels):
         runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
-        packed = set(runtime.model.matrices()) if runtime.model.operators.pack else set()
+        before = logits(runtime)
+        replace_parameters(model)
+        assert torch.equal(logits(runtime), before)
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
+        assert torch.equal(logits(CPURuntime(model, GenerationConfig(), kernels=kernels)), expected)
+        assert (expected - before).abs().max() > 0.1
+
+    @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
+    def test_values_that_are_changed_in_place_are_all_used_or_none(self, model, kernels):
+        """Plain torch shares the model's tensors; fused kernels have copies of all of them."""
+        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels)
+        is_packed = runtime.model.operators.pack is not None
         before = logits(runtime)
         for name, weight in model.named_parameters():
             kept = weight.clone()
             weight.data.mul_(1.5).add_(0.1)
-            assert torch.equal(logits(runtime), before) == (name.removesuffix(".weight") in packed), name
+            assert torch.equal(logits(runtime), before) == is_packed, name
             weight.data.copy_(kept)
-        assert torch.equal(logits(runtime), before)
+        copy_values(model)
+        expected = logits(CPURuntime(random_model(model.config, seed=1), GenerationConfig(), kernels=kernels))
+        assert torch.equal(logits(runtime), before if is_packed else expected)
+
+    @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
+    def test_a_bound_model_refuses_others(self, model, kernels):
+        bound = model.bind(cpu.operators(kernels))
+        tokens = random_tokens(model.config.vocab_size, 2, 20)
+        before = run_cuts(bound, tokens, [20])
+        layer = bound.model.layers[0]
+        replacements = [
+            (module, name, value)
+            for module in (
+                bound.lm_head,
+                bound.model.norm,
+                layer.mamba,
+                layer.mamba.in_proj,
+                layer.shared_mlp.input_linear,
+            )
+            for name, value in (*module._parameters.items(), ("weight", module.__dict__.get("weight")))
+            if value is not None
+        ]
+        for module, name, value in replacements:
+            with pytest.raises(TypeError, match="a bound model's weights are fixed"):
+                setattr(module, name, value)
+        for change in (
+            lambda: setattr(layer, "mamba", layer.mamba),
+            lambda: layer.mamba.in_proj.set_compact_weight(None),
+            lambda: bound.to(torch.bfloat16),
+            lambda: bound.load_state_dict(model.state_dict()),
+            bound.tie_weights,
+        ):
+            with pytest.raises(TypeError, match="a bound model's weights are fixed"):
+                change()
+        assert torch.equal(run_cuts(bound, tokens, [20]), before)
 
     def test_a_bound_model_has_the_same_parameters(self, model):
         bound = model.bind(XLA)
@@ -108,8 +146,8 @@ class TestSideBySide:
         expected = logits(fused)
         calls = []
         plain = CPURuntime(model, GenerationConfig(), kernels="torch")
-        original = cpu.DecoderLayers.__call__
-        monkeypatch.setattr(cpu.DecoderLayers, "__call__", lambda *a: calls.append(a) or original(*a))
+        original = FusedLayers.__call__
+        monkeypatch.setattr(FusedLayers, "__call__", lambda *a: calls.append(a) or original(*a))
         assert torch.allclose(logits(plain), expected, atol=1e-4) and not calls
         assert torch.equal(logits(fused), expected) and calls
 
@@ -160,7 +198,7 @@ class TestRefusals:
     def test_a_part_of_a_model(self):
         config = small_config()
         operators = select_operators(cpu.operators(), config, tp_degree=2)
-        assert operators.decoder_layers is None
+        assert operators.fused_layers is None
         (refusal,) = operators.refusals
         assert refusal.startswith("the fused decoder layers are not used: ") and "a part of 2" in refusal
         part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))

@@ -16,8 +16,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
 from granite4_neuron.ops.int8 import INT8
-from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC
-from granite4_neuron.ops.operators import FeedForwardWeights
+from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, LaunchParameters
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
@@ -222,15 +221,11 @@ class Mamba:
         self.D = normal(heads).to(dtype)
         self.limit = (0.0, math.inf)
         self.rounding = ops.Rounding(seed=5, stream=3)
-        self.launch = (HEURISTIC.chunk_size, HEURISTIC.heads_per_task)
+        self.launch = HEURISTIC.chunk_size, HEURISTIC.heads_per_task
         self.slots = torch.arange(rows).flip(0) + 1
         self.conv_state = torch.full((rows + 2, self.channels, width - 1), math.nan, dtype=dtype)
         self.ssm_state = torch.full((rows + 2, heads, head_dim, d_state), math.nan)
         self.conv_state[0], self.ssm_state[0] = 0, 0
-
-    @property
-    def weights(self):
-        return self.conv_weight[:, None], self.conv_bias, self.dt_bias, self.A_log, self.D
 
     def inputs(self, rows, tokens, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -240,15 +235,25 @@ class Mamba:
         """projected [rows, tokens, ..] with lengths [rows] real tokens; `started`: tokens that rows have seen."""
         lengths, started = torch.tensor(lengths), torch.tensor(started)
         slots = self.slots.where(lengths > 0, 0)
-        return cpu.mamba_mixer(
-            projected,
-            self.weights,
-            self.conv_state,
-            self.ssm_state,
-            (lengths, slots.where(started > 0, 0), slots, started),
-            (self.sizes[2], *self.launch),
-            self.limit,
-            self.rounding,
+        mixer = cpu.layers.mamba_mixer(
+            conv_weight=self.conv_weight[:, None],
+            conv_bias=self.conv_bias,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            n_groups=self.sizes[2],
+            time_step_limit=self.limit,
+            rounding=self.rounding,
+            launch_parameters=LaunchParameters(*self.launch, HEURISTIC.torch_chunk_size),
+        )
+        return mixer.step(
+            projected=projected,
+            conv_state=self.conv_state,
+            ssm_state=self.ssm_state,
+            lengths=lengths,
+            read_slots=slots.where(started > 0, 0),
+            write_slots=slots,
+            starts=started,
         )
 
     def exact(self, projected):
@@ -448,7 +453,7 @@ class TestMambaMixer:
 @every_format
 @pytest.mark.parametrize("tokens", [1, 4, 30])
 @pytest.mark.parametrize("has_experts", [True, False])
-def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, format):
+def test_feed_forward_is_its_parts(dtype, tokens, has_experts, format):
     torch.manual_seed(tokens)
     x = torch.randn(2, tokens, 48)
     norm, router = torch.randn(48).to(dtype), torch.randn(6, 48).to(dtype)
@@ -462,9 +467,22 @@ def test_feed_forward_block_is_its_parts(dtype, tokens, has_experts, format):
         chosen = ops.topk_softmax(ops.router_logits(normed.flatten(0, 1), router), 2)
         mixed = cpu.fused_experts(normed.flatten(0, 1), *experts, *chosen)
         expected = cpu.residual_add(expected, mixed.view(x.shape), 0.3)
-        mlp += [cpu.pack(router, dtype), *experts]
-    block = cpu.FeedForwardBlock(FeedForwardWeights({"weight": norm}, mlp), 2 if has_experts else 0, 1e-5, 0.3)
-    assert torch.allclose(block(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
+    half = feed_forward(norm, *mlp, *((cpu.pack(router, dtype), *experts) if has_experts else ()), multiplier=0.3)
+    assert torch.allclose(half.step(x), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def feed_forward(norm, input, output, router=None, expert_input=None, expert_output=None, *, multiplier):
+    return cpu.layers.feed_forward(
+        norm=norm,
+        input=input,
+        output=output,
+        router=router,
+        expert_input=expert_input,
+        expert_output=expert_output,
+        top_k=2,
+        eps=1e-5,
+        residual_multiplier=multiplier,
+    )
 
 
 def test_experts_of_a_poisoned_token():
@@ -472,9 +490,9 @@ def test_experts_of_a_poisoned_token():
     shapes = ((24, 16), (16, 12), (5, 16), (5, 24, 16), (5, 16, 12))
     matrices = [cpu.pack(torch.randn(shape), torch.float32) for shape in shapes]
     x = torch.randn(1, 4, 16)
-    block = cpu.FeedForwardBlock(FeedForwardWeights({"weight": torch.ones(16)}, matrices), 2, 1e-5, 1.0)
-    expected, x[0, 2] = block(x), math.nan
-    output = block(x)
+    half = feed_forward(torch.ones(16), *matrices, multiplier=1.0)
+    expected, x[0, 2] = half.step(x), math.nan
+    output = half.step(x)
     assert output[0, 2].isnan().all() and torch.equal(output[0, [0, 1, 3]], expected[0, [0, 1, 3]])
 
 

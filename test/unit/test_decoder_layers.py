@@ -10,7 +10,6 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.modeling_granite_moe_hybrid import step_of
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu
-from granite4_neuron.ops.launch_parameters import HEURISTIC
 from test.support.checkpoints import CASES
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
@@ -39,10 +38,17 @@ def mix(layer, x, step, state, config):
     mamba = layer.mamba
     projected = cpu.linear(x, mamba.in_proj.weight, mamba.in_proj.bias)
     z, inputs = projected.split([mamba.d_inner, projected.shape[-1] - mamba.d_inner], dim=-1)
-    weights = mamba.conv1d.weight, mamba.conv1d.bias, mamba.dt_bias, mamba.A_log, mamba.D
-    sizes = config.mamba_n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
-    states, limits = (state.conv_state, state.ssm_state), config.time_step_limit
-    y = cpu.mamba_mixer(inputs, weights, *states, step.rows, sizes, limits, mamba.rounding)
+    mixer = cpu.layers.mamba_mixer(
+        conv_weight=mamba.conv1d.weight,
+        conv_bias=mamba.conv1d.bias,
+        dt_bias=mamba.dt_bias,
+        A_log=mamba.A_log,
+        D=mamba.D,
+        n_groups=config.mamba_n_groups,
+        time_step_limit=config.time_step_limit,
+        rounding=mamba.rounding,
+    )
+    y = mixer.step(projected=inputs, conv_state=state.conv_state, ssm_state=state.ssm_state, **step.rows())
     gated = cpu.rms_norm_gated(y, z, mamba.norm.weight, config.rms_norm_eps, config.mamba_n_groups)
     return cpu.linear(gated, mamba.out_proj.weight, mamba.out_proj.bias), inputs
 
@@ -61,9 +67,19 @@ def attend(layer, x, step, state, config):
 
 
 def feed_forward(layer, hidden_states, config):
-    top_k = config.num_experts_per_tok if layer.block_sparse_moe else 0
-    weights = layer.weights().feed_forward
-    return cpu.FeedForwardBlock(weights, top_k, config.rms_norm_eps, config.residual_multiplier)(hidden_states)
+    mlp, experts = layer.shared_mlp, layer.block_sparse_moe
+    half = cpu.layers.feed_forward(
+        norm=layer.post_attention_layernorm.weight,
+        input=mlp.input_linear.weight,
+        output=mlp.output_linear.weight,
+        router=experts and experts.router.layer.weight,
+        expert_input=experts and experts.input_linear.weight,
+        expert_output=experts and experts.output_linear.weight,
+        top_k=config.num_experts_per_tok if experts else 0,
+        eps=config.rms_norm_eps,
+        residual_multiplier=config.residual_multiplier,
+    )
+    return half.step(hidden_states)
 
 
 def one_after_another(model, hidden_states, step, state):
@@ -83,17 +99,11 @@ def one_after_another(model, hidden_states, step, state):
 
 def steps(state, only_verifies=False):
     """A prompt of two rows, one of which is shorter, then a token of each; the rows are not in the order of slots."""
-    slots, kept_inputs = torch.tensor([2, 1]), [] if only_verifies else None
+    slots = torch.tensor([2, 1])
     for tokens, start in ((20, [0, 0]), (1, [20, 13])) if not only_verifies else ((5, [0, 0]),):
         positions = torch.tensor(start)[:, None] + torch.arange(tokens)
         lengths = torch.tensor([tokens, 13 if tokens == 20 else tokens])
-        yield step_of(positions, lengths, slots, 21, state, kept_inputs=kept_inputs)
-
-
-def rows_of(step, config):
-    if not config.uses_rope:
-        return *step.rows, step.slots
-    return *step.rows, step.slots, *ops.rotary_tables(step.positions, config.head_dim, config.rope_theta)
+        yield step_of(positions, lengths, slots, state, kv_length=21, verifies=only_verifies)
 
 
 def same(tensors, others):
@@ -117,8 +127,7 @@ def check(model):
     ours, theirs = (poisoned_state(model, 2, 30) for _ in range(2))
     for step, other in zip(steps(ours), steps(theirs), strict=True):
         x = torch.randn(2, step.positions.shape[1], model.config.hidden_size).masked_fill(~step.is_real[..., None], 0)
-        rows = rows_of(step, model.config)
-        (output,) = model.model.fused_layers(x, list(ours.tensors()), rows, HEURISTIC, False)
+        output, _ = model.model.fused_layers(x, step, ours, model.model.rotary(step))
         expected, _ = one_after_another(model, x, other, theirs)
         assert torch.equal(output, expected)
         assert same(ours.tensors(), theirs.tensors())
@@ -131,34 +140,32 @@ def test_inputs_are_kept_and_advance_by_them():
     before = [tensor.clone() for tensor in ours.tensors()]
     (step,), (other,) = steps(ours, only_verifies=True), steps(theirs, only_verifies=True)
     x = torch.randn(2, 5, model.config.hidden_size)
-    output, *inputs = model.model.fused_layers(x, list(ours.tensors()), rows_of(step, model.config), HEURISTIC, True)
+    output, inputs = model.model.fused_layers(x, step, ours, model.model.rotary(step))
     expected, expected_inputs = one_after_another(model, x, other, theirs)
     assert torch.equal(output, expected) and same(inputs, expected_inputs)
     is_recurrent = [tensor.shape[2] != ours.max_length for tensor in ours.tensors()]
     changed = [not same([a], [b]) for a, b in zip(before, ours.tensors(), strict=True)]
     assert not any(change and recurrent for change, recurrent in zip(changed, is_recurrent, strict=True))
 
-    committed = step_of(step.positions, torch.tensor([3, 0]), step.slots, 0, ours)
-    model.model.fused_layers.advance(inputs, list(ours.tensors()), committed.rows, HEURISTIC)
-    first = step_of(step.positions[:, :3], torch.tensor([3, 0]), step.slots, 21, theirs)
+    committed = step_of(step.positions, torch.tensor([3, 0]), step.slots, ours)
+    model.model.fused_layers.advance(inputs, committed, ours)
+    first = step_of(step.positions[:, :3], torch.tensor([3, 0]), step.slots, theirs, kv_length=21)
     one_after_another(model, x[:, :3].contiguous(), first, theirs)
     recurrent = [(a, b) for a, b, is_one in zip(ours.tensors(), theirs.tensors(), is_recurrent, strict=True) if is_one]
     assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in recurrent)
 
 
-@torch.inference_mode()
-def test_a_weight_that_is_replaced_is_found():
-    model = bound_model("projection_bias", torch.float32)
+def test_states_of_other_layers_are_refused():
+    model = bound_model("moe", torch.float32)
+    step, *_ = steps(state := poisoned_state(model, 2, 30))
     x = torch.randn(2, 20, model.config.hidden_size)
-    for find in (lambda m: m.layers[0].mamba.D, lambda m: m.layers[1].self_attn.o_proj.bias):
-        step, *_ = steps(state := poisoned_state(model, 2, 30))
-        other, *_ = steps(again := poisoned_state(model, 2, 30))
-        find(model.model).data += 1.0
-        (output,) = model.model.fused_layers(x, list(state.tensors()), rows_of(step, model.config), HEURISTIC, False)
-        assert torch.equal(output, one_after_another(model, x, other, again)[0])
+    with pytest.raises(RuntimeError, match="states of 1 layers of"):
+        model.model.fused_layers(x, step, dataclasses.replace(state, layers=state.layers[:1]), None)
+    with pytest.raises(RuntimeError, match="inputs of 0 Mamba layers only"):
+        model.model.fused_layers.advance([], step, state)
 
 
 def test_without_the_operator_the_layers_are_their_parts():
-    operators = dataclasses.replace(cpu.operators(), decoder_layers=None)
+    operators = dataclasses.replace(cpu.operators(), fused_layers=None)
     model = random_model(NAMED["moe"].config()).bind(operators)
     assert model.model.fused_layers is None

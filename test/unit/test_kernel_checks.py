@@ -21,25 +21,85 @@ def packed(*shape):
 
 
 def call(name, **changes):
-    """An operator with good arguments, of which some are replaced: by name, or by a function of the good one."""
+    """An operator, or a layer and its method, with good arguments. Some are replaced: by name, or by a function of the
+    good one.
+    """
     arguments = GOOD[name]()
     for argument, value in changes.items():
         arguments[argument] = value(arguments[argument]) if callable(value) else value
-    return kernel(name)(*arguments.values())
+    kind, _, method = name.partition(".")
+    if not method:
+        return kernel(name)(*arguments.values())
+    of_layer = {key: arguments.pop(key) for key in MADE_OF[kind]}
+    return getattr(getattr(torch.classes.granite4_neuron, kind)(**of_layer), method)(**arguments)
 
 
-def mixer(paged):
+MIXER = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "n_groups", "dt_min", "dt_max")
+MADE_OF = {
+    "MambaMixer": (*MIXER, "chunk_size", "heads_per_task", "seed", "stream", "rounds"),
+    "MambaLayer": (
+        "mixer", "norm", "in_proj", "in_bias", "gated_norm", "out_proj", "out_bias", "eps", "residual_multiplier",
+    ),
+    "AttentionLayer": (
+        "norm", *(f"{x}_{kind}" for x in "qkvo" for kind in ("proj", "bias")), "head_dim", "scale", "eps",
+        "residual_multiplier",
+    ),
+    "FeedForward": (
+        "norm", "input", "output", "router", "expert_input", "expert_output", "top_k", "eps", "residual_multiplier",
+    ),
+}  # fmt: skip
+
+
+def mixer():
+    names = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D")
+    weights = torch.randn(CHANNELS, 1, WIDTH), torch.randn(CHANNELS), *torch.rand(3, HEADS)
+    numbers = dict(n_groups=1, dt_min=0.0, dt_max=1e9, chunk_size=64, heads_per_task=2, seed=0, stream=0, rounds=7)
+    return dict(zip(names, weights, strict=True)) | numbers
+
+
+def states():
     return {
-        "projected": torch.randn(*((3,) if paged else (2, 3)), CHANNELS + HEADS),
-        "weights": [torch.randn(CHANNELS, 1, WIDTH), torch.randn(CHANNELS), *torch.rand(3, HEADS)],
         "conv_state": torch.zeros(3, CHANNELS, WIDTH - 1),
         "ssm_state": torch.zeros(3, HEADS, HEAD_DIM, D_STATE),
-        "rows": [torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([[1], [2]], dtype=torch.int32)]
-        if paged
-        else [torch.tensor([3, 2]), torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0, 0])],
-        "sizes": [1, 64, 2],
-        "limits": [0.0, 1e9],
     }
+
+
+def slot_rows():
+    rows = dict(lengths=[3, 2], read_slots=[0, 0], write_slots=[1, 2], starts=[0, 0])
+    return {name: torch.tensor(row) for name, row in rows.items()}
+
+
+def page_rows():
+    return dict(
+        starts=torch.tensor([0, 1, 3], dtype=torch.int32),
+        pages=torch.tensor([[1], [2]], dtype=torch.int32),
+        accepted=None,
+    )
+
+
+def mamba_layer():
+    inner = HEADS * HEAD_DIM
+    return dict(
+        hidden_states=torch.randn(3, 8), mixer=torch.classes.granite4_neuron.MambaMixer(**mixer()), norm=torch.ones(8),
+        in_proj=packed(inner + CHANNELS + HEADS, 8), in_bias=None, gated_norm=torch.ones(inner),
+        out_proj=packed(8, inner), out_bias=None, eps=1e-5, residual_multiplier=1.0, **states(), **page_rows(),
+    )  # fmt: skip
+
+
+def attention_layer():
+    return dict(
+        hidden_states=torch.randn(3, 8), norm=torch.ones(8), q_proj=packed(32, 8), q_bias=None, k_proj=packed(16, 8),
+        k_bias=None, v_proj=packed(16, 8), v_bias=torch.randn(16), o_proj=packed(8, 32), o_bias=None, head_dim=8,
+        scale=1.0, eps=1e-5, residual_multiplier=1.0, **cache_pages(), cos=None, sin=None,
+    )  # fmt: skip
+
+
+def cache_pages():
+    return dict(
+        key_pages=torch.zeros(3, 2, 4, 8), value_pages=torch.zeros(3, 2, 4, 8),
+        **{name: torch.tensor(row, dtype=torch.int32) for name, row in
+           dict(starts=[0, 1, 3], lengths=[1, 2], pages=[[1], [2]]).items()},
+    )  # fmt: skip
 
 
 GOOD = {
@@ -50,8 +110,10 @@ GOOD = {
     "rms_norm": lambda: dict(x=torch.randn(2, 8), z=torch.randn(2, 8), weight=torch.randn(8), eps=1e-5, n_groups=2),
     "silu_and_mul": lambda: dict(x=torch.randn(2, 8)),
     "residual_add": lambda: dict(x=torch.randn(2, 8), y=torch.randn(2, 8), alpha=1.0),
-    "mamba_mixer": lambda: mixer(paged=False) | {"rounding": [0, 0, 7]},
-    "paged_mamba_mixer": lambda: mixer(paged=True),
+    "MambaMixer.step": lambda: mixer() | states() | slot_rows() | {"projected": torch.randn(2, 3, CHANNELS + HEADS)},
+    "MambaMixer.step_paged": lambda: mixer() | states() | page_rows() | {"projected": torch.randn(3, CHANNELS + HEADS)},
+    "MambaLayer.step_paged": mamba_layer,
+    "AttentionLayer.step_paged": attention_layer,
     "write_cache": lambda: dict(
         cache=torch.zeros(3, 2, 20, 8), values=torch.randn(2, 3, 2, 8), positions=torch.zeros(2, 1).long(),
         lengths=torch.tensor([3, 1]), slots=torch.tensor([1, 2]),
@@ -61,24 +123,19 @@ GOOD = {
         positions=torch.zeros(2, 1).long(), lengths=torch.tensor([3, 1]), slots=torch.tensor([1, 2]), scale=1.0,
     ),
     "paged_attention": lambda: dict(
-        query=torch.randn(3, 32), key=torch.randn(3, 16), value=torch.randn(3, 16),
-        key_pages=torch.zeros(3, 2, 4, 8), value_pages=torch.zeros(3, 2, 4, 8),
-        rows=[torch.tensor(n, dtype=torch.int32) for n in ([0, 1, 3], [1, 2], [[1], [2]])], scale=1.0,
+        query=torch.randn(3, 32), key=torch.randn(3, 16), value=torch.randn(3, 16), **cache_pages(), scale=1.0,
     ),
     "fused_experts": lambda: dict(
         x=torch.randn(3, 8), w1=packed(4, 12, 8), w2=packed(4, 8, 6), weights=torch.rand(3, 2),
         ids=torch.tensor([[0, 1], [1, 2], [3, 0]]),
     ),
-    "feed_forward_block": lambda: dict(
-        x=torch.randn(1, 3, 8), matrices=[packed(12, 8), packed(8, 6)], norm=torch.ones(8), top_k=0, eps=1e-5, by=1.0
+    "FeedForward.step": lambda: dict(
+        hidden_states=torch.randn(1, 3, 8), norm=torch.ones(8), input=packed(12, 8), output=packed(8, 6),
+        router=packed(4, 8), expert_input=packed(4, 20, 8), expert_output=packed(4, 8, 10), top_k=2, eps=1e-5,
+        residual_multiplier=1.0,
     ),
     "packed_bytes": lambda: dict(shape=[5, 8], format="plain", dtype=torch.float32),
 }  # fmt: skip
-
-
-def item(number, value):
-    """A list with one of its items replaced."""
-    return lambda good: [value if i == number else one for i, one in enumerate(good)]
 
 
 EMPTY = torch.empty(0)
@@ -117,34 +174,56 @@ BAD = [
     ("paged_attention", dict(query=torch.randn(3, 31)), "31 values of a token|do not share"),
     ("paged_attention", dict(key=torch.randn(2, 16)), "key has the shape"),
     ("paged_attention", dict(key_pages=torch.zeros(3, 2, 4, 0)), "shape"),
-    ("paged_attention", dict(rows=item(2, torch.tensor([[1], [3]], dtype=torch.int32))), "page 3 of 3"),
-    ("paged_attention", dict(rows=item(0, torch.tensor([0], dtype=torch.int32))), "starts has the shape"),
+    ("paged_attention", dict(pages=torch.tensor([[1], [3]], dtype=torch.int32)), "page 3 of 3"),
+    ("paged_attention", dict(starts=torch.tensor([0], dtype=torch.int32)), "starts has the shape"),
     ("fused_experts", dict(x=torch.randn(3, 1, 8)), "hidden_states has the shape"),
     ("fused_experts", dict(weights=EMPTY), "topk_weights has the shape"),
     ("fused_experts", dict(ids=torch.full((3, 2), 4)), "no expert 4"),
     ("fused_experts", dict(ids=torch.zeros(9, 2).long()), "topk_ids has the shape"),
-    ("feed_forward_block", dict(norm=torch.ones(3)), "weight has the shape"),
+    ("FeedForward.step", dict(norm=torch.ones(3)), "input is .12, 8. and should be .12, 3."),
+    (
+        "FeedForward.step",
+        dict(norm=torch.ones(8).bfloat16()),
+        "vectors of Float, and the norm is BFloat16",
+    ),
+    ("FeedForward.step", dict(output=packed(7, 6)), "output is .7, 6. and should be .8, 6."),
+    ("FeedForward.step", dict(expert_output=None), "a router without experts"),
+    ("FeedForward.step", dict(expert_input=packed(3, 20, 8)), "matrices of 3 experts, and 4 experts"),
+    ("FeedForward.step", dict(expert_output=packed(4, 8, 9)), "expert_input is .20, 8. and should be .18, 8."),
+    ("FeedForward.step", dict(top_k=5), "top_k is 5 of 4 experts"),
+    ("FeedForward.step", dict(hidden_states=torch.randn(1, 3, 7)), "weight has the shape"),
+    ("FeedForward.step", dict(input=torch.zeros(5)), "packed weight|kByte"),
+    ("MambaLayer.step_paged", dict(gated_norm=torch.ones(31)), "in_proj is"),
+    ("MambaLayer.step_paged", dict(out_proj=packed(8, 31)), "out_proj is .8, 31. and should be .8, 32."),
+    ("MambaLayer.step_paged", dict(out_bias=torch.ones(7)), "bias has the shape"),
+    ("MambaLayer.step_paged", dict(hidden_states=torch.randn(2, 8)), "starts do not span 2 tokens"),
+    ("AttentionLayer.step_paged", dict(head_dim=7), "32 and 16 rows for heads of 7"),
+    ("AttentionLayer.step_paged", dict(head_dim=0), "32 and 16 rows for heads of 0"),
+    ("AttentionLayer.step_paged", dict(v_proj=packed(8, 8), v_bias=None), "v_proj is .8, 8. and should be .16, 8."),
+    ("AttentionLayer.step_paged", dict(cos=torch.zeros(1, 3, 4)), "cosines or sines only"),
+    ("AttentionLayer.step_paged", dict(key_pages=torch.zeros(3, 1, 4, 8)), "shape"),
     ("packed_bytes", dict(shape=[5, 0]), "a weight has the shape"),
     ("packed_bytes", dict(shape=[2**40, 2**40]), "a weight has the shape"),
-    ("paged_mamba_mixer", dict(rows=[WRAPPING, torch.tensor([[1], [2], [1], [2]]).int()]), "ends before it starts"),
-    ("mamba_mixer", dict(rounding=[0, 0, 11]), "11 rounds"),
-    ("mamba_mixer", dict(ssm_state=torch.zeros(3, HEADS, HEAD_DIM, D_STATE).double()), "ssm_state is Double"),
-    ("mamba_mixer", dict(rows=item(0, torch.tensor([3]))), "lengths has the shape"),
-    ("mamba_mixer", dict(rows=item(3, NO_NUMBERS)), "starts has the shape"),
-    ("mamba_mixer", dict(conv_state=torch.zeros(2, CHANNELS, 3)), "conv_state has the shape"),
-    ("paged_mamba_mixer", dict(rows=item(1, torch.zeros(2, 0, dtype=torch.int32))), "no columns"),
-    ("paged_mamba_mixer", dict(sizes=[1, 64, 0]), "heads_per_task is 0"),
+    ("MambaMixer.step_paged", dict(starts=WRAPPING, pages=torch.tensor([[1], [2], [1], [2]]).int()), "ends before it"),
+    ("MambaMixer.step", dict(rounds=11), "11 rounds"),
+    ("MambaMixer.step", dict(ssm_state=torch.zeros(3, HEADS, HEAD_DIM, D_STATE).double()), "ssm_state is Double"),
+    ("MambaMixer.step", dict(lengths=torch.tensor([3])), "lengths has the shape"),
+    ("MambaMixer.step", dict(starts=NO_NUMBERS), "starts has the shape"),
+    ("MambaMixer.step", dict(conv_state=torch.zeros(2, CHANNELS, 3)), "conv_state has the shape"),
+    ("MambaMixer.step_paged", dict(pages=torch.zeros(2, 0, dtype=torch.int32)), "no columns"),
+    ("MambaMixer.step_paged", dict(heads_per_task=0), "heads_per_task is 0"),
     *(
         (name, change, words)
-        for name in ("mamba_mixer", "paged_mamba_mixer")
+        for name in ("MambaMixer.step", "MambaMixer.step_paged")
         for change, words in (
-            (dict(weights=item(1, torch.randn(3))), "conv_bias has the shape"),
-            (dict(weights=item(3, torch.rand(1))), "A_log has the shape"),
-            (dict(weights=item(4, EMPTY)), "D has the shape"),
-            (dict(sizes=[3, 64, 2]), "n_groups is 3 of 4"),
-            (dict(sizes=[2, 64, 2]), "channels, which are not"),
-            (dict(sizes=[0, 64, 2]), "n_groups is 0 of 4"),
+            (dict(conv_bias=torch.randn(3)), "conv_bias has the shape"),
+            (dict(A_log=torch.rand(1)), "A_log has the shape"),
+            (dict(D=EMPTY), "D has the shape"),
+            (dict(n_groups=3), "n_groups is 3 of 4"),
+            (dict(n_groups=2), "channels, which are not"),
+            (dict(n_groups=0), "n_groups is 0 of 4"),
             (dict(ssm_state=EMPTY), "ssm_state has the shape"),
+            (dict(chunk_size=129), "chunk_size is 129"),
         )
     ),
 ]
@@ -184,10 +263,12 @@ def no_rows(good):
         ("silu_and_mul", dict(x=no_rows)),
         ("residual_add", dict(x=no_rows, y=no_rows)),
         ("fused_experts", dict(x=no_rows, weights=no_rows, ids=no_rows)),
-        ("feed_forward_block", dict(x=lambda good: good[:, :0])),
-        ("mamba_mixer", dict(projected=no_rows, rows=lambda good: [row[:0] for row in good])),
-        ("mamba_mixer", dict(projected=lambda x: x[:, :0], rows=lambda good: [0 * good[0], *good[1:]])),
-        ("paged_mamba_mixer", dict(projected=no_rows, rows=lambda good: [good[0][:1], good[1][:0]])),
+        ("FeedForward.step", dict(hidden_states=lambda good: good[:, :0])),
+        ("MambaMixer.step", dict.fromkeys(("projected", *slot_rows()), no_rows)),
+        ("MambaMixer.step", dict(projected=lambda x: x[:, :0], lengths=lambda good: 0 * good)),
+        ("MambaMixer.step_paged", dict(projected=no_rows, starts=lambda good: good[:1], pages=no_rows)),
+        ("MambaLayer.step_paged", dict(hidden_states=no_rows, starts=lambda good: good[:1], pages=no_rows)),
+        ("AttentionLayer.step_paged", dict(hidden_states=no_rows, starts=lambda good: 0 * good)),
         ("cached_attention", dict(query=no_rows, positions=no_rows, lengths=no_rows, slots=no_rows)),
         (
             "cached_attention",
@@ -195,7 +276,7 @@ def no_rows(good):
         ),
         (
             "paged_attention",
-            dict(query=no_rows, key=no_rows, value=no_rows, rows=lambda good: [0 * good[0], *good[1:]]),
+            dict(query=no_rows, key=no_rows, value=no_rows, starts=lambda good: 0 * good),
         ),
     ],
 )

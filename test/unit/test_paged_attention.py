@@ -48,7 +48,7 @@ class Step:
 
     def run(self):
         rows = [self.starts, self.lengths, self.pages]
-        return cpu.paged_attention(self.query, self.key, self.value, self.key_pages, self.value_pages, rows, SCALE)
+        return cpu.paged_attention(self.query, self.key, self.value, self.key_pages, self.value_pages, *rows, SCALE)
 
     def exact(self, seen=lambda position: position + 1):
         """In float64; a token at `position` sees so many keys."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops import cpu
+from granite4_neuron.ops import LaunchParameters, cpu
 from test.support import slot_oracles
 
 HEADS, HEAD_DIM, D_STATE, GROUPS = 4, 8, 16, 2
@@ -58,10 +58,24 @@ class Step:
                 self.ssm_state[pages[source]] = torch.randn(HEADS, HEAD_DIM, D_STATE)
 
     def run(self):
-        rows = [self.starts, self.pages] + ([self.accepted] if self.speculative else [])
-        weights = [self.conv_weight, self.conv_bias, self.dt_bias, self.A_log, self.D]
-        xBC_dt = self.projected[:, INNER:]
-        return cpu.paged_mamba_mixer(xBC_dt, weights, self.conv_state, self.ssm_state, rows, (GROUPS, 64, 2), LIMITS)
+        mixer = cpu.layers.mamba_mixer(
+            conv_weight=self.conv_weight,
+            conv_bias=self.conv_bias,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            n_groups=GROUPS,
+            time_step_limit=LIMITS,
+            launch_parameters=LaunchParameters(64, 2, 64),
+        )
+        return mixer.step_paged(
+            projected=self.projected[:, INNER:],
+            conv_state=self.conv_state,
+            ssm_state=self.ssm_state,
+            starts=self.starts,
+            pages=self.pages,
+            accepted=self.accepted,
+        )
 
     def exact(self, conv_mistake=None, state_mistake=None):
         """(y, conv_state, ssm_state) in float64, of the state as it is now."""

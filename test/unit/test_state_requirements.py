@@ -209,7 +209,7 @@ def window_of_all_tokens(stand, patch):
     """The SSM state is that of the accepted tokens, the window that of all."""
     original = GraniteMoeHybridForCausalLM.advance
 
-    def advance(self, kept_inputs, positions, lengths, slots, state, launch_parameters):
+    def advance(self, kept_inputs, positions, lengths, slots, state):
         original(self, kept_inputs, positions, torch.full_like(lengths, positions.shape[1]), slots, state)
         windows = [layer.conv_state.clone() for layer in state.layers if isinstance(layer, MambaState)]
         for old, new in zip(advance.before, state.tensors(), strict=True):
@@ -297,7 +297,7 @@ def used_again(stand: Stand) -> float:
 
 
 def leftovers_are_read(stand, patch):
-    patch.setattr(NullSlotStep, "read_slots", property(lambda step: step.slots))
+    patch.setattr(NullSlotStep, "_read_slots", lambda step: step.slots)
 
 
 def state_goes_with_the_row(stand, patch):
@@ -306,7 +306,7 @@ def state_goes_with_the_row(stand, patch):
     def read_slots(step):
         return in_order(step).where(step.positions[:, 0] > 0, NULL_SLOT)
 
-    patch.setattr(NullSlotStep, "read_slots", property(read_slots))
+    patch.setattr(NullSlotStep, "_read_slots", read_slots)
 
 
 REQUIREMENTS = {

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.parallel import Parallel, RowParallelLinear
 from granite4_neuron.model.state import KeyValueState
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import TORCH, Operators, apply_rotary
+from granite4_neuron.ops import apply_rotary
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Projections, rotary positions if the model has them, attention, projection; heads are split over the ranks.
 
     The scores are multiplied by the config's attention_multiplier; there is no 1 / sqrt(head_dim).
     """
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Binds a module's weights to other operators."""
+"""What all modules of the model have in common: operators, and weights that are fixed once these are chosen."""
 
 from __future__ import annotations
 
@@ -7,27 +7,55 @@ from typing import TypeVar
 
 from torch import nn
 
-from granite4_neuron.ops.operators import Operators, Weights
+from granite4_neuron.ops import TORCH, Operators
 
-Module = TypeVar("Module", bound=nn.Module)
+_FIXED = "a bound model's weights are fixed; change the model that it was bound from, and bind that again"
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
-def bind(module: Module, operators: Operators) -> Module:
-    """A copy of `module` whose submodules all compute with `operators`.
+class Module(nn.Module):
+    """A module that computes with `operators`.
 
-    It is a second tree of modules over the same parameters, buffers and hooks: replacing one of them replaces it in
-    both. `module` itself is not changed.
+    Its parameters and submodules may be replaced until it is bound, see `bind`; to do so afterwards is a TypeError.
     """
-    bound = copy.copy(module)
-    bound.operators = operators
-    bound._modules = {
-        name: None if child is None else bind(child, operators) for name, child in module._modules.items()
-    }
-    return bound
+
+    operators: Operators = TORCH
+    _is_bound = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._is_bound and (name == "weight" or name in self._parameters or name in self._modules):
+            raise TypeError(_FIXED)
+        super().__setattr__(name, value)
+
+    def _apply(self, *args, **kwargs) -> Module:
+        if self._is_bound:
+            raise TypeError(_FIXED)
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        if self._is_bound:
+            raise TypeError(_FIXED)
+        super()._load_from_state_dict(*args, **kwargs)
 
 
-def weights(module: nn.Module) -> Weights:
-    """A live view of a module's own parameters by name. Reading one here takes a tenth of the time of the module's
-    attribute, which matters for a short kernel.
-    """
-    return module._parameters
+def use(module: nn.Module, operators: Operators) -> None:
+    """Have a module and its submodules compute with `operators`."""
+    for each in module.modules():
+        if isinstance(each, Module):
+            each.operators = operators
+
+
+def second_tree(module: AnyModule) -> AnyModule:
+    """A tree of modules of its own over the same parameters, buffers and hooks, which is not bound."""
+    copied = copy.copy(module)
+    copied.__dict__["_is_bound"] = False
+    copied._parameters = dict(module._parameters)
+    copied._modules = {name: None if child is None else second_tree(child) for name, child in module._modules.items()}
+    return copied
+
+
+def fix_weights(module: nn.Module) -> None:
+    """Refuse other parameters and submodules from now on."""
+    for each in module.modules():
+        each.__dict__["_is_bound"] = True

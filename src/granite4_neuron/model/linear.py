@@ -7,24 +7,24 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from granite4_neuron.ops import TORCH, CompactWeight, Operators
+from granite4_neuron.model.binding import Module
+from granite4_neuron.ops import CompactWeight
 
 
-class Matrix(nn.Module):
+class Matrix(Module):
     """A module whose `weight` is a matrix, or one of each expert: a parameter, or in its place a `CompactWeight`."""
 
     may_be_quantized: ClassVar[bool] = True
 
     def set_compact_weight(self, weight: CompactWeight) -> None:
         """Put it in the parameter's place."""
-        self._parameters.pop("weight", None)
-        self.__dict__["weight"] = weight
+        if "weight" in self._parameters and not self._is_bound:
+            del self.weight
+        self.weight = weight
 
 
 class Linear(Matrix, nn.Linear):
     """torch's Linear, through `operators`."""
-
-    operators: Operators = TORCH
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__(in_features, out_features, bias=bias)

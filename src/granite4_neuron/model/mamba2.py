@@ -7,15 +7,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import TORCH, FewTokens, MambaKernels, MixerConstants, Operators, Rounding
+from granite4_neuron.ops import FewTokens, MambaKernels, MixerConstants, Rounding
 
 
-class Mamba2(nn.Module):
+class Mamba2(Module):
     """Projection, causal convolution, selective scan, gated norm, projection; heads are split over the ranks.
 
     Args:
@@ -23,8 +24,6 @@ class Mamba2(nn.Module):
 
     Source: Dao and Gu 2024, figure 6, in the sequential form; Hugging Face's GraniteMoeHybridMambaLayer.
     """
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel, layer: int = 0):
         super().__init__()
@@ -47,19 +46,20 @@ class Mamba2(nn.Module):
         self.norm = RMSNormGated(self.d_inner, config.rms_norm_eps, self.n_groups)
         self.out_proj = _NormedProjection(config, self.d_inner, parallel)
 
-    def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        """[batch, tokens, hidden_size] to the same shape; `state` is advanced in place by the step's real tokens."""
+    def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> tuple[torch.Tensor, torch.Tensor]:
+        """[batch, tokens, hidden_size] to the same shape, and the inputs of `advance`, [batch, tokens, conv_dim +
+        num_heads]. `state` is advanced in place by the step's real tokens, unless the step verifies.
+        """
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
-        step.keep(xBC_dt)
         few_tokens = self._few_tokens(xBC_dt)
         if few_tokens is None:
-            return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm)
+            return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm), xBC_dt
         gated = self._mix_few(few_tokens, xBC_dt, z, step, state)
-        return self.out_proj(gated, None, self.norm)
+        return self.out_proj(gated, None, self.norm), xBC_dt
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
-        """Advance `state` in place by the first inputs that a step kept, as many as `step.lengths` says.
+        """Advance `state` in place by the first inputs of a step that verified, as many as `step.lengths` says.
 
         Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
@@ -80,7 +80,7 @@ class Mamba2(nn.Module):
         xBC, dt = self._inputs(xBC_dt, step)
         constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
         before = step.read(state.conv_state), step.read(state.ssm_state)
-        accepted = step.lengths if step.kept_inputs is None else None
+        accepted = None if step.verifies else step.lengths
         results = few_tokens.mix(xBC, dt, constants, *before, z, accepted)
         if accepted is not None:
             step.write(state.ssm_state, results[-2])
@@ -115,7 +115,7 @@ class Mamba2(nn.Module):
         x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
         B = xBC[..., self.d_inner : self.d_inner + group_width].unflatten(-1, (self.n_groups, self.d_state))
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
-        chunk_size = step.launch_parameters.torch_chunk_size
+        chunk_size = self.operators.launch_parameters.torch_chunk_size
         dtype = state.ssm_state.dtype
         y, ssm_state = kernels.scan(x, dt, self._A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
         if dtype != torch.float32:
@@ -124,7 +124,7 @@ class Mamba2(nn.Module):
         return y.reshape(batch, tokens, self.d_inner)
 
 
-class _ConvWeights(nn.Module):
+class _ConvWeights(Module):
     """Weights under the checkpoint's names; `ops.causal_conv1d` does the work."""
 
     def __init__(self, channels: int, width: int, bias: bool):

@@ -5,35 +5,33 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.attention import Attention, RotaryTables
-from granite4_neuron.model.binding import bind, weights
+from granite4_neuron.model.binding import Module, fix_weights, second_tree, use
+from granite4_neuron.model.fused import FusedLayers
 from granite4_neuron.model.linear import Linear, Matrix
 from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.moe import SharedMLP, SparseMoe, feed_forward
+from granite4_neuron.model.moe import SharedMLP, SparseMoe
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
-from granite4_neuron.ops import TORCH, LaunchParameters, Operators, Weight, is_quantized, rotary_tables
-from granite4_neuron.ops.launch_parameters import HEURISTIC
-from granite4_neuron.ops.operators import AttentionWeights, DecoderLayerWeights, FeedForwardWeights, MambaWeights, Pack
+from granite4_neuron.ops import Operators, Weight, is_quantized, rotary_tables
+from granite4_neuron.ops.operators import Pack
 
 
-class GraniteMoeHybridForCausalLM(nn.Module):
+class GraniteMoeHybridForCausalLM(Module):
     """A Granite 4 hybrid with its language model head. It computes in plain torch; `bind` gives it other operators.
 
     Args:
         config: the model's dimensions and constants.
         parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
     """
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
@@ -87,29 +85,32 @@ class GraniteMoeHybridForCausalLM(nn.Module):
                 yield f"{name}.weight", module.weight
 
     def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
-        """A model over the same weights that computes with `operators`; this one is not changed.
+        """A model with the weights that this one has now, which computes with `operators`; this one is not changed.
 
-        Both have the same weights, whichever of them is given new ones. With a device other than theirs the weights are
-        copied there, and are the bound model's own. Operators with a layout of their own have copies of the matrices in
-        it, unless these are in it already.
+        Its weights are fixed. It shares tensors with this model, but for two cases. With a device other than theirs
+        they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
+        in that layout already.
         """
-        bound = bind(self, operators)
+        bound = second_tree(self)
+        use(bound, operators)
         if operators.pack is not None:
             bound._pack(operators.pack)
-        bound.model.fuse_layers()
         if device is not None:
-            for module in bound.modules():
-                module._parameters = dict(module._parameters)
             bound.to(device).tie_weights()
+        bound.model.fuse_layers()
+        fix_weights(bound)
         return bound
 
     def _pack(self, pack: Pack) -> None:
-        """Have all matrices as products read them. Where they are parameters, another model may have them too."""
-        for module in self.matrices().values():
-            packed = pack(module.weight, self.dtype)
-            module._parameters = dict(module._parameters)
-            module.set_compact_weight(packed)
-        self.lm_head._parameters = dict(self.lm_head._parameters)
+        """Have all matrices as products read them, and copies of the other weights."""
+        matrices = self.matrices().values()
+        is_packed = not any(isinstance(module.weight, nn.Parameter) for module in matrices)
+        for module in matrices:
+            module.set_compact_weight(pack(module.weight, self.dtype))
+        for module in () if is_packed else self.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=False)
         self.tie_weights()
 
     def forward(
@@ -122,8 +123,6 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         *,
         kv_length: int | None = None,
         all_logits: bool = False,
-        launch_parameters: LaunchParameters = HEURISTIC,
-        kept_inputs: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
 
@@ -142,26 +141,41 @@ class GraniteMoeHybridForCausalLM(nn.Module):
             state: updated in place.
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
             all_logits: logits of every token rather than of each row's last real one.
-            launch_parameters: how a CPU's kernels cut up the step; graphs that are traced leave it as it is.
-            kept_inputs: None, or a list, empty, of a step that verifies: it leaves recurrent state as it is and puts
-                there what `advance` takes. Keys and values are written.
 
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
         """
-        if kv_length is None:
-            kv_length = state.max_length
-        step = step_of(positions, lengths, slots, kv_length, state, launch_parameters, kept_inputs=kept_inputs)
-        hidden_states = self.model(input_ids, step, state)
+        step = step_of(positions, lengths, slots, state, kv_length=kv_length)
+        hidden_states, _ = self.model(input_ids, step, state)
         if not all_logits:
             # Selected by a mask and not by an index: what a compiler for static shapes handles well.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
-        return self.parallel.all_gather(self.head(hidden_states))
+        return self.head(hidden_states)
+
+    def verify(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor | None,
+        state: HybridState,
+        *,
+        kv_length: int | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`forward` for tokens that may be taken back: keys and values are written, recurrent state is left as it is.
+
+        Returns:
+            Logits of every token, [batch, tokens, vocab_size] in float32; and the inputs of each Mamba layer's
+            recurrence, [batch, tokens, conv_dim + num_heads], for `advance`.
+        """
+        step = step_of(positions, lengths, slots, state, kv_length=kv_length, verifies=True)
+        hidden_states, inputs = self.model(input_ids, step, state)
+        return self.head(hidden_states), inputs
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the logits: [..., hidden_size] to [..., vocab_size of the rank], float32."""
-        head = self.lm_head
-        return self.operators.logits(hidden_states, head.weight, self.config.logits_scaling)
+        """Logits: [..., hidden_size] to [..., vocab_size], float32."""
+        part = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
+        return self.parallel.all_gather(part)
 
     def advance(
         self,
@@ -170,19 +184,18 @@ class GraniteMoeHybridForCausalLM(nn.Module):
         lengths: torch.Tensor,
         slots: torch.Tensor | None,
         state: HybridState,
-        launch_parameters: LaunchParameters = HEURISTIC,
     ) -> None:
         """Advance recurrent state by the first tokens of a step that verified: the Mamba layers' recurrences only.
 
         Args:
-            kept_inputs: of that step, from `forward`.
+            kept_inputs: of that step, from `verify`.
             positions, slots: its own.
             lengths: [batch], int64, 0 to those of that step: how many tokens of each row.
-            state, launch_parameters: as for `forward`.
+            state: as for `forward`.
         """
-        step = step_of(positions, lengths, slots, 0, state, launch_parameters)
+        step = step_of(positions, lengths, slots, state, kv_length=0)
         if self.model.fuses(step):
-            self.model.fused_layers.advance(kept_inputs, list(state.tensors()), step.rows, launch_parameters)
+            self.model.fused_layers.advance(kept_inputs, step, state)
             return
         mamba = [pair for pair in zip(self.model.layers, state.layers, strict=True) if pair[0].is_mamba]
         for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
@@ -193,65 +206,65 @@ def step_of(
     positions: torch.Tensor,
     lengths: torch.Tensor,
     slots: torch.Tensor | None,
-    kv_length: int,
     state: HybridState,
-    launch_parameters: LaunchParameters = HEURISTIC,
     *,
-    kept_inputs: list[torch.Tensor] | None = None,
+    kv_length: int | None = None,
+    verifies: bool = False,
 ) -> Step:
     """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
     in_order = slots is None
     if in_order:
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
-    where = (positions, lengths, cache_slots, kv_length)
+    where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
     if state.has_null_slot:
-        return NullSlotStep(*where, launch_parameters=launch_parameters, kept_inputs=kept_inputs)
-    return DenseStep(*where, None if in_order else slots - 1, kept_inputs=kept_inputs)
+        return NullSlotStep(*where, verifies=verifies)
+    return DenseStep(*where, None if in_order else slots - 1, verifies=verifies)
 
 
-class _Decoder(nn.Module):
+class _Decoder(Module):
     """Embedding, layers, final norm.
 
     The layers are computed one after another by their parts, or as one call where the operators have one that takes it.
     """
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_DecoderLayer(config, layer, parallel) for layer in range(len(config.layer_types)))
+        self.layers = nn.ModuleList(_decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fused_layers: Callable[..., list[torch.Tensor]] | None = None
+        self.fused_layers: FusedLayers | None = None
 
     def fuse_layers(self) -> None:
         """Take the one call for all layers, if the operators have it."""
-        make = self.operators.decoder_layers
-        self.fused_layers = make and make([layer.weights() for layer in self.layers], self.config)
+        kernels = self.operators.fused_layers
+        if kernels is not None:
+            self.fused_layers = FusedLayers(kernels, self.layers, self.config, self.operators.launch_parameters)
 
     def fuses(self, step: Step) -> bool:
         """Whether that call takes the step."""
         return self.fused_layers is not None and step.has_null_slot
 
-    def forward(self, input_ids: torch.Tensor, step: Step, state: HybridState) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, step: Step, state: HybridState
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Final hidden states, [batch, tokens, hidden_size]; and if the step verifies, each Mamba layer's inputs."""
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
         hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
         rotary = self.rotary(step)
         if self.fuses(step):
-            rows = (*step.rows, step.slots, *(rotary or ()))
-            of_step = step.launch_parameters, step.kept_inputs is not None
-            hidden_states, *inputs = self.fused_layers(hidden_states, list(state.tensors()), rows, *of_step)
-            for each in inputs:
-                step.keep(each)
-        else:
-            for layer, layer_state in zip(self.layers, state.layers, strict=True):
-                hidden_states = layer(hidden_states, step, layer_state, rotary)
-        return self.norm(hidden_states)
+            hidden_states, kept_inputs = self.fused_layers(hidden_states, step, state, rotary)
+            return self.norm(hidden_states), kept_inputs
+        kept_inputs = []
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            hidden_states, inputs = layer(hidden_states, step, layer_state, rotary)
+            if step.verifies and layer.is_mamba:
+                kept_inputs.append(inputs)
+        return self.norm(hidden_states), kept_inputs
 
     def rotary(self, step: Step) -> RotaryTables | None:
         """For the step's positions; None for a model without rotary positions."""
@@ -260,23 +273,26 @@ class _Decoder(nn.Module):
         return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
 
 
-class _DecoderLayer(nn.Module):
-    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier."""
+class DecoderLayer(Module):
+    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
 
-    operators: Operators = TORCH
+    This is the definition. It is written once more, as fused kernels: ops/cpu/kernels/layers.h.
+    """
 
-    def __init__(self, config: GraniteMoeHybridConfig, layer: int, parallel: Parallel):
+    def __init__(
+        self, config: GraniteMoeHybridConfig, mixer: nn.Module, shared_mlp: nn.Module, experts: nn.Module | None
+    ):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_mamba = config.layer_types[layer] == MAMBA
+        self.is_mamba = isinstance(mixer, Mamba2)
         if self.is_mamba:
-            self.mamba = Mamba2(config, parallel, layer)
+            self.mamba = mixer
         else:
-            self.self_attn = Attention(config, parallel)
+            self.self_attn = mixer
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = SparseMoe(config, parallel) if config.num_local_experts else None
-        self.shared_mlp = SharedMLP(config, parallel)
+        self.block_sparse_moe = experts
+        self.shared_mlp = shared_mlp
 
     def forward(
         self,
@@ -284,34 +300,33 @@ class _DecoderLayer(nn.Module):
         step: Step,
         state: MambaState | KeyValueState,
         rotary: RotaryTables | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What becomes of hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
+        residual_add, inputs = self.operators.residual_add, None
         x = self.input_layernorm(hidden_states)
-        mixed = self.mamba(x, step, state) if self.is_mamba else self.self_attn(x, step, state, rotary)
-        hidden_states = self.operators.residual_add(hidden_states, mixed, self.residual_multiplier)
-        return feed_forward(
-            hidden_states,
-            self.post_attention_layernorm,
-            self.shared_mlp,
-            self.block_sparse_moe,
-            self.residual_multiplier,
-        )
+        if self.is_mamba:
+            mixed, inputs = self.mamba(x, step, state)
+        else:
+            mixed = self.attend(x, step, state, rotary)
+        hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
+        x = self.post_attention_layernorm(hidden_states)
+        for output in self.feed_forward(x, step):
+            hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
+        return hidden_states, inputs
 
-    def weights(self) -> DecoderLayerWeights:
-        """Of all parts."""
-        mlp, experts = self.shared_mlp, self.block_sparse_moe
-        matrices = [mlp.input_linear.weight, mlp.output_linear.weight]
-        if experts is not None:
-            matrices += [each.weight for each in (experts.router.layer, experts.input_linear, experts.output_linear)]
-        mixer = self._mamba_weights() if self.is_mamba else self._attention_weights()
-        return DecoderLayerWeights(mixer, FeedForwardWeights(weights(self.post_attention_layernorm), matrices))
+    def attend(self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None) -> torch.Tensor:
+        """As `Attention`."""
+        return self.self_attn(x, step, state, rotary)
 
-    def _mamba_weights(self) -> MambaWeights:
-        mamba = self.mamba
-        parts = (self.input_layernorm, mamba.in_proj, mamba.conv1d, mamba, mamba.norm, mamba.out_proj)
-        return MambaWeights([mamba.in_proj.weight, mamba.out_proj.weight], *map(weights, parts))
+    def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
+        """What is added one after the other, each [batch, tokens, hidden_size]."""
+        yield self.shared_mlp(x)
+        if self.block_sparse_moe is not None:
+            yield self.block_sparse_moe(x)
 
-    def _attention_weights(self) -> AttentionWeights:
-        attention = self.self_attn
-        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        matrices, biases = [each.weight for each in projections], [weights(each) for each in projections]
-        return AttentionWeights(matrices, weights(self.input_layernorm), biases)
+
+def _decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel) -> DecoderLayer:
+    is_mamba = config.layer_types[layer] == MAMBA
+    mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)
+    experts = SparseMoe(config, parallel) if config.num_local_experts else None
+    return DecoderLayer(config, mixer, SharedMLP(config, parallel), experts)

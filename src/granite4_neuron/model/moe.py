@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel, RowParallelLinear
-from granite4_neuron.ops import TORCH, Operators
 
 
-def feed_forward(
-    hidden_states: torch.Tensor,
-    norm: RMSNorm,
-    mlp: SharedMLP,
-    experts: Callable[[torch.Tensor], torch.Tensor] | None,
-    residual_multiplier: float,
-) -> torch.Tensor:
-    """The second half of a decoder layer: adds the MLP and the experts of the normalised input to the residual stream.
-
-    This is the definition. It is written twice more: as one call for a CPU in ops/cpu/kernels/layers.h, and in
-    neuron/nxdi/modeling.py, where the ranks add MLP and experts in one message.
-    """
-    residual_add = mlp.operators.residual_add
-    x = norm(hidden_states)
-    hidden_states = residual_add(hidden_states, mlp(x), residual_multiplier)
-    return hidden_states if experts is None else residual_add(hidden_states, experts(x), residual_multiplier)
-
-
-class SharedMLP(nn.Module):
+class SharedMLP(Module):
     """output_linear(silu(gate) * up), with gate and up stacked in input_linear, gate first."""
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
@@ -50,10 +27,8 @@ class SharedMLP(nn.Module):
         return self.output_linear(self.operators.silu_and_mul(self.input_linear(hidden_states)))
 
 
-class SparseMoe(nn.Module):
+class SparseMoe(Module):
     """A router, and experts whose widths are split over the ranks; see `ops.topk_softmax` and `ops.fused_experts`."""
-
-    operators: Operators = TORCH
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
         super().__init__()
@@ -74,7 +49,7 @@ class SparseMoe(nn.Module):
         return self.parallel.all_reduce(output.view(hidden_states.shape))
 
 
-class _Router(nn.Module):
+class _Router(Module):
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
         self.layer = _RouterWeights(hidden_size, num_experts, bias=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from granite4_neuron.ops import TORCH, Operators, rms_norm
+from granite4_neuron.model.binding import Module
+from granite4_neuron.ops import rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """`ops.rms_norm` with its weight."""
-
-    operators: Operators = TORCH
 
     def __init__(self, channels: int, eps: float):
         super().__init__()
@@ -22,10 +21,8 @@ class RMSNorm(nn.Module):
         return self.operators.rms_norm(hidden_states, self.weight, self.eps)
 
 
-class RMSNormGated(nn.Module):
+class RMSNormGated(Module):
     """`ops.rms_norm_gated` with its weight."""
-
-    operators: Operators = TORCH
 
     def __init__(self, channels: int, eps: float, n_groups: int):
         super().__init__()

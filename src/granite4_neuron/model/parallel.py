@@ -10,7 +10,6 @@ import torch.distributed
 from torch import nn
 
 from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.ops import TORCH, Operators
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class RowParallelLinear(Linear):
 class VocabParallelEmbedding(Matrix, nn.Embedding):
     """An embedding whose rows are split over the ranks in equal, consecutive parts."""
 
-    operators: Operators = TORCH
     may_be_quantized = False
 
     def __init__(self, rows: int, width: int, parallel: Parallel):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import torch
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.head import logits
+from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.mamba_kernels import CHUNKED, QUADRATIC, SINGLE_TOKEN, MambaKernels
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
@@ -18,83 +20,6 @@ from granite4_neuron.ops.stochastic_rounding import stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, quantize
 
 Operator = Callable[..., torch.Tensor]
-# One module's parameters by name, and not their values: a parameter that is replaced later is found there too.
-Weights = Mapping[str, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class MambaWeights:
-    """The weights of a layer's first half, with a Mamba-2 layer in it: the matrices, and where the others are.
-
-    matrices: of in_proj and out_proj.
-    in_bias, out_bias: "bias" of the projections.
-    norm, gated_norm: "weight".
-    conv1d: "weight", [conv_dim, 1, d_conv], and "bias".
-    mixer: "dt_bias", "A_log" and "D".
-    """
-
-    matrices: Sequence[Weight]
-    norm: Weights
-    in_bias: Weights
-    conv1d: Weights
-    mixer: Weights
-    gated_norm: Weights
-    out_bias: Weights
-
-    def now(self) -> list[torch.Tensor | None]:
-        """All but the matrices at this moment, in the order of the fields."""
-        norms = self.norm["weight"], self.gated_norm["weight"]
-        return [norms[0], self.in_bias["bias"], *self.mixer_now(), norms[1], self.out_bias["bias"]]
-
-    def mixer_now(self) -> list[torch.Tensor | None]:
-        """Those of conv1d and mixer."""
-        conv1d, mixer = self.conv1d, self.mixer
-        return [conv1d["weight"], conv1d["bias"], mixer["dt_bias"], mixer["A_log"], mixer["D"]]
-
-
-@dataclass(frozen=True)
-class AttentionWeights:
-    """The weights of a layer's first half, with attention in it.
-
-    matrices, biases: of the projections of queries, keys, values and output; where "bias" of each is.
-    norm: "weight".
-    """
-
-    matrices: Sequence[Weight]
-    norm: Weights
-    biases: Sequence[Weights]
-
-    def now(self) -> list[torch.Tensor | None]:
-        """All but the matrices at this moment: the norm's, and the biases."""
-        return [self.norm["weight"], *(bias["bias"] for bias in self.biases)]
-
-
-@dataclass(frozen=True)
-class FeedForwardWeights:
-    """The weights of a layer's second half.
-
-    norm: where "weight" is.
-    matrices: input and output of the MLP; with experts the router, and their input and output.
-    """
-
-    norm: Weights
-    matrices: Sequence[Weight]
-
-
-@dataclass(frozen=True)
-class DecoderLayerWeights:
-    """The weights of both halves."""
-
-    mixer: MambaWeights | AttentionWeights
-    feed_forward: FeedForwardWeights
-
-    def matrices(self) -> list[Weight]:
-        """All, in the order of the fields."""
-        return [*self.mixer.matrices, *self.feed_forward.matrices]
-
-    def now(self) -> list[torch.Tensor | None]:
-        """All other weights at this moment, in the order of the fields."""
-        return [*self.mixer.now(), self.feed_forward.norm["weight"]]
 
 
 class Quantize(Protocol):
@@ -123,7 +48,8 @@ class Operators:
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
     mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
-    decoder_layers: all decoder layers as one call, see `ops.cpu.decoder`; None for one after another, by their parts.
+    fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
+    launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
@@ -147,7 +73,8 @@ class Operators:
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     round_state: Operator = stochastic_round
-    decoder_layers: Callable[..., Callable[..., list[torch.Tensor]]] | None = None
+    fused_layers: ModuleType | None = None
+    launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None
     refusals: tuple[str, ...] = ()

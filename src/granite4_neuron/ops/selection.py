@@ -111,7 +111,7 @@ def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[in
 
 
 def _without_fused_layers(operators: Operators, reason: str) -> Operators:
-    if operators.decoder_layers is None:
+    if operators.fused_layers is None:
         return operators
     refusal = f"the fused decoder layers are not used: {reason}."
-    return replace(operators, decoder_layers=None, refusals=(*operators.refusals, refusal))
+    return replace(operators, fused_layers=None, refusals=(*operators.refusals, refusal))

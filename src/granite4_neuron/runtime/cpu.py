@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import (
     HEURISTIC,
-    LaunchParameters,
     LaunchTable,
     find_launch_table,
     tuned_config_folder,
@@ -75,11 +75,11 @@ class CPURuntime(BoundModel):
             raise UserError("the NKI kernel for decode has SSM states in float32 or bfloat16, and not in float16.")
         degree = model.parallel.degree
         operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
-        self.model = model.bind(operators)
         self.generation_config = generation_config
         self.state_dtype = state_dtype or torch.float32
-        self._num_heads = self.config.rank_dimensions(degree).mamba_heads
-        self._launch_table = _launch_table(self.config, self.state_dtype, tuned_config_folder(tuned_configs))
+        table = _launch_table(model.config, self.state_dtype, tuned_config_folder(tuned_configs))
+        launch_parameters = table.at(model.config.rank_dimensions(degree).mamba_heads)
+        self.model = model.bind(replace(operators, launch_parameters=launch_parameters))
 
     @property
     def weight_bytes(self) -> int:
@@ -113,24 +113,16 @@ class CPURuntime(BoundModel):
             state,
             kv_length=_kv_length(rows),
             all_logits=all_logits,
-            launch_parameters=self._launch_parameters(rows),
         )
 
     @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """As `Runtime.verify`."""
         check_verification(self, rows)
-        kept_inputs: list[torch.Tensor] = []
         longest = max(len(row.tokens) for row in rows)
-        logits = self.model(
-            # A step of one token advances the state as it reads it, and so cannot leave it as it is.
-            *step_inputs(rows, max(2, longest)),
-            state,
-            kv_length=_kv_length(rows),
-            all_logits=True,
-            launch_parameters=self._launch_parameters(rows),
-            kept_inputs=kept_inputs,
-        )
+        # A step of one token advances the state as it reads it, and so cannot leave it as it is.
+        inputs = step_inputs(rows, max(2, longest))
+        logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows))
         return Verification(rows, logits[:, :longest], kept_inputs)
 
     @torch.inference_mode()
@@ -139,10 +131,7 @@ class CPURuntime(BoundModel):
         rows = accepted_rows(verification.rows, accepted)
         tokens = max(2, *(len(row.tokens) for row in verification.rows))
         _, *where = step_inputs(rows, tokens)
-        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters(rows))
-
-    def _launch_parameters(self, rows: Sequence[Row]) -> LaunchParameters:
-        return self._launch_table.at(len(rows) * self._num_heads)
+        self.model.advance(verification.kept_inputs, *where, state)
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:

@@ -115,8 +115,11 @@ class XLARuntime(BoundModel):
         """As `Runtime.verify`, in one graph for all sequences; what it keeps stays on the device."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
-        kept_inputs: list[torch.Tensor] = []
-        by_slot = self._run_in_order(state, rows, _bucket(longest, VERIFY_BUCKETS), True, kept_inputs)
+        *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), _bucket(longest, VERIFY_BUCKETS))
+        inputs = [tensor.to(self.device) for tensor in inputs]
+        by_slot, kept_inputs = self.model.verify(*inputs, None, state, kv_length=_kv_length(rows, state))
+        _run_graph([by_slot, *state.input_output_aliases(first=1), *kept_inputs])
+        by_slot = by_slot.cpu()
         logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
         return Verification(rows, logits, kept_inputs)
 
@@ -156,7 +159,8 @@ class XLARuntime(BoundModel):
         """One token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
         if not rows:
             return {}
-        logits = self._run_in_order(state, rows, 1, all_logits=False)
+        *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), 1)
+        logits = self._run(state, [*inputs, None], _kv_length(rows, state))
         return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
@@ -164,36 +168,21 @@ class XLARuntime(BoundModel):
         logits = []
         for start in range(0, len(row.tokens), self.tokens_per_step):
             piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step])
-            output = self._run_looked_up(state, piece, all_logits)
+            inputs = step_inputs([piece], _bucket(len(piece.tokens), self.prefill_buckets))
+            output = self._run(state, inputs, _kv_length([piece], state), all_logits)
             logits.append(output[0, : len(piece.tokens)] if all_logits else output)
         return torch.cat(logits) if all_logits else logits[-1]
 
-    def _run_in_order(
-        self,
-        state: HybridState,
-        rows: Sequence[Row],
-        tokens: int,
-        all_logits: bool,
-        kept_inputs: list[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """The graph that takes all sequences in the order of their slots. Logits are by slot, too."""
-        *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), tokens)
-        options = dict(kv_length=_kv_length(rows, state), all_logits=all_logits, kept_inputs=kept_inputs)
-        return self._run(state, [*inputs, None], options)
-
-    def _run_looked_up(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """The graph of a length bucket, which looks its one sequence up in the state."""
-        inputs = step_inputs([row], _bucket(len(row.tokens), self.prefill_buckets))
-        options = dict(kv_length=_kv_length([row], state), all_logits=all_logits)
-        return self._run(state, inputs, options)
-
     def _run(
-        self, state: HybridState, inputs: Sequence[torch.Tensor | None], options: Mapping[str, object]
+        self, state: HybridState, inputs: Sequence[torch.Tensor | None], kv_length: int, all_logits: bool = False
     ) -> torch.Tensor:
-        """One graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only."""
+        """One graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only.
+
+        Without slots among the inputs it takes all sequences in the order of their slots, with them it looks up one.
+        """
         inputs = [None if tensor is None else tensor.to(self.device) for tensor in inputs]
-        logits = self.model(*inputs, state, **options)
-        _run_graph([logits, *state.input_output_aliases(first=1), *(options.get("kept_inputs") or ())])
+        logits = self.model(*inputs, state, kv_length=kv_length, all_logits=all_logits)
+        _run_graph([logits, *state.input_output_aliases(first=1)])
         return logits.cpu()
 
     def _slot(self, slot: int) -> torch.Tensor:

@@ -204,14 +204,15 @@ class _Tracing:
         self.kind, self.dtype, self.max_length = kind, dtype, max_length
         self.rows, self.tokens = 1 if kind == _PREFILL else num_sequences, tokens
         with torch.device("meta"):
-            self.model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).bind(XLA)
+            model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree))
             self.state = HybridState.allocate(
                 config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False
             )
-        self.weights = dict(self.model.named_parameters())
+        self.weights = dict(model.named_parameters())
         for name, weight in self.weights.items():
-            set_parameter(self.model, name, self.placeholder(tuple(weight.shape), dtype))
-        self.model.tie_weights()
+            set_parameter(model, name, self.placeholder(tuple(weight.shape), dtype))
+        model.tie_weights()
+        self.model = model.bind(XLA)
 
     @torch.no_grad()
     def traced(self) -> Traced:
@@ -231,16 +232,10 @@ class _Tracing:
 
     def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Logits, and the inputs kept for the commit."""
-        kept_inputs = self._kept_inputs()
-        logits = self.model(
-            self._ids(),
-            *self._where(),
-            state,
-            kv_length=self.max_length,
-            all_logits=self.kind == _VERIFY,
-            kept_inputs=kept_inputs,
-        )
-        return [logits], kept_inputs or []
+        if self.kind != _VERIFY:
+            return [self.model(self._ids(), *self._where(), state)], []
+        logits, kept_inputs = self.model.verify(self._ids(), *self._where(), state)
+        return [logits], kept_inputs
 
     def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """No logits and no kept inputs: a commit only writes state."""
@@ -254,20 +249,21 @@ class _Tracing:
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
         ):
-            kept_inputs = self._kept_inputs()
-            step = step_of(*self._where(), self.max_length, self._new_state(), kept_inputs=kept_inputs)
+            step = step_of(*self._where(), self._new_state(), verifies=self.kind == _VERIFY)
             if self.kind == _COMMIT:
                 if kind == MAMBA:
                     layer.mamba.advance(self._kept_input(), step, layer_state)
                     yield kind, list(vars(layer_state).values())
                 continue
             if kind == MAMBA:
-                output = layer.mamba(self._hidden_states(), step, layer_state)
+                output, inputs = layer.mamba(self._hidden_states(), step, layer_state)
+                kept_inputs = [inputs] if step.verifies else []
             else:
+                kept_inputs = []
                 rotary = model.model.rotary(step)
                 output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
             written = vars(layer_state).values() if self._is_written(layer_state) else ()
-            yield kind, [output, *written, *(kept_inputs or ())]
+            yield kind, [output, *written, *kept_inputs]
         if self.kind == _COMMIT:
             return
         layer = model.model.layers[0]
@@ -277,9 +273,6 @@ class _Tracing:
         yield EMBEDDING, [model.model.embed_tokens(self._ids())]
         judged = (self.rows, self.tokens) if self.kind == _VERIFY else (self.rows,)
         yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
-
-    def _kept_inputs(self) -> list[torch.Tensor] | None:
-        return [] if self.kind == _VERIFY else None
 
     def _kept_input(self) -> torch.Tensor:
         """The kept inputs of one layer: x, B, C and dt of each token."""

@@ -21,10 +21,10 @@ from granite4_neuron.ops.xla import fused_experts, topk_softmax
 class NeuronSharedMLP(SharedMLP):
     """The MLP that every token takes."""
 
-    def forward(self, hidden_states: torch.Tensor, scale: float) -> torch.Tensor:
-        """This rank's part of `scale` times the output, float32."""
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the output, float32."""
         gate, up = self.input_linear(hidden_states).float().chunk(2, dim=-1)
-        activated = F.silu(gate) * up * scale
+        activated = F.silu(gate) * up
         return F.linear(activated.to(hidden_states.dtype), self.output_linear.weight).float()
 
 
@@ -43,8 +43,8 @@ class NeuronExperts(nn.Module):
         self.router = nn.ModuleDict({"layer": nn.Linear(granite.hidden_size, self.num_experts, bias=False)})
         self.expert_mlps = initialize_moe_module(config).expert_mlps
 
-    def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor, scale: float) -> torch.Tensor:
-        """`scale` times the experts' weighted sum: this rank's part of the sum over their widths.
+    def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+        """The experts' weighted sum: this rank's part of the sum over their widths.
 
         Args:
             hidden_states: [batch, tokens, hidden_size].
@@ -55,7 +55,6 @@ class NeuronExperts(nn.Module):
         """
         x = hidden_states.flatten(0, 1)
         weights, chosen = topk_softmax(router_logits(x, self.router["layer"].weight), self.top_k)
-        weights = weights * scale
         if self.path == "nxd":
             output = self.expert_mlps(x, self._affinities(weights, chosen), chosen, seq_len=hidden_states.shape[1])
         elif self.path == "nki":

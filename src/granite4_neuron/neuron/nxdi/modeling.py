@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
@@ -12,8 +13,9 @@ from neuronx_distributed_inference.modules.generation.sampling import create_sam
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.model.binding import bind
+from granite4_neuron.model.binding import use
 from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
@@ -151,9 +153,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
             slots,
             self.n_positions,
             sequences,
-            kept_inputs=self.kept_inputs if verifies else None,
-            journal=self.kept_inputs if self.keeps_inputs else None,
+            verifies=verifies,
             has_begun=verifies,
+            journal=self.kept_inputs if verifies or self.keeps_inputs else None,
         )
         if step.is_continuation:
             tokens = position_ids.shape[1]
@@ -195,26 +197,23 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return captured
 
 
-class NeuronDecoderLayer(nn.Module):
-    """Mamba or attention, then experts and MLP, each behind a norm and added with the residual multiplier."""
+class NeuronDecoderLayer(DecoderLayer):
+    """`DecoderLayer` with NxD Inference's attention and experts, called as NxD Inference calls a layer."""
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig, layer_type: str):
-        super().__init__()
         granite, degree, dtype = config.granite, config.neuron_config.tp_degree, config.neuron_config.torch_dtype
-        parallel = NeuronParallel(degree=degree)
-        self.residual_multiplier = granite.residual_multiplier
-        self.input_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
-        self.post_attention_layernorm = RMSNorm(granite.hidden_size, granite.rms_norm_eps).to(dtype)
-        if layer_type == MAMBA:
-            self.mamba = bind(Mamba2(granite, parallel), config.operators).to(dtype)
-            split_over_ranks(self.mamba, "mamba", granite, degree)
-        else:
-            self.self_attn = NeuronAttention(config)
-        self.is_mamba = layer_type == MAMBA
+        parallel, is_mamba = NeuronParallel(degree=degree), layer_type == MAMBA
+        mixer = Mamba2(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
+        mlp = NeuronSharedMLP(granite, parallel).to(dtype)
+        experts = NeuronExperts(config) if granite.num_local_experts else None
+        super().__init__(granite, mixer, mlp, experts)
         self.parallel = parallel
-        self.block_sparse_moe = NeuronExperts(config) if granite.num_local_experts else None
-        self.shared_mlp = NeuronSharedMLP(granite, parallel).to(dtype)
-        split_over_ranks(self.shared_mlp, "shared_mlp", granite, degree)
+        self.input_layernorm.to(dtype)
+        self.post_attention_layernorm.to(dtype)
+        if is_mamba:
+            use(mixer, config.operators)
+            split_over_ranks(mixer, "mamba", granite, degree)
+        split_over_ranks(mlp, "shared_mlp", granite, degree)
 
     def forward(
         self,
@@ -228,22 +227,41 @@ class NeuronDecoderLayer(nn.Module):
         **attention_arguments,
     ) -> tuple:
         """Hidden states, the layer's new state (key and value of the batch's rows only), rotary tables, no residual."""
-        x = self.input_layernorm(hidden_states)
-        if self.is_mamba:
-            new = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
-            mixed, state = self.mamba(x, step, new), (new.conv_state, new.ssm_state)
-        else:
-            mixed, state, cos_cache, sin_cache = self.self_attn(
-                x, cos_cache=cos_cache, sin_cache=sin_cache, **attention_arguments
-            )
-        hidden_states = torch.add(hidden_states, mixed, alpha=self.residual_multiplier)
+        if not self.is_mamba:
+            call = _AttentionCall(attention_arguments, cos_cache, sin_cache)
+            hidden_states, _ = super().forward(hidden_states, step, call, None)
+            return hidden_states, call.new, call.cos_cache, call.sin_cache, None
+        state = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
+        hidden_states, inputs = super().forward(hidden_states, step, state, None)
+        if step.journal is not None:
+            step.journal.append(inputs)
+        return hidden_states, (state.conv_state, state.ssm_state), cos_cache, sin_cache, None
 
-        x = self.post_attention_layernorm(hidden_states)
-        partial = self.shared_mlp(x, self.residual_multiplier)
+    def attend(self, x: torch.Tensor, step: NeuronStep, call: _AttentionCall, rotary: None) -> torch.Tensor:
+        mixed, call.new, call.cos_cache, call.sin_cache = self.self_attn(
+            x, cos_cache=call.cos_cache, sin_cache=call.sin_cache, **call.arguments
+        )
+        return mixed
+
+    def feed_forward(self, x: torch.Tensor, step: NeuronStep) -> Iterator[torch.Tensor]:
+        """MLP and experts together, because the ranks add both in one message."""
+        partial = self.shared_mlp(x)
         if self.block_sparse_moe is not None:
-            partial = partial + self.block_sparse_moe(x, step.is_real, self.residual_multiplier)
-        # One message for both.
-        return hidden_states + self.parallel.all_reduce(partial), state, cos_cache, sin_cache, None
+            partial = partial + self.block_sparse_moe(x, step.is_real)
+        yield self.parallel.all_reduce(partial)
+
+
+@dataclass
+class _AttentionCall:
+    """What NxD Inference's attention is called with beside hidden states, and what it returns beside them.
+
+    arguments: named as it has them. new: keys and values of the batch's rows.
+    """
+
+    arguments: Mapping[str, object]
+    cos_cache: torch.Tensor | None
+    sin_cache: torch.Tensor | None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _ScaledHead(ColumnParallelLinear):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCacheManager
@@ -18,28 +16,24 @@ from granite4_neuron.model.step import DenseStep
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
 
-@dataclass(frozen=True)
 class NeuronStep(DenseStep):
     """A step of NxD Inference. `positions` are -1 for padding and for rows without a sequence.
 
     NxD Inference runs a full batch in the order of its slots, and decodes no row at position 0: decode keeps the
     contract of `DenseStep`.
 
-    journal: None, or where `kept_inputs` of a step are collected that advances the recurrent state all the same.
-    has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between that
-        and zeros costs as much as to advance it.
+    Args:
+        journal: where each Mamba layer's inputs are collected for `Mamba2.advance`; None for nowhere.
+        has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between
+            that and zeros costs as much as to advance it.
     """
 
-    journal: list[torch.Tensor] | None = field(default=None, kw_only=True)
-    has_begun: bool = field(default=False, kw_only=True)
+    def __init__(self, *args, journal: list[torch.Tensor] | None = None, has_begun: bool = False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.journal, self.has_begun = journal, has_begun
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         return self.rows_of(state).clone() if self.has_begun else super().read(state)
-
-    def keep(self, inputs: torch.Tensor) -> None:
-        super().keep(inputs)
-        if self.journal is not None:
-            self.journal.append(inputs)
 
     @property
     def is_context_encoding(self) -> bool:
@@ -51,7 +45,7 @@ class NeuronStep(DenseStep):
         """Whether the step has several tokens, and comes after others of the same sequences."""
         return 1 < self.positions.shape[1] < self.kv_length
 
-    @cached_property
+    @property
     def cache_rows(self) -> torch.Tensor:
         """[batch], where each row's keys and values are."""
         rows = torch.arange(len(self.slots), device=self.slots.device)

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.errors import UserError
-from granite4_neuron.ops.cpu.blocks import FeedForwardBlock, PagedMambaBlock
+from granite4_neuron.ops.cpu import layers
 from granite4_neuron.ops.cpu.build import load_kernels
-from granite4_neuron.ops.cpu.decoder import DecoderLayers
 from granite4_neuron.ops.cpu.functions import (
     cached_attention,
     embedding,
     fused_experts,
     linear,
     logits,
-    mamba_mixer,
     mlp,
     paged_attention,
-    paged_mamba_mixer,
     residual_add,
     rms_norm,
     rms_norm_gated,
@@ -30,22 +27,18 @@ from granite4_neuron.ops.cpu.weights import PackedWeight, pack, quantize
 from granite4_neuron.ops.operators import TORCH, Operators
 
 __all__ = [
-    "DecoderLayers",
-    "FeedForwardBlock",
     "PackedWeight",
-    "PagedMambaBlock",
     "cached_attention",
     "embedding",
     "fused_experts",
     "has_fused_kernels",
+    "layers",
     "linear",
     "logits",
-    "mamba_mixer",
     "mlp",
     "operators",
     "pack",
     "paged_attention",
-    "paged_mamba_mixer",
     "quantize",
     "residual_add",
     "rms_norm",
@@ -86,7 +79,7 @@ def operators(kernels: str = "fused") -> Operators:
         cached_attention=cached_attention,
         embedding=embedding,
         logits=logits,
-        decoder_layers=DecoderLayers,
+        fused_layers=layers,
         quantize=quantize,
         pack=pack,
     )

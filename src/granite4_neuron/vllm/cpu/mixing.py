@@ -37,9 +37,17 @@ class MixerWeights:
     time_step_limit: tuple[float, float]
 
     @cached_property
-    def of_kernels(self) -> list[torch.Tensor | None]:
-        """As the fused kernels take them."""
-        return [self.conv_weight.unsqueeze(1), self.conv_bias, self.dt_bias, self.A_log, self.D]
+    def fused(self) -> torch.ScriptObject:
+        """The fused mixer of these weights, see `cpu.layers.mamba_mixer`."""
+        return cpu.layers.mamba_mixer(
+            conv_weight=self.conv_weight.unsqueeze(1),
+            conv_bias=self.conv_bias,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            n_groups=self.n_groups,
+            time_step_limit=self.time_step_limit,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """A few tokens each of several sequences, as `cpu.paged_mamba_mixer` takes them; accepted may be None."""
+    """A few tokens each of several sequences, as the fused mixer takes them; accepted may be None."""
 
     starts: torch.Tensor
     pages: torch.Tensor
@@ -69,20 +77,16 @@ Decode = Callable[[MixerWeights, torch.Tensor, Pages, DecodeRows], torch.Tensor]
 Prefill = Callable[[MixerWeights, torch.Tensor, Pages, int | None, int], torch.Tensor]
 
 
-def kernel_rows(rows: DecodeRows) -> list[torch.Tensor]:
-    """As the kernels over pages take them."""
-    return [rows.starts, rows.pages] + ([] if rows.accepted is None else [rows.accepted])
-
-
-def kernel_sizes(weights: MixerWeights) -> tuple[int, int, int]:
-    """As the mixer's kernels take them."""
-    return weights.n_groups, HEURISTIC.chunk_size, HEURISTIC.heads_per_task
-
-
 def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
     """`Decode` as one call of a kernel."""
-    sizes, limits = kernel_sizes(weights), weights.time_step_limit
-    return cpu.paged_mamba_mixer(xBC_dt, weights.of_kernels, pages.conv, pages.ssm, kernel_rows(rows), sizes, limits)
+    return weights.fused.step_paged(
+        projected=xBC_dt,
+        conv_state=pages.conv,
+        ssm_state=pages.ssm,
+        starts=rows.starts,
+        pages=rows.pages,
+        accepted=rows.accepted,
+    )
 
 
 def fused_prefill(
@@ -91,9 +95,14 @@ def fused_prefill(
     """`Prefill` as one call of a kernel, on a copy of the state, whose cost is negligible beside a prompt's."""
     conv, ssm = _dense(weights, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
-    rows = (torch.tensor([len(xBC_dt)]), slot, slot, start)
-    y = cpu.mamba_mixer(
-        xBC_dt[None], weights.of_kernels, conv, ssm, rows, kernel_sizes(weights), weights.time_step_limit
+    y = weights.fused.step(
+        projected=xBC_dt[None],
+        conv_state=conv,
+        ssm_state=ssm,
+        lengths=torch.tensor([len(xBC_dt)]),
+        read_slots=slot,
+        write_slots=slot,
+        starts=start,
     )
     _store(pages, write, conv, ssm)
     return y[0]

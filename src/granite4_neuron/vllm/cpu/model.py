@@ -6,7 +6,9 @@ Matrices are kept once, packed in tiles. The residual stream is float32.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from types import NoneType
 
 import torch
 from torch import nn
@@ -16,18 +18,18 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models import granitemoehybrid as upstream
 from vllm.model_executor.models.utils import get_pp_missing_layer_names
 from vllm.sequence import IntermediateTensors
 
+from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
-from granite4_neuron.ops.operators import FeedForwardWeights
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
-from granite4_neuron.vllm.cpu.mixing import kernel_rows, kernel_sizes
 
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron.model")
@@ -80,7 +82,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         packed: dict[int, PackedWeight] = {}
         if get_pp_group().is_first_rank:
             self._embedding = _pack(model.embed_tokens, packed)
-        self._layers = [FusedLayer(layer, config, packed) for layer in _own_layers(model)]
+        self._layers = [_fused_layer(layer, config, packed) for layer in _own_layers(model)]
         if get_pp_group().is_last_rank:
             self._head = _pack(self.lm_head, packed)
 
@@ -105,8 +107,9 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
             hidden_states = embedded.float() * self.config.embedding_multiplier
         else:
             hidden_states = intermediate_tensors["hidden_states"]
+        rotary = self._rotary(positions)
         for layer in self._layers:
-            hidden_states = layer(hidden_states, positions)
+            hidden_states = layer(hidden_states, rotary)
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"hidden_states": hidden_states})
         norm = self.model.norm
@@ -119,6 +122,15 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         logits = cpu.logits(hidden_states, self._head, self.config.logits_scaling)
         return logits[:, : self.config.vocab_size]
 
+    def _rotary(self, positions: torch.Tensor) -> RotaryTables | None:
+        """Of the positions, [1, tokens, head_dim / 2] in float32; None for a model without rotary ones."""
+        attention = (layer.self_attn for layer in _own_layers(self.model) if hasattr(layer, "self_attn"))
+        rotary = next((each.rotary_emb for each in attention), None)  # all layers have the same one
+        if rotary is None:
+            return None
+        cos, sin = rotary.cos_sin_cache[positions].float().chunk(2, dim=-1)
+        return cos.contiguous()[None], sin.contiguous()[None]
+
     def _empty_intermediate_tensors(
         self, batch_size: int, dtype: torch.dtype, device: torch.device
     ) -> IntermediateTensors:
@@ -126,7 +138,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         return IntermediateTensors({"hidden_states": torch.zeros(shape, dtype=torch.float32, device=device)})
 
 
-class FusedLayer:
+class FusedLayer(ABC):
     """One decoder layer of vLLM's model, run by this package's kernels.
 
     Args:
@@ -136,62 +148,89 @@ class FusedLayer:
     """
 
     def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
-        self._norm = layer.input_layernorm
-        self._residual_multiplier = config.residual_multiplier
-        self._mixer = self._attention = None
-        self._cache: torch.Tensor | None = None
-        if isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer):
-            self._mixer = layer.mamba
-            linears = layer.mamba.in_proj, layer.mamba.out_proj
-        else:
-            self._attention = layer.self_attn
-            linears = layer.self_attn.qkv_proj, layer.self_attn.o_proj
-        self._in_proj, self._out_proj = (_pack(linear, packed) for linear in linears)
-        self._in_bias, self._out_bias = (linear.bias for linear in linears)
-        self._decode_block = None if self._mixer is None else self._make_decode_block()
-        self._feed_forward = _feed_forward_block(layer, config, packed)
+        self._feed_forward = _feed_forward(layer, config, packed)
 
-    def __call__(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden_size] in float32 to the same."""
-        decoding = None if self._mixer is None else self._mixer.decode_rows(len(hidden_states))
+    def __call__(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+        """[tokens, hidden_size] in float32 to the same. rotary: of the tokens' positions, [1, tokens, head_dim / 2]."""
+        if get_forward_context().attn_metadata is not None:  # otherwise vLLM is measuring the memory of a step
+            hidden_states = self._mix(hidden_states, rotary)
+        return self._feed_forward.step(hidden_states=hidden_states)
+
+    @abstractmethod
+    def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+        """The first half."""
+
+
+class FusedMambaLayer(FusedLayer):
+    """A layer with a Mamba mixer."""
+
+    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+        super().__init__(layer, config, packed)
+        self._mixer = layer.mamba
+        self._half = cpu.layers.mamba_layer(
+            mixer=layer.mamba.mixer_weights.fused,
+            norm=layer.input_layernorm.weight,
+            in_proj=_pack(layer.mamba.in_proj, packed),
+            in_bias=layer.mamba.in_proj.bias,
+            gated_norm=layer.mamba.norm.weight,
+            out_proj=_pack(layer.mamba.out_proj, packed),
+            out_bias=layer.mamba.out_proj.bias,
+            **_residual(layer.input_layernorm, config),
+        )
+
+    def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+        decoding = self._mixer.decode_rows(len(hidden_states))
         if decoding is None:
-            hidden_states = self._in_parts(hidden_states, positions)
-        else:
-            pages, rows = decoding
-            hidden_states = self._decode_block(hidden_states, pages.conv, pages.ssm, kernel_rows(rows))
-        return self._feed_forward(hidden_states[None])[0]
+            projected, xBC_dt = self._half.project(hidden_states=hidden_states)
+            return self._half.finish(hidden_states=hidden_states, projected=projected, y=self._mixer.mix(xBC_dt))
+        pages, rows = decoding
+        return self._half.step_paged(
+            hidden_states=hidden_states,
+            conv_state=pages.conv,
+            ssm_state=pages.ssm,
+            starts=rows.starts,
+            pages=rows.pages,
+            accepted=rows.accepted,
+        )
 
-    def _in_parts(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = cpu.rms_norm(hidden_states, self._norm.weight, self._norm.variance_epsilon)
-        projected = cpu.linear(x, self._in_proj, self._in_bias)
-        mixed = self._mix(projected) if self._attention is None else self._attend(projected, positions)
-        output = cpu.linear(mixed, self._out_proj, self._out_bias)
-        return cpu.residual_add(hidden_states, output, self._residual_multiplier)
 
-    def _make_decode_block(self) -> cpu.PagedMambaBlock:
-        mixer, norm = self._mixer, self._norm
-        of_mixer = mixer.mixer_weights
-        weights = [norm.weight, self._in_bias, *of_mixer.of_kernels, mixer.norm.weight, self._out_bias]
-        constants = (*of_mixer.time_step_limit, norm.variance_epsilon, self._residual_multiplier)
-        return cpu.PagedMambaBlock((self._in_proj, self._out_proj), weights, kernel_sizes(of_mixer), constants)
+class FusedAttentionLayer(FusedLayer):
+    """A layer with attention."""
 
-    def _mix(self, projected: torch.Tensor) -> torch.Tensor:
-        mixer, inner = self._mixer, self._mixer.tped_intermediate_size
-        y, norm = mixer.mix(projected[:, inner:]), mixer.norm
-        return cpu.rms_norm_gated(y, projected[:, :inner], norm.weight, norm.variance_epsilon, mixer.n_groups)
+    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+        super().__init__(layer, config, packed)
+        self._attention = attention = layer.self_attn
+        self._cache: torch.Tensor | None = None
+        sizes = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_key_value_heads] * 2)]
+        names, qkv = ("q", "k", "v"), attention.qkv_proj
+        matrices = [pack(part, part.dtype) for part in qkv.weight.data.split(sizes)]
+        biases = [None] * 3 if qkv.bias is None else qkv.bias.split(sizes)
+        _clear(qkv.weight)
+        self._half = cpu.layers.attention_layer(
+            norm=layer.input_layernorm.weight,
+            **{f"{name}_proj": matrix for name, matrix in zip(names, matrices, strict=True)},
+            **{f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)},
+            o_proj=_pack(attention.o_proj, packed),
+            o_bias=attention.o_proj.bias,
+            head_dim=attention.head_dim,
+            scale=attention.attn.impl.scale,
+            **_residual(layer.input_layernorm, config),
+        )
 
-    def _attend(self, projected: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        attention = self._attention
-        width, kv_width = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_key_value_heads))
-        query, key, value = projected.split([width, kv_width, kv_width], dim=-1)
-        if attention.rotary_emb is not None:
-            query, key = attention.rotary_emb(positions, query.contiguous(), key.contiguous())
-        of_layers = get_forward_context().attn_metadata
-        if of_layers is None:  # vLLM is measuring the memory of a step
-            return torch.zeros_like(query)
-        metadata = of_layers[attention.attn.layer_name]
-        rows = [metadata.query_start_loc, metadata.seq_lens, metadata.block_table]
-        return cpu.paged_attention(query, key, value, *self._pages(), rows, attention.attn.impl.scale)
+    def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+        metadata = get_forward_context().attn_metadata[self._attention.attn.layer_name]
+        key_pages, value_pages = self._pages()
+        cos, sin = rotary or (None, None)
+        return self._half.step_paged(
+            hidden_states=hidden_states,
+            key_pages=key_pages,
+            value_pages=value_pages,
+            starts=metadata.query_start_loc,
+            lengths=metadata.seq_lens,
+            pages=metadata.block_table,
+            cos=cos,
+            sin=sin,
+        )
 
     def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each [pages, kv_heads, page_size, head_dim], in the cache that vLLM has bound last. The
@@ -228,6 +267,9 @@ def unknown_layer(model: nn.Module) -> str | None:
             return _name(layer)
         if type(getattr(layer, name)) is not part:
             return _name(getattr(layer, name))
+        rotary = getattr(getattr(layer, name), "rotary_emb", None)
+        if type(rotary) not in (RotaryEmbedding, NoneType):
+            return _name(rotary)
     return None
 
 
@@ -273,20 +315,37 @@ def _pack(module: nn.Module, packed: dict[int, PackedWeight], name: str = "weigh
     key = id(parameter)
     if key not in packed:
         packed[key] = pack(parameter.data, parameter.dtype)
-        parameter.data = parameter.data.new_empty(0)
+        _clear(parameter)
     return packed[key]
 
 
-def _feed_forward_block(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> cpu.FeedForwardBlock:
+def _clear(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.new_empty(0)
+
+
+def _fused_layer(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> FusedLayer:
+    is_mamba = isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer)
+    return (FusedMambaLayer if is_mamba else FusedAttentionLayer)(layer, config, packed)
+
+
+def _feed_forward(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> torch.ScriptObject:
     norm, mlp, experts = layer.post_attention_layernorm, layer.shared_mlp, layer.block_sparse_moe
-    matrices, top_k = [_pack(mlp.input_linear, packed), _pack(mlp.output_linear, packed)], 0
+    router = expert_input = expert_output = None
     if experts is not None:
         (routed,) = (module for module in experts.modules() if isinstance(module, RoutedExperts))
-        matrices += [
-            _pack(experts.gate, packed),
-            _pack(routed, packed, "w13_weight"),
-            _pack(routed, packed, "w2_weight"),
-        ]
-        top_k = config.num_experts_per_tok
-    weights = FeedForwardWeights(dict(weight=norm.weight), matrices)
-    return cpu.FeedForwardBlock(weights, top_k, norm.variance_epsilon, config.residual_multiplier)
+        router = _pack(experts.gate, packed)
+        expert_input, expert_output = (_pack(routed, packed, name) for name in ("w13_weight", "w2_weight"))
+    return cpu.layers.feed_forward(
+        norm=norm.weight,
+        input=_pack(mlp.input_linear, packed),
+        output=_pack(mlp.output_linear, packed),
+        router=router,
+        expert_input=expert_input,
+        expert_output=expert_output,
+        top_k=0 if experts is None else config.num_experts_per_tok,
+        **_residual(norm, config),
+    )
+
+
+def _residual(norm: nn.Module, config) -> dict[str, float]:
+    return {"eps": norm.variance_epsilon, "residual_multiplier": config.residual_multiplier}

@@ -3,60 +3,75 @@
 // The definition is in Python: the layers of modeling_granite_moe_hybrid, one after another.
 #pragma once
 
+#include <variant>
+
 #include "layers.h"
-#include "lists.h"
 
 namespace granite4_neuron {
 
-// What all layers have in common. top_k: experts per token, 0 without experts; seed, rounds: of the rounding of SSM
-// states, whose stream is the layer's number.
-struct DecoderSettings {
-  int64_t groups, chunk_size, heads_per_task, top_k, seed, rounds;
-  double dt_low, dt_high, eps, residual_multiplier, attention_scale;
+// Of each layer conv_state and ssm_state, or the caches of keys and values.
+using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
 
-  MixerSettings of_mixer(int64_t layer) const {
-    return {groups, chunk_size, heads_per_task, static_cast<float>(dt_low), static_cast<float>(dt_high),
-            {static_cast<uint64_t>(seed), static_cast<uint32_t>(layer), rounds}};
+// `Decoder` of ops/cpu/layers.py.
+class Decoder : public torch::CustomClassHolder {
+ public:
+  void append_mamba(const c10::intrusive_ptr<MambaLayer>& mixer, const c10::intrusive_ptr<FeedForward>& feed_forward) {
+    layers_.push_back({mixer, feed_forward});
   }
-};
+  void append_attention(
+      const c10::intrusive_ptr<AttentionLayer>& mixer, const c10::intrusive_ptr<FeedForward>& feed_forward) {
+    layers_.push_back({mixer, feed_forward});
+  }
 
-// The rows of a step: lengths, read_slots, write_slots and starts, as `mamba_mixer` has them; the slots of the caches;
-// and cosines and sines where the model has rotary positions.
-inline AttentionRows attention_rows(at::TensorList rows) {
-  TORCH_CHECK(rows.size() == 5 || rows.size() == 7, "there are ", rows.size(), " tensors about rows");
-  AttentionRows of_attention{rows[0], rows[4], rows[3].unsqueeze(-1), std::nullopt};
-  if (rows.size() == 7) of_attention.rotary = {rows[5], rows[6]};
-  return of_attention;
-}
-
-// As ops.cpu.decoder.DecoderLayers. hidden_states: [batch, tokens, hidden_size], float32. states: two of each layer: of
-// a Mamba layer the convolution's and the SSM's, of an attention layer keys and values, which have a dimension more
-// than the former. Returns what becomes of hidden_states, and with `keep_inputs` the Mamba layers' inputs behind it.
-inline std::vector<at::Tensor> decoder_layers(
-    at::Tensor hidden_states, Matrices matrices, WeightList weights, at::TensorList states, at::TensorList rows,
-    const DecoderSettings& settings, bool keep_inputs) {
-  TORCH_CHECK(states.size() % 2 == 0, "there are ", states.size(), " states, which are not two of each layer");
-  AttentionRows of_attention = attention_rows(rows);
-  BlockConstants constants{settings.eps, settings.residual_multiplier};
-  std::vector<at::Tensor> kept;
-  for (int64_t layer = 0; layer < static_cast<int64_t>(states.size()) / 2; layer++) {
-    const at::Tensor &first = states[2 * layer], &second = states[2 * layer + 1];
-    if (first.dim() == 4) {
-      hidden_states = attention_block(
-          hidden_states, attention_weights(matrices, weights), {first, second}, of_attention,
-          settings.attention_scale, constants);
-    } else {
-      auto [sum, inputs] = mamba_block(
-          mamba_mixer, hidden_states, mamba_weights(matrices, weights), {first, second}, rows.slice(0, 4),
-          settings.of_mixer(layer), constants);
-      hidden_states = sum;
-      if (keep_inputs) kept.push_back(inputs);
+  // What becomes of hidden_states, [batch, tokens, hidden_size] in float32; with `keep_inputs`, behind it the inputs of
+  // each Mamba layer's mixer. slots: of the caches, [batch].
+  std::vector<at::Tensor> step(
+      at::Tensor hidden_states, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots,
+      const std::optional<RotaryTables>& rotary, bool keep_inputs) const {
+    check_states(states);
+    std::vector<at::Tensor> kept;
+    CacheRows cache_rows{rows.lengths, slots, rows.starts.unsqueeze(-1)};
+    for (size_t i = 0; i < layers_.size(); i++) {
+      const auto& [first, second] = states[i];
+      const auto& [mixer, feed_forward] = layers_[i];
+      if (const auto* mamba = std::get_if<Mamba>(&mixer)) {
+        auto [sum, inputs] = (*mamba)->step(hidden_states, {first, second}, rows);
+        hidden_states = sum;
+        if (keep_inputs) kept.push_back(inputs);
+      } else {
+        hidden_states = std::get<Attention>(mixer)->step(hidden_states, {first, second}, cache_rows, rotary);
+      }
+      hidden_states = feed_forward->step(hidden_states);
     }
-    hidden_states = feed_forward_block(
-        hidden_states, feed_forward_weights(matrices, weights.next(), settings.top_k > 0), settings.top_k, constants);
+    kept.insert(kept.begin(), hidden_states);
+    return kept;
   }
-  kept.insert(kept.begin(), hidden_states);
-  return kept;
-}
+
+  // Advance the Mamba layers' states by inputs that a step kept.
+  void advance(const at::TensorList& kept_inputs, const LayerStates& states, const SlotRows& rows) const {
+    check_states(states);
+    size_t next = 0;
+    for (size_t i = 0; i < layers_.size(); i++) {
+      const auto* mamba = std::get_if<Mamba>(&layers_[i].mixer);
+      if (mamba == nullptr) continue;
+      TORCH_CHECK(next < kept_inputs.size(), "there are inputs of ", kept_inputs.size(), " Mamba layers only");
+      mamba_mixer(*(*mamba)->mixer, kept_inputs[next++], {std::get<0>(states[i]), std::get<1>(states[i])}, rows);
+    }
+  }
+
+ private:
+  using Mamba = c10::intrusive_ptr<MambaLayer>;
+  using Attention = c10::intrusive_ptr<AttentionLayer>;
+  struct Layer {
+    std::variant<Mamba, Attention> mixer;
+    c10::intrusive_ptr<FeedForward> feed_forward;
+  };
+
+  void check_states(const LayerStates& states) const {
+    TORCH_CHECK(states.size() == layers_.size(), "there are states of ", states.size(), " layers of ", layers_.size());
+  }
+
+  std::vector<Layer> layers_;
+};
 
 }  // namespace granite4_neuron

@@ -1,4 +1,6 @@
-// The kernels as operators of torch, torch.ops.granite4_neuron.*; ops/cpu is their Python side, README.md the way in.
+// The kernels for Python: functions as torch.ops.granite4_neuron.*, layers as torch.classes.granite4_neuron.*. ops/cpu is
+// their Python side, README.md the way in.
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -6,7 +8,6 @@
 #include "experts.h"
 #include "layers.h"
 #include "linear.h"
-#include "lists.h"
 #include "mamba.h"
 #include "norm.h"
 #include "paged.h"
@@ -15,70 +16,165 @@
 
 namespace granite4_neuron {
 
-// sizes: groups, chunk_size, heads_per_task. limits: dt_low, dt_high. rounding: seed, stream, rounds.
-inline MixerSettings settings(at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
-  TORCH_CHECK(
-      sizes.size() == 3 && limits.size() == 2 && rounding.size() == 3, "there are ", sizes.size(), " sizes, ",
-      limits.size(), " limits and ", rounding.size(), " numbers about rounding");
-  return {sizes[0], sizes[1], sizes[2], static_cast<float>(limits[0]), static_cast<float>(limits[1]),
-          {static_cast<uint64_t>(rounding[0]), static_cast<uint32_t>(rounding[1]), rounding[2]}};
+using c10::intrusive_ptr;
+using at::Tensor;
+using MaybeTensor = std::optional<at::Tensor>;
+
+inline std::optional<RotaryTables> rotary(const MaybeTensor& cos, const MaybeTensor& sin) {
+  TORCH_CHECK(cos.has_value() == sin.has_value(), "there are cosines or sines only");
+  if (!cos.has_value()) return std::nullopt;
+  return RotaryTables{*cos, *sin};
 }
 
-at::Tensor mamba_mixer_operator(
-    const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits, at::IntArrayRef rounding) {
-  MixerState state{conv_state, ssm_state};
-  return mamba_mixer(projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, rounding));
-}
+inline void register_layers(torch::Library& library) {
+  using torch::arg;
+  using torch::init;
 
-at::Tensor paged_mamba_mixer_operator(
-    const at::Tensor& projected, const WeightList::List& weights, at::Tensor conv_state, at::Tensor ssm_state,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> limits) {
-  MixerState state{conv_state, ssm_state};
-  return paged_mamba_mixer(
-      projected, WeightList(weights).mixer(), state, rows, settings(sizes, limits, {0, 0, 0}));
-}
+  library.class_<MambaMixer>("MambaMixer")
+      .def(
+          init([](const Tensor& conv_weight, const MaybeTensor& conv_bias, const Tensor& dt_bias, const Tensor& A_log,
+                  const Tensor& D, int64_t n_groups, double dt_min, double dt_max, int64_t chunk_size,
+                  int64_t heads_per_task, int64_t seed, int64_t stream, int64_t rounds) {
+            Rounding rounding{static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), rounds};
+            MixerSettings settings{n_groups, chunk_size, heads_per_task, static_cast<float>(dt_min),
+                                   static_cast<float>(dt_max), rounding};
+            return c10::make_intrusive<MambaMixer>(
+                MixerWeights{conv_weight, conv_bias, dt_bias, A_log, D}, settings);
+          }),
+          "",
+          {arg("conv_weight"), arg("conv_bias"), arg("dt_bias"), arg("A_log"), arg("D"), arg("n_groups"),
+           arg("dt_min"), arg("dt_max"), arg("chunk_size"), arg("heads_per_task"), arg("seed"), arg("stream"),
+           arg("rounds")})
+      .def(
+          "step",
+          [](const intrusive_ptr<MambaMixer>& self, const Tensor& projected, const Tensor& conv_state,
+             const Tensor& ssm_state, const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots,
+             const Tensor& starts) {
+            return mamba_mixer(
+                *self, projected, {conv_state, ssm_state}, {lengths, read_slots, write_slots, starts});
+          },
+          "",
+          {arg("projected"), arg("conv_state"), arg("ssm_state"), arg("lengths"), arg("read_slots"),
+           arg("write_slots"), arg("starts")})
+      .def(
+          "step_paged",
+          [](const intrusive_ptr<MambaMixer>& self, const Tensor& projected, const Tensor& conv_state,
+             const Tensor& ssm_state, const Tensor& starts, const Tensor& pages, const MaybeTensor& accepted) {
+            return paged_mamba_mixer(*self, projected, {conv_state, ssm_state}, {starts, pages, accepted});
+          },
+          "",
+          {arg("projected"), arg("conv_state"), arg("ssm_state"), arg("starts"), arg("pages"), arg("accepted")});
 
-// sizes: groups, chunk_size, heads_per_task, top_k, seed, rounds. constants: dt_low, dt_high, eps,
-// residual_multiplier, attention_scale.
-std::vector<at::Tensor> decoder_layers_operator(
-    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list, at::TensorList states,
-    at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants, bool keep_inputs) {
-  TORCH_CHECK(
-      sizes.size() == 6 && constants.size() == 5, "there are ", sizes.size(), " sizes and ", constants.size(),
-      " constants");
-  DecoderSettings settings{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-                           constants[0], constants[1], constants[2], constants[3], constants[4]};
-  return decoder_layers(
-      hidden_states, Matrices(matrices), WeightList(list), states, rows, settings, keep_inputs);
-}
+  library.class_<MambaLayer>("MambaLayer")
+      .def(
+          init([](const intrusive_ptr<MambaMixer>& mixer, const Tensor& norm, const Tensor& in_proj,
+                  const MaybeTensor& in_bias, const Tensor& gated_norm, const Tensor& out_proj,
+                  const MaybeTensor& out_bias, double eps, double residual_multiplier) {
+            return c10::make_intrusive<MambaLayer>(
+                Residual(norm, eps, residual_multiplier), Linear(in_proj, in_bias), mixer, gated_norm,
+                Linear(out_proj, out_bias));
+          }),
+          "",
+          {arg("mixer"), arg("norm"), arg("in_proj"), arg("in_bias"), arg("gated_norm"), arg("out_proj"),
+           arg("out_bias"), arg("eps"), arg("residual_multiplier")})
+      .def(
+          "step_paged",
+          [](const intrusive_ptr<MambaLayer>& self, const Tensor& hidden_states, const Tensor& conv_state,
+             const Tensor& ssm_state, const Tensor& starts, const Tensor& pages, const MaybeTensor& accepted) {
+            return self->step_paged(hidden_states, {conv_state, ssm_state}, {starts, pages, accepted});
+          },
+          "",
+          {arg("hidden_states"), arg("conv_state"), arg("ssm_state"), arg("starts"), arg("pages"), arg("accepted")})
+      .def(
+          "project",
+          [](const intrusive_ptr<MambaLayer>& self, const Tensor& hidden_states) {
+            Tensor projected = self->project(hidden_states);
+            return std::make_tuple(projected, self->mixer_inputs(projected));
+          },
+          "", {arg("hidden_states")})
+      .def(
+          "finish",
+          [](const intrusive_ptr<MambaLayer>& self, const Tensor& hidden_states, const Tensor& projected,
+             const Tensor& y) { return self->finish(hidden_states, projected, y); },
+          "", {arg("hidden_states"), arg("projected"), arg("y")});
 
-at::Tensor paged_mamba_block_operator(
-    const at::Tensor& hidden_states, at::TensorList matrices, const WeightList::List& list,
-    at::TensorList states, at::TensorList rows, at::IntArrayRef sizes, at::ArrayRef<double> constants) {
-  TORCH_CHECK(
-      states.size() == 2 && constants.size() == 4, "there are ", states.size(), " states and ", constants.size(),
-      " constants");
-  Matrices of_matrices(matrices);
-  WeightList weights(list);
-  auto [result, inputs] = mamba_block(
-      paged_mamba_mixer, hidden_states, mamba_weights(of_matrices, weights), {states[0], states[1]}, rows,
-      settings(sizes, constants.slice(0, 2), {0, 0, 0}), {constants[2], constants[3]});
-  return result;
-}
+  library.class_<AttentionLayer>("AttentionLayer")
+      .def(
+          init([](const Tensor& norm, const Tensor& q_proj, const MaybeTensor& q_bias, const Tensor& k_proj,
+                  const MaybeTensor& k_bias, const Tensor& v_proj, const MaybeTensor& v_bias, const Tensor& o_proj,
+                  const MaybeTensor& o_bias, int64_t head_dim, double scale, double eps, double residual_multiplier) {
+            return c10::make_intrusive<AttentionLayer>(
+                Residual(norm, eps, residual_multiplier), Linear(q_proj, q_bias), Linear(k_proj, k_bias),
+                Linear(v_proj, v_bias), Linear(o_proj, o_bias), head_dim, scale);
+          }),
+          "",
+          {arg("norm"), arg("q_proj"), arg("q_bias"), arg("k_proj"), arg("k_bias"), arg("v_proj"), arg("v_bias"),
+           arg("o_proj"), arg("o_bias"), arg("head_dim"), arg("scale"), arg("eps"), arg("residual_multiplier")})
+      .def(
+          "step_paged",
+          [](const intrusive_ptr<AttentionLayer>& self, const Tensor& hidden_states, const Tensor& key_pages,
+             const Tensor& value_pages, const Tensor& starts, const Tensor& lengths, const Tensor& pages,
+             const MaybeTensor& cos, const MaybeTensor& sin) {
+            return self->step_paged(
+                hidden_states, {key_pages, value_pages}, {starts, lengths, pages}, rotary(cos, sin));
+          },
+          "",
+          {arg("hidden_states"), arg("key_pages"), arg("value_pages"), arg("starts"), arg("lengths"), arg("pages"),
+           arg("cos"), arg("sin")});
 
-at::Tensor feed_forward_block_operator(
-    const at::Tensor& hidden_states, at::TensorList matrices, const at::Tensor& norm, int64_t top_k, double eps,
-    double residual_multiplier) {
-  Matrices of_matrices(matrices);
-  FeedForwardWeights weights = feed_forward_weights(of_matrices, norm, top_k > 0);
-  return feed_forward_block(hidden_states, weights, top_k, {eps, residual_multiplier});
+  library.class_<FeedForward>("FeedForward")
+      .def(
+          init([](const Tensor& norm, const Tensor& input, const Tensor& output, const MaybeTensor& router,
+                  const MaybeTensor& expert_input, const MaybeTensor& expert_output, int64_t top_k, double eps,
+                  double residual_multiplier) {
+            std::optional<Experts> experts;
+            if (router.has_value()) {
+              TORCH_CHECK(expert_input.has_value() && expert_output.has_value(), "there is a router without experts");
+              experts = Experts{Matrix(*router), Matrix(*expert_input), Matrix(*expert_output), top_k};
+            }
+            return c10::make_intrusive<FeedForward>(
+                Residual(norm, eps, residual_multiplier), Matrix(input), Matrix(output), experts);
+          }),
+          "",
+          {arg("norm"), arg("input"), arg("output"), arg("router"), arg("expert_input"), arg("expert_output"),
+           arg("top_k"), arg("eps"), arg("residual_multiplier")})
+      .def(
+          "step",
+          [](const intrusive_ptr<FeedForward>& self, const Tensor& hidden_states) {
+            return self->step(hidden_states);
+          },
+          "", {arg("hidden_states")});
+
+  library.class_<Decoder>("Decoder")
+      .def(init<>())
+      .def("append_mamba", &Decoder::append_mamba, "", {arg("mixer"), arg("feed_forward")})
+      .def("append_attention", &Decoder::append_attention, "", {arg("mixer"), arg("feed_forward")})
+      .def(
+          "step",
+          [](const intrusive_ptr<Decoder>& self, const Tensor& hidden_states, LayerStates states,
+             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts,
+             const Tensor& slots, const MaybeTensor& cos, const MaybeTensor& sin, bool keep_inputs) {
+            return self->step(
+                hidden_states, states, {lengths, read_slots, write_slots, starts}, slots, rotary(cos, sin),
+                keep_inputs);
+          },
+          "",
+          {arg("hidden_states"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"), arg("starts"),
+           arg("slots"), arg("cos"), arg("sin"), arg("keep_inputs")})
+      .def(
+          "advance",
+          [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,
+             const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts) {
+            self->advance(kept_inputs, states, {lengths, read_slots, write_slots, starts});
+          },
+          "",
+          {arg("kept_inputs"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"),
+           arg("starts")});
 }
 
 }  // namespace granite4_neuron
 
-// Weights of the mixer: conv_weight, conv_bias, dt_bias, A_log, D; of blocks: see lists.h. Matrices are tensors of
-// bytes, see `weight_in`.
+// Matrices are tensors of bytes, see `weight_in`.
 TORCH_LIBRARY(granite4_neuron, library) {
   library.def("quantize(Tensor weight, str format, Tensor(a!) values, Tensor(b!) scales) -> ()");
   library.def(
@@ -91,37 +187,17 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def("residual_add(Tensor x, Tensor y, float alpha) -> Tensor");
   library.def("mlp(Tensor x, Tensor input_weight, Tensor output_weight) -> Tensor");
   library.def("logits(Tensor x, Tensor weight, float scaling) -> Tensor");
-  // rows: lengths, read_slots, write_slots, starts. sizes: n_groups, chunk_size, heads_per_task. limits: dt_min,
-  // dt_max. rounding: seed, stream, rounds.
-  library.def(
-      "mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, Tensor[] rows, "
-      "int[] sizes, float[] limits, int[] rounding) -> Tensor");
-  // rows: starts, pages, accepted where the step is speculative.
-  library.def(
-      "paged_mamba_mixer(Tensor projected, Tensor?[] weights, Tensor(a!) conv_state, Tensor(b!) ssm_state, "
-      "Tensor[] rows, int[] sizes, float[] limits) -> Tensor");
-  // See `decoder_layers`, and the operator above for sizes and constants. States are advanced in place.
-  library.def(
-      "decoder_layers(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, Tensor[] rows, "
-      "int[] sizes, float[] constants, bool keep_inputs) -> Tensor[]");
-  // states: conv_state, ssm_state, which are advanced in place. constants: dt_min, dt_max, eps, residual_multiplier.
-  library.def(
-      "paged_mamba_block(Tensor hidden_states, Tensor[] matrices, Tensor?[] weights, Tensor(a!)[] states, "
-      "Tensor[] rows, int[] sizes, float[] constants) -> Tensor");
-  library.def(
-      "feed_forward_block(Tensor hidden_states, Tensor[] matrices, Tensor norm, int top_k, float eps, "
-      "float residual_multiplier) -> Tensor");
   library.def("write_cache(Tensor(a!) cache, Tensor values, Tensor positions, Tensor lengths, Tensor slots) -> ()");
   library.def(
       "cached_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor positions, Tensor lengths, "
       "Tensor slots, float scale) -> Tensor");
-  // rows: starts, lengths, pages.
   library.def(
       "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pages, Tensor(b!) value_pages, "
-      "Tensor[] rows, float scale) -> Tensor");
+      "Tensor starts, Tensor lengths, Tensor pages, float scale) -> Tensor");
   library.def(
       "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids) "
       "-> Tensor");
+  granite4_neuron::register_layers(library);
 }
 
 TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
@@ -144,14 +220,15 @@ TORCH_LIBRARY_IMPL(granite4_neuron, CPU, library) {
   library.impl("logits", [](const Tensor& x, const Tensor& weight, double scaling) {
     return granite4_neuron::logits(x, weight_in(weight), scaling);
   });
-  library.impl("mamba_mixer", &granite4_neuron::mamba_mixer_operator);
-  library.impl("paged_mamba_mixer", &granite4_neuron::paged_mamba_mixer_operator);
-  library.impl("decoder_layers", &granite4_neuron::decoder_layers_operator);
-  library.impl("paged_mamba_block", &granite4_neuron::paged_mamba_block_operator);
-  library.impl("feed_forward_block", &granite4_neuron::feed_forward_block_operator);
   library.impl("write_cache", &granite4_neuron::write_cache);
   library.impl("cached_attention", &granite4_neuron::cached_attention);
-  library.impl("paged_attention", &granite4_neuron::paged_attention);
+  library.impl(
+      "paged_attention",
+      [](const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_pages, Tensor value_pages,
+         const Tensor& starts, const Tensor& lengths, const Tensor& pages, double scale) {
+        return granite4_neuron::paged_attention(
+            query, key, value, key_pages, value_pages, {starts, lengths, pages}, scale);
+      });
   library.impl(
       "fused_experts",
       [](const Tensor& hidden_states, const Tensor& w1, const Tensor& w2, const Tensor& topk_weights,

@@ -1,7 +1,7 @@
-// The halves of decoder layers.
+// The halves of decoder layers, each made once of its weights and settings.
 //
 // The definitions are in Python: model.mamba2.Mamba2 and model.attention.Attention, each behind a norm, and
-// model.moe.feed_forward.
+// the second half of DecoderLayer in modeling_granite_moe_hybrid. ops/cpu/layers.py is the Python side.
 #pragma once
 
 #include "attention.h"
@@ -10,123 +10,228 @@
 #include "mamba.h"
 #include "norm.h"
 #include "paged.h"
+#include "paged_attention.h"
 #include "rotary.h"
 
 namespace granite4_neuron {
 
+// A packed matrix, or one of each expert, with the memory that it is in.
+struct Matrix {
+  at::Tensor bytes;
+  Weight weight;
+
+  explicit Matrix(const at::Tensor& packed) : bytes(packed), weight(weight_in(packed)) {}
+};
+
 // A projection.
 struct Linear {
-  Weight weight;
+  Matrix matrix;
   std::optional<at::Tensor> bias;  // [rows]
+
+  Linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias) : matrix(packed), bias(bias) {
+    check_matrix(matrix.weight);
+    check_bias(matrix.weight, bias);
+  }
+  int64_t rows() const {
+    return matrix.weight.rows;
+  }
+  at::Tensor operator()(const at::Tensor& x) const {
+    return linear(x, matrix.weight, bias);
+  }
 };
 
-inline at::Tensor linear(const at::Tensor& x, const Linear& projection) {
-  return linear(x, projection.weight, projection.bias);
+// That a matrix has this shape, for vectors of the dtype that the half's norm gives; -1 is any size.
+inline void check_matrix_is(const Matrix& matrix, const char* name, const at::Tensor& norm, int64_t rows, int64_t columns) {
+  const Weight& weight = matrix.weight;
+  TORCH_CHECK(
+      weight.dtype == norm.scalar_type(), name, " is for vectors of ", weight.dtype, ", and the norm is ",
+      norm.scalar_type());
+  TORCH_CHECK(
+      (rows == -1 || weight.rows == rows) && weight.columns == columns, name, " is [", weight.rows, ", ",
+      weight.columns, "] and should be [", rows, ", ", columns, "]");
 }
 
-struct MambaBlockWeights {
+// What all halves do: add a multiple of something computed from the normalised residual stream to that stream.
+struct Residual {
   at::Tensor norm;  // [hidden_size]
-  Linear in_proj;
-  MixerWeights mixer;
-  at::Tensor gated_norm;  // [inner]
-  Linear out_proj;
+  double eps, multiplier;
+
+  Residual(const at::Tensor& norm, double eps, double multiplier) : norm(norm), eps(eps), multiplier(multiplier) {
+    check_dense(norm, "norm", {norm.numel()}, norm.scalar_type());
+  }
+  int64_t hidden_size() const {
+    return norm.numel();
+  }
+  // hidden_states: [..., hidden_size], float32.
+  at::Tensor normalised(const at::Tensor& hidden_states) const {
+    return rms_norm(hidden_states, std::nullopt, norm, eps, 1);
+  }
+  at::Tensor add(const at::Tensor& hidden_states, const at::Tensor& output) const {
+    return residual_add(hidden_states, output, multiplier);
+  }
 };
 
-// eps: of a block's norms. residual_multiplier: of what a block adds.
-struct BlockConstants {
-  double eps, residual_multiplier;
-};
-
-// hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(xBC, dt) and (z, xBC, dt) =
+// hidden_states + multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(xBC, dt) and (z, xBC, dt) =
 // in_proj(rms_norm(hidden_states)).
-//
-// hidden_states: [..., hidden_size], float32; mixer: `mamba_mixer` or `paged_mamba_mixer`, which say what leading
-// dimensions and rows there are. Returns what becomes of hidden_states, and the mixer's inputs.
-template <typename MixerFunction>
-inline std::tuple<at::Tensor, at::Tensor> mamba_block(
-    const MixerFunction& mixer, const at::Tensor& hidden_states, const MambaBlockWeights& weights,
-    const MixerState& state, at::TensorList rows, const MixerSettings& settings, const BlockConstants& constants) {
-  auto [eps, residual_multiplier] = constants;
-  at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
-  at::Tensor projected = linear(x, weights.in_proj);
-  int64_t inner = weights.gated_norm.numel();
-  at::Tensor z = projected.narrow(-1, 0, inner), xBC_dt = projected.narrow(-1, inner, projected.size(-1) - inner);
-  at::Tensor y = mixer(xBC_dt, weights.mixer, state, rows, settings);
-  at::Tensor gated = rms_norm(y, z, weights.gated_norm, eps, settings.groups);
-  return {residual_add(hidden_states, linear(gated, weights.out_proj), residual_multiplier), xBC_dt};
-}
+struct MambaLayer : torch::CustomClassHolder {
+  const Residual residual;
+  const Linear in_proj, out_proj;
+  const c10::intrusive_ptr<MambaMixer> mixer;
+  const at::Tensor gated_norm;  // [inner]
 
-struct AttentionBlockWeights {
-  at::Tensor norm;  // [hidden_size]
-  Linear q_proj, k_proj, v_proj, o_proj;
+  MambaLayer(
+      const Residual& residual, const Linear& in_proj, const c10::intrusive_ptr<MambaMixer>& mixer,
+      const at::Tensor& gated_norm, const Linear& out_proj)
+      : residual(residual), in_proj(in_proj), out_proj(out_proj), mixer(mixer), gated_norm(gated_norm) {
+    int64_t hidden = residual.hidden_size(), inner = gated_norm.numel();
+    check_dense(gated_norm, "gated_norm", {inner}, residual.norm.scalar_type());
+    check_matrix_is(in_proj.matrix, "in_proj", residual.norm, inner + mixer->channels + mixer->heads, hidden);
+    check_matrix_is(out_proj.matrix, "out_proj", residual.norm, hidden, inner);
+  }
+
+  // z, x, B, C and dt of each token side by side: [..., inner + channels + heads].
+  at::Tensor project(const at::Tensor& hidden_states) const {
+    return in_proj(residual.normalised(hidden_states));
+  }
+  at::Tensor mixer_inputs(const at::Tensor& projected) const {
+    int64_t inner = gated_norm.numel();
+    return projected.narrow(-1, inner, projected.size(-1) - inner);
+  }
+  // y: of the mixer, [..., inner] in float32.
+  at::Tensor finish(const at::Tensor& hidden_states, const at::Tensor& projected, const at::Tensor& y) const {
+    TORCH_CHECK(projected.size(-1) == in_proj.rows(), "projected has ", projected.size(-1), " values of a token");
+    at::Tensor z = projected.narrow(-1, 0, gated_norm.numel());
+    at::Tensor gated = rms_norm(y, z, gated_norm, residual.eps, mixer->settings.groups);
+    return residual.add(hidden_states, out_proj(gated));
+  }
+  // hidden_states: [batch, tokens, hidden_size]. Returns what becomes of them, and the mixer's inputs.
+  std::tuple<at::Tensor, at::Tensor> step(
+      const at::Tensor& hidden_states, const MixerState& state, const SlotRows& rows) const {
+    at::Tensor projected = project(hidden_states), inputs = mixer_inputs(projected);
+    return {finish(hidden_states, projected, mamba_mixer(*mixer, inputs, state, rows)), inputs};
+  }
+  // hidden_states: [tokens, hidden_size].
+  at::Tensor step_paged(const at::Tensor& hidden_states, const MixerState& state, const PageRows& rows) const {
+    at::Tensor projected = project(hidden_states);
+    return finish(hidden_states, projected, paged_mamba_mixer(*mixer, mixer_inputs(projected), state, rows));
+  }
 };
 
-// Keys and values of a layer, each [slots, kv_heads, max_length, head_dim].
+// Keys and values of a layer: each [slots, kv_heads, max_length, head_dim], or [pages, kv_heads, page_size, head_dim].
 struct Cache {
   at::Tensor key, value;
 };
 
-// Each row's number of real tokens and its slot of the cache, [batch]; its first token's position, [batch, 1]; and
-// cosines and sines of the tokens' positions where the model has rotary ones, [batch, tokens, head_dim / 2].
-struct AttentionRows {
+// Each row's number of real tokens and its slot of the cache, [batch]; its first token's position, [batch, 1].
+struct CacheRows {
   at::Tensor lengths, slots, starts;
-  std::optional<RotaryTables> rotary;
 };
 
-// hidden_states + residual_multiplier * o_proj(attention(q, k, v)), where these are projections of
-// rms_norm(hidden_states). hidden_states: [batch, tokens, hidden_size], float32. scale: of the scores.
-inline at::Tensor attention_block(
-    const at::Tensor& hidden_states, const AttentionBlockWeights& weights, const Cache& cache,
-    const AttentionRows& rows, double scale, const BlockConstants& constants) {
-  auto [eps, residual_multiplier] = constants;
-  check_shape(hidden_states, "hidden_states", {-1, -1, -1});
-  check_shape(cache.key, "keys' cache", {-1, -1, -1, -1});
-  int64_t batch = hidden_states.size(0), tokens = hidden_states.size(1), head_dim = cache.key.size(3);
-  at::Tensor x = rms_norm(hidden_states, std::nullopt, weights.norm, eps, 1);
-  auto heads = [&](const Linear& projection) { 
-    int64_t rows = projection.weight.rows;
-    TORCH_CHECK(head_dim > 0 && rows % head_dim == 0, "a projection has ", rows, " rows for heads of ", head_dim);
-    return linear(x, projection).view({batch, tokens, rows / head_dim, head_dim});
-  };
-  at::Tensor query = heads(weights.q_proj), key = heads(weights.k_proj), value = heads(weights.v_proj);
-  if (rows.rotary.has_value()) {
-    apply_rotary(query, *rows.rotary);
-    apply_rotary(key, *rows.rotary);
+// hidden_states + multiplier * o_proj(attention(q, k, v)), where these are projections of rms_norm(hidden_states).
+struct AttentionLayer : torch::CustomClassHolder {
+  const Residual residual;
+  const Linear q_proj, k_proj, v_proj, o_proj;
+  const int64_t head_dim;
+  const double scale;  // of the scores
+
+  AttentionLayer(
+      const Residual& residual, const Linear& q_proj, const Linear& k_proj, const Linear& v_proj,
+      const Linear& o_proj, int64_t head_dim, double scale)
+      : residual(residual), q_proj(q_proj), k_proj(k_proj), v_proj(v_proj), o_proj(o_proj), head_dim(head_dim),
+        scale(scale) {
+    int64_t hidden = residual.hidden_size(), width = q_proj.rows(), kv_width = k_proj.rows();
+    TORCH_CHECK(
+        head_dim > 0 && kv_width > 0 && kv_width % head_dim == 0 && width % kv_width == 0, "projections have ", width,
+        " and ", kv_width, " rows for heads of ", head_dim);
+    check_matrix_is(q_proj.matrix, "q_proj", residual.norm, width, hidden);
+    check_matrix_is(k_proj.matrix, "k_proj", residual.norm, kv_width, hidden);
+    check_matrix_is(v_proj.matrix, "v_proj", residual.norm, kv_width, hidden);
+    check_matrix_is(o_proj.matrix, "o_proj", residual.norm, hidden, width);
   }
-  write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
-  write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
-  at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
-  return residual_add(hidden_states, linear(y.flatten(2), weights.o_proj), residual_multiplier);
-}
+
+  // hidden_states: [batch, tokens, hidden_size]. rotary: of the tokens' positions, where the model has rotary ones.
+  at::Tensor step(
+      const at::Tensor& hidden_states, const Cache& cache, const CacheRows& rows,
+      const std::optional<RotaryTables>& rotary) const {
+    auto [query, key, value] = project(hidden_states, rotary);
+    write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
+    write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
+    at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
+    return residual.add(hidden_states, o_proj(y.flatten(2)));
+  }
+  // hidden_states: [tokens, hidden_size]. rotary: [1, tokens, head_dim / 2].
+  at::Tensor step_paged(
+      const at::Tensor& hidden_states, const Cache& pages, const SequenceRows& rows,
+      const std::optional<RotaryTables>& rotary) const {
+    auto [query, key, value] = project(hidden_states.unsqueeze(0), rotary);
+    auto flat = [](const at::Tensor& heads) { return heads.squeeze(0).flatten(1); };
+    at::Tensor y = paged_attention(flat(query), flat(key), flat(value), pages.key, pages.value, rows, scale);
+    return residual.add(hidden_states, o_proj(y));
+  }
+
+ private:
+  // Queries, keys and values, each [batch, tokens, its heads, head_dim].
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> project(
+      const at::Tensor& hidden_states, const std::optional<RotaryTables>& rotary) const {
+    check_shape(hidden_states, "hidden_states", {-1, -1, residual.hidden_size()});
+    at::Tensor x = residual.normalised(hidden_states);
+    auto heads = [&](const Linear& projection) {
+      return projection(x).view({x.size(0), x.size(1), projection.rows() / head_dim, head_dim});
+    };
+    at::Tensor query = heads(q_proj), key = heads(k_proj), value = heads(v_proj);
+    if (rotary.has_value()) {
+      apply_rotary(query, *rotary);
+      apply_rotary(key, *rotary);
+    }
+    return {query, key, value};
+  }
+};
 
 // As ops.mlp.
 inline at::Tensor mlp(const at::Tensor& x, const Weight& input, const Weight& output) {
   return linear(silu_and_mul(linear(x, input, std::nullopt)), output, std::nullopt);
 }
 
-struct ExpertWeights {
-  Weight router, input, output;
+struct Experts {
+  Matrix router, input, output;
+  int64_t top_k;
 };
 
-struct FeedForwardWeights {
-  at::Tensor norm;  // [hidden_size]
-  Weight input, output;
-  std::optional<ExpertWeights> experts;
-};
+// hidden_states + multiplier * mlp(x) + multiplier * experts(x), where x = rms_norm(hidden_states).
+struct FeedForward : torch::CustomClassHolder {
+  const Residual residual;
+  const Matrix input, output;
+  const std::optional<Experts> experts;
 
-// As ops.cpu.blocks.FeedForwardBlock. top_k: experts per token.
-inline at::Tensor feed_forward_block(
-    const at::Tensor& hidden_states, const FeedForwardWeights& weights, int64_t top_k,
-    const BlockConstants& constants) {
-  auto [eps, residual_multiplier] = constants;
-  const auto& [norm, input, output, experts] = weights;
-  at::Tensor x = rms_norm(hidden_states, std::nullopt, norm, eps, 1);
-  at::Tensor sum = residual_add(hidden_states, mlp(x, input, output), residual_multiplier);
-  if (!experts.has_value()) return sum;
-  at::Tensor tokens = x.view({-1, x.size(-1)});
-  auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router, 1.0), top_k);
-  at::Tensor of_experts = fused_experts(tokens, experts->input, experts->output, topk_weights, topk_ids);
-  return residual_add(sum, of_experts.view(hidden_states.sizes()), residual_multiplier);
-}
+  FeedForward(
+      const Residual& residual, const Matrix& input, const Matrix& output, const std::optional<Experts>& experts)
+      : residual(residual), input(input), output(output), experts(experts) {
+    int64_t hidden = residual.hidden_size();
+    check_matrix_is(input, "input", residual.norm, 2 * output.weight.columns, hidden);
+    check_matrix_is(output, "output", residual.norm, hidden, output.weight.columns);
+    if (!experts.has_value()) return;
+    int64_t width = experts->output.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
+    check_matrix_is(experts->router, "router", residual.norm, count, hidden);
+    check_matrix_is(experts->input, "expert_input", residual.norm, 2 * width, hidden);
+    check_matrix_is(experts->output, "expert_output", residual.norm, hidden, width);
+    for (const Matrix* matrix : {&experts->input, &experts->output})
+      TORCH_CHECK(
+          matrix->weight.experts == count, "there are matrices of ", matrix->weight.experts, " experts, and ", count,
+          " experts");
+    TORCH_CHECK(0 < top_k && top_k <= count, "top_k is ", top_k, " of ", count, " experts");
+  }
+
+  // hidden_states: [..., hidden_size], float32.
+  at::Tensor step(const at::Tensor& hidden_states) const {
+    at::Tensor x = residual.normalised(hidden_states);
+    at::Tensor sum = residual.add(hidden_states, mlp(x, input.weight, output.weight));
+    if (!experts.has_value()) return sum;
+    at::Tensor tokens = x.view({-1, x.size(-1)});
+    auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router.weight, 1.0), experts->top_k);
+    at::Tensor of_experts =
+        fused_experts(tokens, experts->input.weight, experts->output.weight, topk_weights, topk_ids);
+    return residual.add(sum, of_experts.view(hidden_states.sizes()));
+  }
+};
 
 }  // namespace granite4_neuron

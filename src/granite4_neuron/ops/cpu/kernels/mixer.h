@@ -1,13 +1,14 @@
-// What the parts of the Mamba-2 mixer share: a layer's weights as the model has them, and one call's sizes, rows and
-// constants.
+// What the parts of the Mamba-2 mixer share: a layer's weights and settings, and one call's sizes and rows.
 #pragma once
+
+#include <torch/custom_class.h>
 
 #include "common.h"
 #include "rounding.h"
 
 namespace granite4_neuron {
 
-// The weights between a layer's projections, all in the dtype of its inputs.
+// The weights between a layer's projections. The convolution's are in the dtype of its inputs, the others in any.
 struct MixerWeights {
   at::Tensor conv_weight;               // [channels, 1, width]
   std::optional<at::Tensor> conv_bias;  // [channels]
@@ -38,13 +39,12 @@ struct MixerSettings {
   Rounding rounding;
 };
 
-// One call. The constants are made of the weights anew each time, which takes a fraction of a microsecond: so there are
-// no weights but the model's.
+// One call.
 struct Mixer {
   int64_t batch, tokens, heads, head_dim, d_state, width, channels;
   Rows rows;
-  MixerSettings settings;
-  std::vector<float> dt_bias, A, D;  // [heads]
+  const MixerSettings& settings;
+  const std::vector<float>&dt_bias, &A, &D;  // [heads]
 
   int64_t inner() const {
     return heads * head_dim;
@@ -72,5 +72,35 @@ inline std::vector<float> decay_rates(const at::Tensor& A_log) {
   }
   return rates;
 }
+
+// The mixer of one layer, made once. Its sizes that no weight shows, head_dim and d_state, are the state's.
+struct MambaMixer : torch::CustomClassHolder {
+  const MixerWeights weights;
+  const MixerSettings settings;
+  const int64_t channels, width, heads;
+  const std::vector<float> dt_bias, A, D;  // [heads]
+
+  MambaMixer(const MixerWeights& w, const MixerSettings& s)
+      : weights((check(w, s), w)), settings(s), channels(w.conv_weight.size(0)), width(w.conv_weight.size(2)),
+        heads(w.dt_bias.numel()), dt_bias(as_floats(w.dt_bias)), A(decay_rates(w.A_log)), D(as_floats(w.D)) {}
+
+ private:
+  static void check(const MixerWeights& weights, const MixerSettings& settings) {
+    const at::Tensor& conv = weights.conv_weight;
+    check_dense(conv, "conv_weight", {-1, 1, -1}, conv.scalar_type());
+    TORCH_CHECK(conv.size(2) > 0, "conv_weight has no taps");
+    if (weights.conv_bias.has_value())
+      check_dense(*weights.conv_bias, "conv_bias", {conv.size(0)}, conv.scalar_type());
+    int64_t heads = weights.dt_bias.numel(), groups = settings.groups, rounds = settings.rounding.rounds;
+    check_dense(weights.dt_bias, "dt_bias", {heads}, weights.dt_bias.scalar_type());
+    check_dense(weights.A_log, "A_log", {heads}, weights.A_log.scalar_type());
+    check_dense(weights.D, "D", {heads}, weights.D.scalar_type());
+    TORCH_CHECK(groups > 0 && heads > 0 && heads % groups == 0, "n_groups is ", groups, " of ", heads, " heads");
+    TORCH_CHECK(settings.heads_per_task > 0, "heads_per_task is ", settings.heads_per_task);
+    TORCH_CHECK(
+        0 < settings.chunk_size && settings.chunk_size <= MAX_SCAN_BLOCK, "chunk_size is ", settings.chunk_size);
+    TORCH_CHECK(0 <= rounds && rounds <= StateRounding::MAX_ROUNDS, "there are ", rounds, " rounds of Philox");
+  }
+};
 
 }  // namespace granite4_neuron

@@ -120,45 +120,47 @@ inline void check_paged_rows(const PagedRows& rows, int64_t tokens, int64_t num_
   }
 }
 
-// rows: starts, pages, and accepted where the step is speculative; int32.
-inline PagedRows paged_rows(at::TensorList rows, int64_t tokens, int64_t num_pages) {
-  TORCH_CHECK(rows.size() == 2 || rows.size() == 3, "rows are starts, pages and perhaps accepted");
-  const at::Tensor &starts = rows[0], &pages = rows[1];
+// The rows of a step over states in pages, as `PagedRows` has them; int32.
+struct PageRows {
+  at::Tensor starts, pages;
+  std::optional<at::Tensor> accepted;
+};
+
+inline PagedRows check_page_rows(const PageRows& rows, int64_t tokens, int64_t num_pages) {
+  const auto& [starts, pages, accepted] = rows;
   check_shape(pages, "pages", {-1, -1});
   check_last_axis(pages, "pages");
   TORCH_CHECK(pages.size(0) == 0 || pages.size(1) > 0, "pages have no columns");
   check_dense(starts, "starts", {pages.size(0) + 1}, at::kInt);
   PagedRows paged{pages.size(0), pages.size(1), starts.const_data_ptr<int32_t>(), pages.const_data_ptr<int32_t>(),
                   pages.stride(0), nullptr};
-  if (rows.size() == 3) {
-    check_dense(rows[2], "accepted", {paged.sequences}, at::kInt);
-    paged.accepted = rows[2].const_data_ptr<int32_t>();
+  if (accepted.has_value()) {
+    check_dense(*accepted, "accepted", {paged.sequences}, at::kInt);
+    paged.accepted = accepted->const_data_ptr<int32_t>();
   }
   check_paged_rows(paged, tokens, num_pages);
   return paged;
 }
 
-// As ops.cpu.paged_mamba_mixer, which is the Python side.
+// `MambaMixer.step_paged` of ops/cpu/layers.py.
 inline at::Tensor paged_mamba_mixer(
-    const at::Tensor& projected, const MixerWeights& weights, const MixerState& state, at::TensorList tensors,
-    const MixerSettings& settings) {
-  check_weights(weights);
+    const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const PageRows& page_rows) {
   check_shape(projected, "projected", {-1, -1});
-  check_mixer(projected, weights, state, settings);
+  check_call(mixer, projected, state);
   int64_t tokens = projected.size(0), pages = state.ssm.size(0);
-  int64_t heads = state.ssm.size(1), head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
-  int64_t width = weights.conv_weight.size(-1), channels = weights.conv_weight.size(0);
+  int64_t heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
+  int64_t width = mixer.width, channels = mixer.channels;
   TORCH_CHECK(state.ssm.scalar_type() == at::kFloat, "ssm_state is ", state.ssm.scalar_type());
   TORCH_CHECK(pages == 0 || state.ssm[0].is_contiguous(), "a page of ssm_state must be contiguous");
-  PagedRows rows = paged_rows(tensors, tokens, pages);
+  PagedRows rows = check_page_rows(page_rows, tokens, pages);
   int64_t columns = width - 1 + (rows.accepted == nullptr ? 0 : rows.columns - 1);
   TORCH_CHECK(
       state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
       " columns where ", columns, " are needed");
 
   // One row of the mixer's own kind, whose tokens are those of all sequences.
-  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr}, settings,
-          as_floats(weights.dt_bias), decay_rates(weights.A_log), as_floats(weights.D)};
+  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr},
+          mixer.settings, mixer.dt_bias, mixer.A, mixer.D};
   at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
   std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
   at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
@@ -167,8 +169,8 @@ inline at::Tensor paged_mamba_mixer(
         projected.const_data_ptr<scalar_t>(),
         0,
         projected.stride(0),
-        weights.conv_weight.const_data_ptr<scalar_t>(),
-        pointer<scalar_t>(weights.conv_bias),
+        mixer.weights.conv_weight.const_data_ptr<scalar_t>(),
+        pointer<scalar_t>(mixer.weights.conv_bias),
         nullptr,
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};
@@ -188,7 +190,7 @@ inline at::Tensor paged_mamba_mixer(
   });
   ScanViews<float> views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
   PagedStates states{state.ssm.mutable_data_ptr<float>(), state.ssm.stride(0)};
-  parallel_tasks(rows.sequences * heads, settings.heads_per_task, [&](int64_t begin, int64_t end) {
+  parallel_tasks(rows.sequences * heads, mixer.settings.heads_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / heads, head = task % heads;
       if (!rows.is_padding(row)) advance_paged(m, head_tokens(m, views, 0, head), states, rows, row, head);

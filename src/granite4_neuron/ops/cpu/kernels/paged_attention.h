@@ -63,10 +63,14 @@ class PagedReader {
   MatrixView<T> page_{nullptr, 0};
 };
 
-// rows: starts, lengths and pages, int32.
-inline PagedSequences paged_sequences(at::TensorList rows, int64_t tokens, int64_t num_pages, int64_t page_size) {
-  TORCH_CHECK(rows.size() == 3, "rows are starts, lengths and pages");
-  const at::Tensor &starts = rows[0], &lengths = rows[1], &pages = rows[2];
+// The rows of a step, as `PagedSequences` has them; int32.
+struct SequenceRows {
+  at::Tensor starts, lengths, pages;
+};
+
+inline PagedSequences check_sequences(
+    const SequenceRows& rows, int64_t tokens, int64_t num_pages, int64_t page_size) {
+  const auto& [starts, lengths, pages] = rows;
   int64_t count = lengths.numel();
   check_dense(starts, "starts", {count + 1}, at::kInt);
   check_dense(lengths, "lengths", {count}, at::kInt);
@@ -125,7 +129,7 @@ inline std::vector<QueryBlock> query_blocks(const PagedSequences& sequences, int
 // As ops.cpu.paged_attention, which is the Python side.
 inline at::Tensor paged_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
-    at::Tensor value_pages, at::TensorList rows, double scale) {
+    at::Tensor value_pages, const SequenceRows& rows, double scale) {
   check_shape(query, "query", {-1, -1});
   check_shape(key_pages, "key_pages", {-1, -1, -1, -1});
   check_shape(value_pages, "value_pages", key_pages.sizes());
@@ -140,7 +144,7 @@ inline at::Tensor paged_attention(
     TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), "query, keys, values and pages have different dtypes");
     check_last_axis(tensor, "query, key, value and pages");
   }
-  PagedSequences sequences = paged_sequences(rows, tokens, key_pages.size(0), key_pages.size(2));
+  PagedSequences sequences = check_sequences(rows, tokens, key_pages.size(0), key_pages.size(2));
   at::Tensor output = empty({tokens, width}, query.options());
   GRANITE4_DISPATCH(query.scalar_type(), "paged_attention", [&] {
     using Block = BlockAttention<scalar_t>;

@@ -1,0 +1,196 @@
+"""Layers of fused kernels: objects of C++ classes, each made once of its weights and called with named arguments.
+
+Weights and settings are checked when a layer is made, arguments when it is called. What does not fit is a RuntimeError.
+Matrices are packed, see `weights.pack`. Other weights are in the model's dtype; none is copied. Arithmetic is float32
+inside. What a row of a batch gives is the same bit by bit whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.ops.cpu.weights import PackedWeight
+from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
+from granite4_neuron.ops.stochastic_rounding import Rounding
+
+
+def mamba_mixer(
+    *,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    n_groups: int,
+    time_step_limit: tuple[float, float],
+    rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
+    launch_parameters: LaunchParameters = HEURISTIC,
+) -> torch.ScriptObject:
+    """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
+    dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens `mamba_chunk_scan_combined`.
+
+    Args:
+        conv_weight: [conv_dim, 1, d_conv].
+        conv_bias: [conv_dim] or None.
+        dt_bias, A_log, D: [num_heads], in any dtype.
+        n_groups: of B and C.
+        time_step_limit: of the clamp.
+        rounding: of an ssm_state that is not float32.
+
+    Its methods, which return y, [batch, tokens, num_heads * head_dim] or [tokens, ...] in float32, 0 for padding:
+
+        step(projected, conv_state, ssm_state, lengths, read_slots, write_slots, starts): padding is not looked at, and
+            rows of length 0 change no state.
+            projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
+            conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
+            ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16
+                with `stochastic_round` after every token.
+            lengths, read_slots, write_slots, starts: [batch], int64: a row's real tokens; where its state is read, and
+                where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
+        step_paged(projected, conv_state, ssm_state, starts, pages, accepted): for a few tokens of each sequence, over
+            states in the pages of a paged cache, as `causal_conv1d_update` and `selective_state_update` of vLLM.
+            projected: [tokens, conv_dim + num_heads], sequence after sequence.
+            conv_state: [pages, conv_dim, columns], at any strides, in projected's dtype. Updated in place.
+            ssm_state: [pages, num_heads, head_dim, d_state], float32; a page is contiguous. Updated in place.
+            starts: [sequences + 1], where each sequence begins in projected, int32.
+            pages: [sequences, n], int32, of which the first is the sequence's, and is -1 or 0 for padding.
+            accepted: None, or for a step that is speculative [sequences], int32, how many tokens of the sequence's last
+                step count, 1 or more. Then the state before the first token is in page accepted - 1 of the row, the one
+                behind token t goes to page t, and the first page holds n - 1 more columns of inputs.
+    """
+    dt_min, dt_max = time_step_limit
+    return torch.classes.granite4_neuron.MambaMixer(
+        conv_weight=conv_weight,
+        conv_bias=conv_bias,
+        dt_bias=dt_bias,
+        A_log=A_log,
+        D=D,
+        n_groups=n_groups,
+        dt_min=dt_min,
+        dt_max=dt_max,
+        chunk_size=launch_parameters.chunk_size,
+        heads_per_task=launch_parameters.heads_per_task,
+        **rounding._asdict(),
+    )
+
+
+def mamba_layer(
+    *,
+    mixer: torch.ScriptObject,
+    norm: torch.Tensor,
+    in_proj: PackedWeight,
+    in_bias: torch.Tensor | None,
+    gated_norm: torch.Tensor,
+    out_proj: PackedWeight,
+    out_bias: torch.Tensor | None,
+    eps: float,
+    residual_multiplier: float,
+) -> torch.ScriptObject:
+    """The half of a decoder layer with `model.mamba2.Mamba2`.
+
+    It is hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(x, B, C, dt) and
+    (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
+
+    hidden_states are [..., hidden_size] in float32. Its methods:
+
+        step_paged(hidden_states, conv_state, ssm_state, starts, pages, accepted): all of it, for [tokens, hidden_size].
+        project(hidden_states): z, x, B, C and dt side by side, and a view of it without z, which is the mixer's input.
+        finish(hidden_states, projected, y): the rest, with y of the mixer.
+    """
+    return torch.classes.granite4_neuron.MambaLayer(
+        mixer=mixer,
+        norm=norm,
+        in_proj=in_proj.packed,
+        in_bias=in_bias,
+        gated_norm=gated_norm,
+        out_proj=out_proj.packed,
+        out_bias=out_bias,
+        eps=eps,
+        residual_multiplier=residual_multiplier,
+    )
+
+
+def attention_layer(
+    *,
+    norm: torch.Tensor,
+    q_proj: PackedWeight,
+    q_bias: torch.Tensor | None,
+    k_proj: PackedWeight,
+    k_bias: torch.Tensor | None,
+    v_proj: PackedWeight,
+    v_bias: torch.Tensor | None,
+    o_proj: PackedWeight,
+    o_bias: torch.Tensor | None,
+    head_dim: int,
+    scale: float,
+    eps: float,
+    residual_multiplier: float,
+) -> torch.ScriptObject:
+    """The half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores.
+
+    Its method:
+
+        step_paged(hidden_states, key_pages, value_pages, starts, lengths, pages, cos, sin): as `paged_attention`, for
+            hidden_states [tokens, hidden_size]. cos, sin: [1, tokens, head_dim / 2], float32, or None.
+    """
+    return torch.classes.granite4_neuron.AttentionLayer(
+        norm=norm,
+        q_proj=q_proj.packed,
+        q_bias=q_bias,
+        k_proj=k_proj.packed,
+        k_bias=k_bias,
+        v_proj=v_proj.packed,
+        v_bias=v_bias,
+        o_proj=o_proj.packed,
+        o_bias=o_bias,
+        head_dim=head_dim,
+        scale=scale,
+        eps=eps,
+        residual_multiplier=residual_multiplier,
+    )
+
+
+def feed_forward(
+    *,
+    norm: torch.Tensor,
+    input: PackedWeight,
+    output: PackedWeight,
+    router: PackedWeight | None,
+    expert_input: PackedWeight | None,
+    expert_output: PackedWeight | None,
+    top_k: int,
+    eps: float,
+    residual_multiplier: float,
+) -> torch.ScriptObject:
+    """The half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its method is
+    step(hidden_states), for [..., hidden_size].
+
+    Args:
+        input, output: of the MLP.
+        router, expert_input, expert_output: None without experts.
+        top_k: experts per token.
+    """
+    experts = {"router": router, "expert_input": expert_input, "expert_output": expert_output}
+    return torch.classes.granite4_neuron.FeedForward(
+        norm=norm,
+        input=input.packed,
+        output=output.packed,
+        **{name: weight and weight.packed for name, weight in experts.items()},
+        top_k=top_k,
+        eps=eps,
+        residual_multiplier=residual_multiplier,
+    )
+
+
+def decoder() -> torch.ScriptObject:
+    """All decoder layers. Its methods:
+
+    append_mamba(mixer, feed_forward), append_attention(mixer, feed_forward): add a layer.
+    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, cos, sin, keep_inputs): a list of
+        hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs of each
+        Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`, advanced in
+        place. slots: [batch], int64, of the caches. cos, sin: [batch, tokens, head_dim / 2], float32, or None.
+        The rest is as for `mamba_mixer`.
+    advance(kept_inputs, states, lengths, read_slots, write_slots, starts): advance the Mamba layers' states by these.
+    """
+    return torch.classes.granite4_neuron.Decoder()
