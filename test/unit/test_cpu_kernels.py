@@ -348,21 +348,6 @@ class TestMambaMixer:
             assert relative_error(torch.cat(outputs, 1)[row], exact) <= 1e-5
             assert relative_error(mamba.ssm_state[mamba.slots[row]], exact_state) <= 1e-5
 
-    @pytest.mark.parametrize("chunk_size", [0, -32, 256])
-    def test_other_chunks_are_refused(self, chunk_size):
-        mamba = Mamba(1)
-        mamba.launch = chunk_size, 4
-        with pytest.raises(RuntimeError, match=f"chunk_size is {chunk_size}"):
-            mamba.run(mamba.inputs(1, 2), [2], [0])
-        assert mamba.conv_state[1].isnan().all(), "nothing is written"
-
-    @pytest.mark.parametrize("heads_per_task", [0, -1])
-    def test_empty_tasks_are_refused(self, heads_per_task):
-        mamba = Mamba(1)
-        mamba.launch = 64, heads_per_task
-        with pytest.raises(RuntimeError, match=f"heads_per_task is {heads_per_task}"):
-            mamba.run(mamba.inputs(1, 1), [1], [0])
-
     @pytest.mark.parametrize("cuts", [[150], [1] * 20], ids=["prefill", "decode"])
     def test_bfloat16(self, cuts):
         mamba = Mamba(1, dtype=torch.bfloat16, d_state=64, head_dim=32)

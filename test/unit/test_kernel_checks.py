@@ -224,6 +224,7 @@ BAD = [
             (dict(n_groups=0), "n_groups is 0 of 4"),
             (dict(ssm_state=EMPTY), "ssm_state has the shape"),
             (dict(chunk_size=129), "chunk_size is 129"),
+            (dict(chunk_size=0), "chunk_size is 0"),
         )
     ),
 ]
