@@ -24,8 +24,10 @@ from granite4_neuron.engine.drafters import Drafter, DraftRequest
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
-from granite4_neuron.engine.sampling import NoTokenLeft, is_whole
+from granite4_neuron.engine.sampling import NoTokenLeft
+from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
+from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 
@@ -150,8 +152,9 @@ class Engine:
             )
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)
-        defaults = self.runtime.generation_config
-        sequence = RunningSequence.of(next(self._ids), request, defaults, self._tokenizer, limit)
+        request = request.with_defaults(self.runtime.generation_config)
+        text = TextStream(self._tokenizer, request.stop, request.tokens)
+        sequence = RunningSequence(next(self._ids), request, limit, text)
         self._waiting.append(sequence)
         return sequence.id
 
@@ -248,7 +251,7 @@ class Engine:
         logits = self.runtime.step(self._slots.state, rows, all_logits=True)
         for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
             if sequence.request.prompt_logprobs is not None:
-                sequence.note_prompt(row, of_row)
+                sequence.record_prompt_logprobs(row, of_row)
         return [of_row[len(row.tokens) - 1] for row, of_row in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
