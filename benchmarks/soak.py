@@ -149,7 +149,8 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
     engine = Engine(runtime, 1, max_length=MAX_LENGTH, tokenizer=tokenizer)
     texts = []
     for path, body in kinds:
-        kind, make = (CompletionBody, maker.of_completion) if path == COMPLETIONS else (ChatBody, maker.of_chat)
+        is_completion = path == COMPLETIONS
+        kind, make = (CompletionBody, maker.completion_requests) if is_completion else (ChatBody, maker.chat_requests)
         texts.append([])
         for request in make(parse(kind, json.dumps(body).encode(), limits.num_tokens)):
             engine.add(request)

@@ -276,8 +276,7 @@ class TestEngine:
 
     @staticmethod
     def texts(engine, prompts):
-        greedy = GenerationConfig(do_sample=False)
-        ids = [engine.add(Request(prompt, 60, sampling=greedy)) for prompt in prompts]
+        ids = [engine.add(Request(prompt, 60, temperature=0)) for prompt in prompts]
         outputs = run(engine)
         return [[output.token for output in outputs[id]] for id in ids]
 

@@ -19,8 +19,9 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 from granite4_neuron import generate, load
 from granite4_neuron.engine import Engine
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
-from granite4_neuron.serving.protocol import CompletionBody
+from granite4_neuron.serving.protocol import CompletionBody, GenerationBody
 from test.support.serving import MODEL, serving
 
 PROMPT = "An assignment statement"
@@ -191,10 +192,11 @@ class TestSampling:
         body = CompletionBody(
             prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, stop=["a", "b"], **options, **additions
         )
-        first, second = server.service.maker.of_completion(body)
-        assert {name: getattr(first.sampling, name) for name in options} == options and first.sampling.do_sample
-        assert {name: getattr(first, name) for name in additions} == additions
+        first, second = server.service.maker.completion_requests(body)
+        assert {name: getattr(first, name) for name in options | additions} == options | additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
+        others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
+        assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 
 
@@ -389,7 +391,7 @@ class TestLoad:
 
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
         with serving(*tiny, engine_class=Failing) as server, ThreadPoolExecutor() as pool:
-            encode, is_encoding = server.service.maker.of_completion, threading.Event()
+            encode, is_encoding = server.service.maker.completion_requests, threading.Event()
 
             def slow(body):
                 is_encoding.set()
@@ -397,10 +399,10 @@ class TestLoad:
                 return encode(body)
 
             url = f"{server.address}/v1/completions"
-            monkeypatch.setattr(server.service.maker, "of_completion", slow)
+            monkeypatch.setattr(server.service.maker, "completion_requests", slow)
             late = pool.submit(httpx.post, url, json={"prompt": "x"}, timeout=10)
             assert is_encoding.wait(60)
-            monkeypatch.setattr(server.service.maker, "of_completion", encode)
+            monkeypatch.setattr(server.service.maker, "completion_requests", encode)
             assert httpx.post(url, json={"prompt": "y"}, timeout=60).status_code == 500
             answer = late.result()
             assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]

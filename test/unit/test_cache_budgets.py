@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, Sampler, SlotPrefixCache, spare_slots
+from granite4_neuron.engine import (
+    DraftModel,
+    Engine,
+    PrefixCache,
+    Request,
+    Sampler,
+    SamplingParams,
+    SlotPrefixCache,
+    spare_slots,
+)
 from granite4_neuron.engine.drafters import DraftRequest
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED
@@ -371,7 +380,7 @@ def test_no_draft_is_more_than_a_verification_takes(runtime, model, few):
 
 def test_a_draft_model_catches_up_by_any_number_of_tokens(model, few):
     """Its last draft is never run, so there is one more than a verification takes."""
-    chooser = Sampler(GenerationConfig(top_k=None), 0)
+    chooser = Sampler(SamplingParams(temperature=0), 0)
     for more in range(1, 12):
         begun, fresh = (DraftModel(ChunkRuntime(model), VOCAB, 1, 200) for _ in range(2))
         begun.propose([DraftRequest(0, TOKENS[:20], 2, chooser)])

@@ -184,7 +184,7 @@ class TestBadInput:
             ("--min-p", "2", "2 is not a number at least 0 and at most 1"),
             ("--repetition-penalty", "-1", "-1 is not a number above 0"),
             ("--seed", "-1", "-1 is not a whole number of at least 0"),
-            ("--stop", "", "a stop string is empty"),
+            ("--stop", "", "stop is [''], and must be a text or a list"),
             ("--dtype", "int3", "invalid choice"),
             ("--quantize", "int3", "invalid choice"),
             ("--prefill-scan", "fast", "invalid choice"),
@@ -259,7 +259,9 @@ class TestBadInput:
         result = run("generate", "--model", texting_folder, "x", "--temperature", "1e-42")
         self.refused(result, "sampling options the logits are not finite")
 
-    @pytest.mark.parametrize("field, value", [("temperature", "hot"), ("eos_token_id", [[1]]), ("do_sample", 1)])
+    @pytest.mark.parametrize(
+        "field, value", [("temperature", "hot"), ("eos_token_id", [[1]]), ("eos_token_id", {}), ("do_sample", 1)]
+    )
     def test_a_generation_config_of_wrong_types(self, run, folder, field, value):
         (folder / checkpoint.GENERATION_CONFIG).write_text(json.dumps({field: value}))
         self.refused(run("generate", "--model", folder, "x"), f"{field} is {value!r}")

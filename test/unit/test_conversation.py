@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError, load
-from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request, with_overrides
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
 from granite4_neuron.model.snapshot import Snapshot
@@ -217,9 +217,8 @@ def test_a_text_that_a_stop_string_cuts_goes_on_as_text(new, texting):
     assert conversation.turns[-1].prompt == expected
 
 
-def test_drafts_and_seeds(new, texting):
-    sampling = with_overrides(texting[0].generation_config, temperature=1.0)
-    plain, drafting = new(sampling=sampling, seed=3), new(sampling=sampling, seed=3, drafter=NgramDrafter())
+def test_drafts_and_seeds(new):
+    plain, drafting = new(temperature=1.0, seed=3), new(temperature=1.0, seed=3, drafter=NgramDrafter())
     messages = ["Hello", "Hello, hello, hello"]
     expected = say(plain, *messages)
     assert say(drafting, *messages) == expected

@@ -1,3 +1,4 @@
+import argparse
 import itertools
 
 import pytest
@@ -14,8 +15,10 @@ from transformers import (
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.commands.options import add_sampling, sampling_options
 from granite4_neuron.engine import GenerationStats
-from granite4_neuron.engine.sampling import Sampler, with_overrides
+from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens
 
@@ -34,7 +37,7 @@ REFUSED = {
     "top_p": (dict(top_p=1.5), "top_p"),
     "min_p": (dict(min_p=-0.1), "min_p"),
     "repetition_penalty": (dict(repetition_penalty=0.0), "penalty"),
-    "stop": (dict(stop=["a", ""]), "a stop string is empty"),
+    "stop": (dict(stop=["a", ""]), "stop is .* none of them empty"),
     "seed": (dict(seed=2**64, temperature=1.0), "seed"),
 }
 
@@ -150,7 +153,7 @@ class TestSampling:
             ]
         )
         expected = processors(torch.tensor([sequence]), logits[None].clone()).softmax(-1)[0]
-        sampler = Sampler(with_overrides(GenerationConfig(top_k=0), **options), seed=1)
+        sampler = Sampler(SamplingParams(**options, seed=1), 0)
         counts = torch.zeros(50)
         for _ in range(4000):
             counts[sampler(logits, sequence)] += 1
@@ -159,21 +162,35 @@ class TestSampling:
         assert 1 < (expected > 0).sum() < 20
 
     def test_which_options_mean_sampling(self):
-        greedy = GenerationConfig(top_k=0)
-        sampled = GenerationConfig(do_sample=True, temperature=0.6, top_k=0)
-        assert not with_overrides(greedy).do_sample
-        assert with_overrides(greedy, top_p=0.9).do_sample and with_overrides(greedy, temperature=1.0).do_sample
-        assert not with_overrides(greedy, repetition_penalty=1.2).do_sample
-        assert with_overrides(sampled).temperature == 0.6
-        assert not with_overrides(sampled, temperature=0, top_p=0.5).do_sample
-        assert sampled.do_sample and sampled.temperature == 0.6, "the defaults are not changed"
+        def temperature(checkpoint, **options):
+            return SamplingParams(**options).with_defaults(GenerationConfig(**checkpoint)).temperature
+
+        for checkpoint in ({}, dict(do_sample=False), dict(do_sample=False, temperature=0.6)):
+            assert temperature(checkpoint) == temperature(checkpoint, repetition_penalty=1.2, seed=1) == 0
+            assert temperature(checkpoint, temperature=1.0) == 1
+        for option in (dict(top_k=0), dict(top_p=0.9), dict(min_p=0.0)):
+            assert temperature(dict(do_sample=False, temperature=0.6), **option) == 0.6
+        sampled = dict(do_sample=True, temperature=0.6)
+        assert temperature(sampled) == 0.6 and temperature(sampled, temperature=0, top_p=0.5) == 0
+
+    def test_options_come_from_the_checkpoint_where_they_are_not_given(self):
+        stored = dict(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+        given = dict(top_k=0, repetition_penalty=1.0, presence_penalty=0.5, stop="x", seed=3)
+        merged = SamplingParams(**given).with_defaults(GenerationConfig(do_sample=True, **stored))
+        assert merged == SamplingParams(**stored | given)
+
+    def test_commands_have_no_other_options(self):
+        """`sampling_options` passes on those that it knows by name, and no others."""
+        parser = argparse.ArgumentParser()
+        add_sampling(parser)
+        options = parser.parse_args(["--top-k", "3", "--stop", "x"])
+        assert sampling_options(options) == vars(options)
 
     def test_seeds(self):
         logits = torch.zeros(1000)
-        config = GenerationConfig(do_sample=True, top_k=0)
 
         def draw(seed):
-            sampler = Sampler(config, seed)
+            sampler = Sampler(SamplingParams(seed=seed), 0)
             return [sampler(logits, [0]) for _ in range(8)]
 
         assert draw(3) == draw(3) != draw(4)

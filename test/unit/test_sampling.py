@@ -4,19 +4,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler
+from granite4_neuron.engine import Engine, PrefixCache, Request, Sampler, SamplingParams
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.logprobs import token_logprobs
-from granite4_neuron.engine.sampling import additions
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
 from test.support.stepping import random_tokens
 
 PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
-GREEDY = GenerationConfig(top_k=None)
 
 
 def logits_by_hand(runtime, tokens):
@@ -38,13 +35,14 @@ class TestAdditions:
             value + logit_bias.get(id, 0) - tokens[2:].count(id) * frequency - (id in tokens[2:]) * presence
             for id, value in enumerate(logits.tolist())
         ]
-        scores = Sampler(GREEDY, 0, additions(logit_bias, frequency, presence, 2))._scores(logits, tokens)
+        options = dict(logit_bias=logit_bias, frequency_penalty=frequency, presence_penalty=presence)
+        scores = Sampler(SamplingParams(temperature=0, **options), 2)._scores(logits, tokens)
         assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
 
     def test_come_before_the_temperature(self):
         """A bias is added to the model's logits, whatever the temperature and what else the request asks for."""
-        config = GenerationConfig(do_sample=True, temperature=0.5, top_k=2)
-        scores = Sampler(config, 0, additions({2: 1.5}, 0, 1.0, 1))._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
+        params = SamplingParams(temperature=0.5, top_k=2, logit_bias={2: 1.5}, presence_penalty=1.0)
+        scores = Sampler(params, 1)._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
         assert scores.tolist() == [float("-inf"), 1.0, 3.0, float("-inf")]
 
     def test_reach_each_sequence_its_own(self, runtime):
@@ -72,22 +70,16 @@ class TestAdditions:
         [
             (dict(frequency_penalty=2.1), "frequency_penalty is 2.1, and must be a number from -2 to 2"),
             (dict(presence_penalty="1"), "presence_penalty is '1', and must be a number from -2 to 2"),
-            (dict(logit_bias={1: 101}), "logit_bias is 101, and must be a number from -100 to 100"),
+            (dict(logit_bias={1: 101}), "logit_bias is {1: 101}, and must be a dictionary of numbers from -100 to 100"),
             (dict(logit_bias={VOCAB: 1}), "logit_bias has a token id outside the vocabulary"),
-            (dict(logprobs=21), "logprobs is 21, and must be from 0 to 20"),
-            (dict(prompt_logprobs=-1), "prompt_logprobs is -1, and must be from 0 to 20"),
+            (dict(logprobs=21), "logprobs is 21, and must be a whole number from 0 to 20"),
+            (dict(prompt_logprobs=-1), "prompt_logprobs is -1, and must be a whole number from 0 to 20"),
             (dict(seed=2**63), "and must be a whole number from 0 to 2"),
-            *[
-                (
-                    dict(sampling=GenerationConfig(do_sample=True, **{name: value})),
-                    f"^{name} is .* and must be {range_}",
-                )
-                for name, value, range_ in (
-                    ("top_p", 2.0, "a number above 0 and at most 1"),
-                    ("top_k", -3, "a whole number of at least 0"),
-                    ("min_p", 1.5, "a number from 0 to 1"),
-                )
-            ],
+            (dict(temperature=-1), "^temperature is -1, and must be a number of at least 0"),
+            (dict(top_p=2.0), "^top_p is 2.0, and must be a number above 0 and at most 1"),
+            (dict(top_k=-3), "^top_k is -3, and must be a whole number of at least 0"),
+            (dict(min_p=1.5), "^min_p is 1.5, and must be a number from 0 to 1"),
+            (dict(repetition_penalty=0), "^repetition_penalty is 0, and must be a number above 0"),
         ],
         ids=str,
     )
@@ -95,11 +87,10 @@ class TestAdditions:
         with pytest.raises(UserError, match=message):
             Engine(runtime, 1).add(Request([1], **options))
 
-    def test_a_temperature_below_zero(self, runtime):
-        config = GenerationConfig(do_sample=True)
-        config.temperature = -1
+    def test_a_default_of_the_checkpoint_outside_its_range(self, runtime, monkeypatch):
+        monkeypatch.setattr(runtime.generation_config, "temperature", -1)
         with pytest.raises(UserError, match="temperature is -1, and must be a number of at least 0"):
-            Engine(runtime, 1).add(Request([1], sampling=config))
+            Engine(runtime, 1).add(Request([1], top_p=0.5))
 
 
 class TestLogprobs:

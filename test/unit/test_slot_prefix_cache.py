@@ -114,7 +114,7 @@ def test_a_copy_that_forgets_the_window_is_seen(runtime, monkeypatch):
     generate_one(engine, Request(TOKENS[:40], 6))
     monkeypatch.setattr(HybridState, "copy", copy)
     logits = []
-    monkeypatch.setattr(engine, "_after", lambda *a, call=engine._after: logits.append(a[2]) or call(*a))
+    monkeypatch.setattr(engine, "_advance", lambda *a, call=engine._advance: logits.append(a[2]) or call(*a))
     tokens = generate_one(engine, Request(prompt, 6))
     monkeypatch.undo()
     runtime.logits.clear()

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import DraftModel, Engine, GenerationStats, Request, with_overrides
+from granite4_neuron.engine import DraftModel, Engine, GenerationStats, Request
 from granite4_neuron.engine.drafters import DraftRequest, NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import (
@@ -30,9 +29,7 @@ from test.support.engines import (
 )
 from test.support.stepping import random_tokens
 
-SAMPLED = with_overrides(GenerationConfig(top_k=None), temperature=0.8, top_k=20)
-PENALIZED = with_overrides(GenerationConfig(top_k=None), repetition_penalty=1.3)
-OPTIONS = {"greedy": None, "sampled": SAMPLED, "penalized": PENALIZED}
+OPTIONS = {"greedy": {}, "sampled": dict(temperature=0.8, top_k=20), "penalized": dict(repetition_penalty=1.3)}
 BASES = [random_tokens(VOCAB, 60, seed=seed).tolist() for seed in range(2)]
 LENGTHS = (1, 2, 3, 15, 16, 17, 33, 50)
 MAX_TOKENS = 24
@@ -45,7 +42,7 @@ def prompt_of(number):
 
 
 def request_of(number, max_tokens=MAX_TOKENS, options="greedy", **more):
-    return Request(prompt_of(number), max_tokens, OPTIONS[options], seed=number, **more)
+    return Request(prompt_of(number), max_tokens, **OPTIONS[options], seed=number, **more)
 
 
 @pytest.fixture(scope="module")
@@ -317,12 +314,11 @@ def test_snapshots_within_accepted_tokens_are_exact(runtime, model, other_model,
 
 def test_sampled_texts_have_the_targets_distribution(model, other_model):
     """The second token of many sequences, each with random numbers of its own, after one that was drafted."""
-    sampling = with_overrides(GenerationConfig(top_k=None), temperature=0.7, top_k=6)
     counts = {}
     for kind in ("plain", "n-gram", "other model"):
         drafter = None if kind == "plain" else drafter_of(kind, model, other_model, None, 50)
         engine = Engine(ChunkRuntime(model), 50, drafter=drafter)
-        ids = [engine.add(Request([3, 4, 3], 4, sampling, seed=seed)) for seed in range(200)]
+        ids = [engine.add(Request([3, 4, 3], 4, temperature=0.7, top_k=6, seed=seed)) for seed in range(200)]
         outputs = run(engine)
         counts[kind] = Counter(tuple(tokens_of(outputs[id])) for id in ids)
     assert counts["plain"] == counts["n-gram"] == counts["other model"] and len(counts["plain"]) > 20

@@ -17,7 +17,7 @@ from granite4_neuron.commands.options import (
     at_least,
     load_runtime,
     model_or_bundled,
-    sampling_of,
+    sampling_options,
 )
 from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
 
@@ -42,7 +42,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     chat.add_argument(
         "--max-length", type=at_least(2), metavar="N", help="of the conversation, in tokens (default: the model's)"
     )
-    chat.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     add_sampling(chat)
     chat.add_argument(
         "--prefix-cache",
@@ -60,18 +59,16 @@ def run(options: argparse.Namespace) -> int:
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     runtime, tokenizer = load_runtime(options, model_or_bundled(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.engine import PrefixCache, Request, with_overrides
+    from granite4_neuron.engine import PrefixCache, Request
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
 
     cache = PrefixCache(runtime, max_bytes, None)
     engine = new_engine(options, runtime, tokenizer, 1, options.max_length, cache)
     request = Request(
         (),
-        max_tokens=options.max_tokens,
-        sampling=with_overrides(runtime.generation_config, **sampling_of(options)),
-        seed=options.seed,
+        options.max_tokens,
         stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
-        stop=tuple(options.stop),
+        **sampling_options(options),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
         # Whether there is a template, before anything is typed.

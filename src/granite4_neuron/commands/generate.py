@@ -17,7 +17,7 @@ from granite4_neuron.commands.options import (
     load_runtime,
     model_or_bundled,
     read_text,
-    sampling_of,
+    sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
 from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
@@ -48,7 +48,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
     )
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
-    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     add_sampling(generate)
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
@@ -77,14 +76,12 @@ def run(options: argparse.Namespace) -> int:
             tokenizer,
             prompts,
             max_tokens=options.max_tokens,
-            **sampling_of(options),
-            seed=options.seed,
-            stop=options.stop,
             ignore_eos=options.ignore_eos,
             progress=progress,
             prefix_cache=cache,
             drafter=drafts,
             draft_tokens=draft_tokens,
+            **sampling_options(options),
         ):
             stats = response.stats
             continuations[response.index] += response.text

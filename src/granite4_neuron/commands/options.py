@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.checkpoint.folder import CONFIG, bundled_checkpoint, find
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
@@ -120,6 +120,8 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Options of the generated text, named as in `engine.SamplingParams`."""
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     sampling = parser.add_argument_group(
         "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
     )
@@ -148,10 +150,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_of(options: argparse.Namespace) -> dict[str, float | int | None]:
-    """What `add_sampling` says about each token's choice: arguments of `engine.with_overrides`."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: getattr(options, name) for name in names}
+def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options among a command's options, by their names in `engine.SamplingParams`."""
+    # Not at the top: it imports torch.
+    from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
+
+    return {name: value for name, value in vars(options).items() if name in SAMPLING_OPTIONS}
 
 
 def add_expert_path(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,8 @@ from granite4_neuron.engine.engine import Engine
 from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
-from granite4_neuron.engine.sampling import Sampler, with_overrides
+from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache, spare_slots
 
 __all__ = [
@@ -17,8 +18,8 @@ __all__ = [
     "PromptReport",
     "Request",
     "Sampler",
+    "SamplingParams",
     "SlotPrefixCache",
     "TokenLogprob",
     "spare_slots",
-    "with_overrides",
 ]

@@ -24,8 +24,10 @@ from granite4_neuron.engine.drafters import Drafter, DraftRequest
 from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
-from granite4_neuron.engine.sampling import NoTokenLeft, is_whole
+from granite4_neuron.engine.sampling import NoTokenLeft
+from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
+from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
 
@@ -150,8 +152,9 @@ class Engine:
             )
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)
-        defaults = self.runtime.generation_config
-        sequence = RunningSequence.of(next(self._ids), request, defaults, self._tokenizer, limit)
+        request = request.with_defaults(self.runtime.generation_config)
+        text = TextStream(self._tokenizer, request.stop, request.tokens)
+        sequence = RunningSequence(next(self._ids), request, limit, text)
         self._waiting.append(sequence)
         return sequence.id
 
@@ -165,7 +168,7 @@ class Engine:
         if not is_whole(id):
             raise UserError(f"id is {reprlib.repr(id)}, and must be the number that `Engine.add` returned.")
         if id in self._running:
-            self._leave(self._running[id])
+            self._end(self._running[id])
             return True
         for sequence in self._waiting:
             if sequence.id == id:
@@ -187,7 +190,7 @@ class Engine:
         sequence = self._running[id]
         if self._cache is not None and sequence.logits is not None:
             self._keep(sequence)
-        self._leave(sequence)
+        self._end(sequence)
         return sequence.text.finish()
 
     @_one_at_a_time
@@ -203,7 +206,7 @@ class Engine:
         return self._decode(others) if others else []
 
     def _start_waiting(self) -> None:
-        """Start them in order: one that does not fit yet holds back those after it."""
+        """Start waiting sequences in order: one that does not fit yet holds back those after it."""
         while self._waiting:
             slot = self._slots.take(self._waiting[0].limit)
             if slot is None:
@@ -213,7 +216,7 @@ class Engine:
             self._running[sequence.id] = sequence
 
     def _run_prompts(self, sequences: Sequence[RunningSequence]) -> list[Output]:
-        """One chunk of the first prompt, together with those of others that fit into the padded step."""
+        """Run one chunk of the first prompt, together with those of others that fit into the padded step."""
         started = time.perf_counter()
         outputs, chosen, rows = [], [], []
         for sequence in sequences:
@@ -231,7 +234,7 @@ class Engine:
             chosen.append(sequence)
             rows.append(row)
         if rows:
-            outputs += self._after(chosen, rows, self._prompt_logits(chosen, rows))
+            outputs += self._advance(chosen, rows, self._prompt_logits(chosen, rows))
         self.stats.prompt_tokens += sum(len(row.tokens) for row in rows)
         self.stats.prompt_seconds += time.perf_counter() - started
         return outputs
@@ -246,10 +249,10 @@ class Engine:
         if all(sequence.request.prompt_logprobs is None for sequence in sequences):
             return self.runtime.step(self._slots.state, rows)
         logits = self.runtime.step(self._slots.state, rows, all_logits=True)
-        for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
+        for sequence, row, row_logits in zip(sequences, rows, logits, strict=True):
             if sequence.request.prompt_logprobs is not None:
-                sequence.note_prompt(row, of_row)
-        return [of_row[len(row.tokens) - 1] for row, of_row in zip(rows, logits, strict=True)]
+                sequence.record_prompt_logprobs(row, row_logits)
+        return [row_logits[len(row.tokens) - 1] for row, row_logits in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
         """Whether one of the others is about to put a shared prefix into the cache in this same step."""
@@ -279,14 +282,17 @@ class Engine:
         return outputs
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> list[Output]:
-        """One more token of each, and the accepted drafts after it."""
+        """Compute one more token of each sequence, and accept the drafts after it that agree."""
         started = time.perf_counter()
         drafts = self._draft(sequences)
-        rows = [each.next_row(len(each.tokens), of_one) for each, of_one in zip(sequences, drafts, strict=True)]
+        rows = [
+            sequence.next_row(len(sequence.tokens), its_drafts)
+            for sequence, its_drafts in zip(sequences, drafts, strict=True)
+        ]
         if any(drafts):
             outputs = self._verify(sequences, rows)
         else:
-            outputs = self._after(sequences, rows, self.runtime.step(self._slots.state, rows))
+            outputs = self._advance(sequences, rows, self.runtime.step(self._slots.state, rows))
         self.stats.decode_tokens += len(outputs)
         self.stats.decode_rows += len(rows)
         self.stats.decode_seconds += time.perf_counter() - started
@@ -295,10 +301,10 @@ class Engine:
     def _draft(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
         if self._drafter is None:
             return [[] for _ in sequences]
-        requests = [DraftRequest(each.id, each.tokens, self._most_drafts(each), each.sampler) for each in sequences]
+        requests = [DraftRequest(each.id, each.tokens, self._max_drafts(each), each.sampler) for each in sequences]
         return self._drafter.propose(requests)
 
-    def _most_drafts(self, sequence: RunningSequence) -> int:
+    def _max_drafts(self, sequence: RunningSequence) -> int:
         """How many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
         if not sequence.backoff.allows(len(sequence.tokens)):
             return 0
@@ -311,49 +317,49 @@ class Engine:
         verification = self.runtime.verify(self._slots.state, rows)
         outputs, accepted = [], []
         for sequence, row, logits in zip(sequences, rows, verification.logits, strict=True):
-            of_one = self._choose(sequence, logits, row.tokens[1:])
-            outputs.append(of_one)
-            accepted.append(sum(output.error is None for output in of_one))
+            chosen = self._choose(sequence, logits, row.tokens[1:])
+            outputs.append(chosen)
+            accepted.append(sum(output.error is None for output in chosen))
             if len(row.tokens) > 1:
-                self._note_drafts(sequence, len(row.tokens) - 1, max(0, accepted[-1] - 1))
+                self._record_drafts(sequence, len(row.tokens) - 1, max(0, accepted[-1] - 1))
         self.runtime.commit(self._slots.state, verification, accepted)
-        for sequence, of_one, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
+        for sequence, chosen, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
             sequence.stored += count
-            self._end_or_keep(sequence, of_one, logits[count - 1])
+            self._end_or_keep(sequence, chosen, logits[count - 1])
         return list(itertools.chain(*outputs))
 
-    def _note_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
+    def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
         sequence.backoff.note(len(sequence.tokens), accepted)
         self.stats.drafted_tokens += drafted
         self.stats.accepted_tokens += accepted
 
-    def _after(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
+    def _advance(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
         """Choose the next token of each sequence whose tokens have all been run."""
         outputs = []
-        for sequence, row, of_row in zip(sequences, rows, logits, strict=True):
+        for sequence, row, row_logits in zip(sequences, rows, logits, strict=True):
             sequence.stored += len(row.tokens)
-            of_one = self._choose(sequence, [of_row]) if sequence.stored == len(sequence.tokens) else []
-            self._end_or_keep(sequence, of_one, of_row)
-            outputs += of_one
+            chosen = self._choose(sequence, [row_logits]) if sequence.stored == len(sequence.tokens) else []
+            self._end_or_keep(sequence, chosen, row_logits)
+            outputs += chosen
         return outputs
 
     def _choose(
         self, sequence: RunningSequence, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()
     ) -> list[Output]:
-        """The next token of a sequence, and further ones as long as each equals its draft.
+        """Choose the next token of a sequence, and further ones as long as each equals its draft.
 
         Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
         """
         outputs = []
-        for of_token, draft in itertools.zip_longest(logits, drafts):
+        for token_logits, draft in itertools.zip_longest(logits, drafts):
             try:
-                token = sequence.sampler(of_token, sequence.tokens)
+                token = sequence.sampler(token_logits, sequence.tokens)
             except UserError as error:  # the logits are not finite; other sequences must not notice
                 is_requests_fault = isinstance(error, NoTokenLeft)
                 text = sequence.text.finish()
                 return [*outputs, Output(sequence.id, None, text, "error", str(error), is_requests_fault)]
             self.stats.generated_tokens += 1
-            outputs.append(sequence.append(token, of_token))
+            outputs.append(sequence.append(token, token_logits))
             if token != draft or outputs[-1].finish_reason is not None:
                 break
         return outputs
@@ -369,13 +375,13 @@ class Engine:
         if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
             self._keep(sequence)
         if reason is not None:
-            self._leave(sequence)
+            self._end(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
         tokens = sequence.tokens[: sequence.stored]
         self._cache.keep(tokens, self._slots.state, sequence.slot, sequence.logits)
 
-    def _leave(self, sequence: RunningSequence) -> None:
+    def _end(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]
         self._slots.give_back(sequence.slot)
         if sequence.prefix is not None:

@@ -3,110 +3,69 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
-from granite4_neuron.engine.sampling import Sampler, additions, is_whole
+from granite4_neuron.engine.sampling import Sampler
+from granite4_neuron.engine.sampling_params import Option, SamplingParams, are_whole, is_list, is_whole, option
 from granite4_neuron.engine.slot_prefix_cache import KeptSlot
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
 
-MOST_TOP_LOGPROBS = 20
-_TEXTS = (str, bytes, bytearray, memoryview)  # sequences, but not of what a request needs
-# Of fields that hold several values: what a caller may give, what it is kept as, what each is, and how that is called.
-# Tokens are looked at by `Request.check`, which knows the vocabulary.
-_FIELDS: Mapping[str, tuple[type, type, Callable[[object], bool] | None, str]] = {
-    "tokens": (Sequence, tuple, None, "a list of token ids, or a tensor of them with one axis"),
-    "stop": (Sequence, tuple, lambda value: isinstance(value, str), "a text or a list of texts"),
-    "stop_token_ids": (Collection, frozenset, is_whole, "a list or a set of token ids"),
-    "snapshots_at": (Collection, frozenset, is_whole, "a list or a set of whole numbers"),
-    "logit_bias": (Mapping, dict, is_whole, "a dictionary of numbers by token id"),
-}
+
+def _are_tokens(value: object) -> bool:
+    return value.ndim == 1 if isinstance(value, (torch.Tensor, np.ndarray)) else is_list(value)
+
+
+def _to_tokens(value: Sequence[int] | torch.Tensor | np.ndarray) -> tuple[int, ...]:
+    return tuple(value if is_list(value) else value.tolist())
 
 
 @dataclass(frozen=True)
-class Request:
-    """A sequence to continue. It keeps what the caller gives in types of its own, which the caller cannot change later.
+class Request(SamplingParams):
+    """A sequence to continue, with its sampling options as keyword arguments. It keeps copies of the lists it is given.
 
-    tokens: the prompt; a list, or a tensor with one axis, becomes a tuple.
+    tokens: the prompt; a list, or a tensor with one axis.
     max_tokens: new tokens at most.
-    sampling: see `Sampler`; None for the checkpoint's generation_config.json.
-    seed: of the sequence's random numbers; None for different ones each time.
-    stop_token_ids: tokens that end the sequence; None for none.
-    stop: strings that end it and are not part of its text, or one; None for none. They need an engine with a tokenizer.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
         and an engine with a prefix cache keeps a snapshot. None for none.
-    logit_bias: added to the logits of tokens, -100 to 100; None for none.
-    frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
-        if it was generated at all; -2 to 2; None for 0.
-    logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
-    prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
+
+    Stop strings need an engine with a tokenizer.
 
     Raises:
-        UserError: a field is of a type that it cannot be made from.
+        UserError: a field is not what it must be.
     """
 
-    tokens: Sequence[int] | torch.Tensor | np.ndarray
-    max_tokens: int = 256
-    sampling: GenerationConfig | None = None
-    seed: int | None = None
-    stop_token_ids: Collection[int] | None = frozenset()
-    stop: Sequence[str] | str | None = ()
-    snapshots_at: Collection[int] | None = frozenset()
-    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    tokens: Sequence[int] | torch.Tensor | np.ndarray = field(
+        metadata={"option": Option(_are_tokens, "a list of token ids, or a tensor of them with one axis", _to_tokens)}
+    )
+    max_tokens: int = option(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1", default=256)
+    snapshots_at: Collection[int] | None = option(are_whole, "a list or a set of whole numbers", convert=frozenset)
 
-    def __post_init__(self) -> None:
-        is_tensor = isinstance(self.tokens, (torch.Tensor, np.ndarray))
-        self._set("tokens", self.tokens.tolist() if is_tensor else self.tokens)
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, ())
-        self._set("stop_token_ids", self.stop_token_ids, ())
-        self._set("snapshots_at", self.snapshots_at, ())
-        self._set("logit_bias", self.logit_bias, {})
-        if not isinstance(self.sampling, GenerationConfig | None):
-            raise UserError(f"sampling is of type {type(self.sampling).__name__}, and must be a GenerationConfig.")
-
-    def _set(self, name: str, value: object, default: Collection | None = None) -> None:
-        """Keep a field's value, or the default for None, in the field's own type."""
-        kind, make, is_item, what = _FIELDS[name]
-        value = default if value is None else value
-        is_kind = isinstance(value, kind) and not isinstance(value, _TEXTS)
-        if not is_kind or (is_item is not None and not all(map(is_item, value))):
-            raise UserError(f"{name} is {reprlib.repr(value)}, and must be {what}.")
-        object.__setattr__(self, name, make(value))
-
-    def check(self, vocab_size: int) -> None:
-        """Check everything that does not depend on the engine's size.
+    def check(self, vocab_size: int, which: str = "the prompt") -> None:
+        """Check what depends on the vocabulary and on the prompt; messages call the prompt `which`.
 
         Raises:
-            UserError: an empty prompt, a token outside the vocabulary, or an option outside its range.
+            UserError: an empty prompt, a token outside the vocabulary, a snapshot outside the prompt, or more
+                log-probabilities than tokens.
         """
-        check_count("max_tokens", self.max_tokens, 1)
-        if "" in self.stop:
-            raise UserError("a stop string is empty; it would end every text at once.")
-        check_tokens(self.tokens, vocab_size, "the prompt")
+        check_tokens(self.tokens, vocab_size, which)
         if any(not 0 < length <= len(self.tokens) for length in self.snapshots_at):
             raise UserError(
                 f"snapshots are asked for at {sorted(self.snapshots_at)} tokens; the prompt has {len(self.tokens)}."
             )
         if self.logit_bias:
             check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
-        most = min(MOST_TOP_LOGPROBS, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, name)
-            if number is not None and not (is_whole(number) and 0 <= number <= most):
-                raise UserError(f"{name} is {reprlib.repr(number)}, and must be from 0 to {most}.")
+            if (getattr(self, name) or 0) > vocab_size:
+                raise UserError(f"{name} is {getattr(self, name)}, and must be from 0 to {vocab_size}.")
 
 
 @dataclass(frozen=True)
@@ -181,6 +140,7 @@ class GenerationStats:
 class RunningSequence:
     """A request and its progress.
 
+    request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
     slot: 0 until it has one.
     tokens: prompt and new ones.
@@ -196,8 +156,8 @@ class RunningSequence:
     id: int
     request: Request
     limit: int
-    sampler: Sampler
     text: TextStream
+    sampler: Sampler = field(init=False)
     slot: int = 0
     tokens: list[int] = field(init=False)
     stored: int = 0
@@ -209,23 +169,11 @@ class RunningSequence:
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
 
     def __post_init__(self) -> None:
+        self.sampler = Sampler(self.request, len(self.request.tokens))
         self.tokens = list(self.request.tokens)
         self.cuts = set(self.request.snapshots_at)
         # The logits of a prompt's tokens are not kept anywhere.
         self.has_begun = self.request.prompt_logprobs is not None
-
-    @classmethod
-    def of(
-        cls,
-        id: int,
-        request: Request,
-        defaults: GenerationConfig,
-        tokenizer: PreTrainedTokenizerFast | None,
-        limit: int,
-    ) -> RunningSequence:
-        added = additions(request.logit_bias, request.frequency_penalty, request.presence_penalty, len(request.tokens))
-        sampler = Sampler(defaults if request.sampling is None else request.sampling, request.seed, added)
-        return cls(id, request, limit, sampler, TextStream(tokenizer, request.stop, request.tokens))
 
     @property
     def is_prompt(self) -> bool:
@@ -250,7 +198,7 @@ class RunningSequence:
         is_multiple = interval is not None and self.stored % interval == 0
         return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.cuts
 
-    def note_prompt(self, row: Row, logits: torch.Tensor) -> None:
+    def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
         """Record the prompt's log-probabilities from logits [tokens, vocab_size] after each token of a row."""
         following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
@@ -314,8 +262,10 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, which: str) -> None:
     """Check that tokens can be a prompt; messages call it `which`.
 
     Raises:
-        UserError: there are none, or one is outside the vocabulary.
+        UserError: they are not a list, there are none, or one is outside the vocabulary.
     """
+    if not is_list(tokens):
+        raise UserError(f"{which} is of type {type(tokens).__name__}; give a text or a list of token ids.")
     if not tokens:
         raise UserError(f"{which} is empty; give at least one token of text.")
     for token in tokens:

@@ -89,10 +89,10 @@ class Conversation:
         """
         self._is_interrupted = False
         prompt = self._prompt(user)
-        seed = None if self._request.seed is None else self._request.seed + self._num_answers
+        request = replace(self._request, tokens=prompt).with_seed_offset(self._num_answers)
         self._num_answers += 1
         before = replace(self._engine.stats)
-        id = self._engine.add(replace(self._request, tokens=prompt, seed=seed))
+        id = self._engine.add(request)
         answer, generated, reason = "", [], None
         try:
             while reason is None:
@@ -157,7 +157,7 @@ class Conversation:
         if not snapshot.note:
             raise UserError(f"{file} holds the state of a prompt, and no conversation.")
         try:
-            saved = _saved_conversation(json.loads(snapshot.note), self._engine.runtime.config.vocab_size)
+            saved = _check_saved(json.loads(snapshot.note), self._engine.runtime.config.vocab_size)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); save the conversation again.") from None
         # A turn has all tokens before it too: a short file may stand for more than there is room for.
@@ -217,11 +217,11 @@ class Conversation:
         return saved
 
 
-def _saved_conversation(note: object, vocab_size: int) -> dict[str, Any]:
-    """What `Conversation.save` wrote: the system message, and turns as `_saved_turns` makes them.
+def _check_saved(note: object, vocab_size: int) -> dict[str, Any]:
+    """Check that `Conversation.save` wrote the note: it has the system message, and turns as `_saved_turns` makes them.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the note is something else.
     """
 
     def check(values: object, fields: Mapping[str, Callable[[Any], bool]], which: str) -> dict[str, Any]:

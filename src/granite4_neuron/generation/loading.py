@@ -16,7 +16,7 @@ from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFI
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import stored_quantization
-from granite4_neuron.engine.sampling import SAMPLING_RANGES, is_number, is_whole
+from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
 from granite4_neuron.ops import cpu
@@ -68,7 +68,7 @@ def load(
     folder = find(model if model is not None else bundled_checkpoint())
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
-    generation_config = _generation_config(folder, config)
+    generation_config = _read_generation_config(folder, config)
     if backend == "nxdi" and compiled is None:
         raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
     if backend != "nxdi" and compiled is not None:
@@ -91,7 +91,7 @@ def load(
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
         return CPURuntime(weights, generation_config, **options), tokenizer
-    return _xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
+    return _import_xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
@@ -139,7 +139,7 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
 
 
 def _check_tokenizer_config(file: Path) -> None:
-    """Before transformers reads it, which trusts it."""
+    """Check the file before transformers reads it, because transformers trusts it."""
     values = read_object(file)
     longest = values.get("model_max_length")
     if longest is not None and not is_number(longest):
@@ -148,40 +148,39 @@ def _check_tokenizer_config(file: Path) -> None:
         raise UserError(f"{file} has fast_tokenizer_files for other versions of transformers; leave them out.")
 
 
-def _xla_runtime() -> type:
+def _import_xla_runtime() -> type:
     # Not at the top: importing torch_xla takes seconds and starts its client.
     from granite4_neuron.runtime.xla import XLARuntime
 
     return XLARuntime
 
 
-def _generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
-    """What generation_config.json says about sampling and stopping; its other fields are not used."""
-    eos = list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else config.eos_token_id
-    # transformers 4.57 would sample among 50 tokens where a checkpoint says nothing, 5.x among all.
-    values = {"do_sample": False, "eos_token_id": eos, "top_k": None}
+def _read_generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
+    """The fields of generation_config.json for sampling and stopping; its other fields are not used.
+
+    Raises:
+        UserError: a field is outside its range.
+    """
     file = folder / checkpoint.GENERATION_CONFIG
-    if file.exists():
-        stored = read_object(file)
-        values |= {name: stored[name] for name in _GENERATION_FIELDS if stored.get(name) is not None}
-    for name, value in values.items():
-        is_right, what = _GENERATION_FIELDS[name]
-        if value is not None and not is_right(value):
-            raise UserError(f"{file}: {name} is {reprlib.repr(value)}, and must be {what}.")
+    stored = read_object(file) if file.exists() else {}
     generation_config = GenerationConfig()
-    for name, value in values.items():
+    for name, rule in _GENERATION_FIELDS.items():
+        value = stored.get(name)
+        if value is not None:
+            rule.check(f"{file}: {name}", value)
+        # Also where it is None: transformers 4.57 would sample among 50 tokens by default.
         setattr(generation_config, name, value)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = config.eos_token_id
     return generation_config
 
 
-# What each field must be, and how that is called.
 _GENERATION_FIELDS = {
-    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
-    **{name: SAMPLING_RANGES[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "eos_token_id": (
-        lambda value: all(map(is_whole, value)) if isinstance(value, list) else is_whole(value),
-        "a token id or a list of them",
+    "do_sample": Option(lambda value: isinstance(value, bool), "true or false"),
+    "eos_token_id": Option(
+        lambda value: is_whole(value) or (is_list(value) and are_whole(value)), "a token id or a list of them"
     ),
+    **{name: rule for name, rule in SAMPLING_OPTIONS.items() if rule.from_checkpoint},
 }
 
 

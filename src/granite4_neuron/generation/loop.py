@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, with_overrides
+from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, SamplingParams
 from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
 from granite4_neuron.engine.request import check_text, check_tokens
-from granite4_neuron.engine.sampling import is_whole
+from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime
 
@@ -44,19 +43,12 @@ def stream_generate(
     prompt: Prompt | Sequence[Prompt],
     *,
     max_tokens: int = 256,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     progress: Callable[[int, int], None] | None = None,
     prefix_cache: PrefixCache | None = None,
     drafter: Drafter | None = None,
     draft_tokens: int = 4,
+    **options,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several; yields each token as it comes.
 
@@ -66,47 +58,36 @@ def stream_generate(
         prompt: a text, a list of token ids, or a list of these. Prompts may differ in length; each is continued as if
             it were alone.
         max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
-        temperature, top_k, top_p, min_p, repetition_penalty: None for the checkpoint's generation_config.json;
-            temperature 0 is greedy.
-        seed: makes sampling repeatable; prompt number i uses seed + i.
-        stop: strings that end a sequence; they are not part of its text.
-        stop_token_ids: tokens that end a sequence, besides the checkpoint's end-of-sequence tokens.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
         prefix_cache: of this runtime. Prompts start from their cached prefixes, and a prefix of several prompts is
             computed once. Later calls can use the same cache.
         drafter, draft_tokens: proposes tokens, and the most at a time. Accepted drafts make texts faster and do not
             change them.
+        options: sampling options such as `temperature`, `top_p`, `seed` and `stop`, see `engine.SamplingParams`. Prompt
+            number i uses seed + i.
 
     Raises:
         UserError: a prompt is empty or longer than the model's limit, or an option is outside its range. After the last
             token also if the model's logits were not finite for one of the prompts, which ends that prompt early.
     """
-    _check_types(tokenizer, max_tokens, seed, stop, stop_token_ids, ignore_eos)
-    sampling = with_overrides(runtime.generation_config, temperature, top_k, top_p, min_p, repetition_penalty)
-    stop_ids = frozenset(stop_token_ids)
+    params = SamplingParams(**options)
+    texts_or_tokens = _as_list(prompt)
+    if tokenizer is None and not (ignore_eos and all(map(is_list, texts_or_tokens))):
+        raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
     if not ignore_eos:
-        stop_ids |= end_of_sequence_tokens(tokenizer, sampling)
-    limit = runtime.max_length
-    prompts = _encode(tokenizer, prompt, runtime.config.vocab_size, limit)
+        eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+        params = replace(params, stop_token_ids=params.stop_token_ids | eos)
+    prompts = _encode(tokenizer, texts_or_tokens, runtime.config.vocab_size, runtime.max_length)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [
-        Request(
-            tokens,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            seed=None if seed is None else seed + index,
-            stop_token_ids=stop_ids,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            snapshots_at=shared[index],
-        )
+        Request(tokens, max_tokens, snapshots_at=shared[index], **vars(params.with_seed_offset(index)))
         for index, tokens in enumerate(prompts)
     ]
-    longest = max(map(len, prompts)) + max(1, max_tokens)
     engine = Engine(
         runtime,
         len(prompts),
-        max_length=longest,
+        max_length=max(map(len, prompts)) + max_tokens,
         tokenizer=tokenizer,
         prompts_first=True,
         prefix_cache=prefix_cache,
@@ -130,7 +111,7 @@ def generate(
 def _run(
     engine: Engine, ids: Sequence[int], prompt_tokens: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[GenerationResponse]:
-    index_of = {id: index for index, id in enumerate(ids)}
+    indices = {id: index for index, id in enumerate(ids)}
     error, done = None, 0
     try:
         while engine.has_work:
@@ -141,34 +122,13 @@ def _run(
             for output in outputs:
                 error = error or output.error
                 if output.token is not None:
-                    index = index_of[output.id]
+                    index = indices[output.id]
                     yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
     finally:  # the caller may stop early, and the prefix cache and the drafter outlive the engine
         for id in ids:
             engine.cancel(id)
     if error is not None:
         raise UserError(error)
-
-
-def _check_types(
-    tokenizer: PreTrainedTokenizerFast | None,
-    max_tokens: int,
-    seed: int | None,
-    stop: str | Sequence[str],
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool,
-) -> None:
-    for name, value in (("max_tokens", max_tokens), ("seed", seed)):
-        if not is_whole(value) and not (name == "seed" and value is None):
-            raise UserError(f"{name} is {reprlib.repr(value)}, and must be a whole number.")
-    if not isinstance(stop, str) and not (_is_list(stop) and all(isinstance(text, str) for text in stop)):
-        raise UserError(f"stop is {reprlib.repr(stop)}, and must be a text or a list of texts.")
-    if not (isinstance(stop_token_ids, (set, frozenset)) or _is_list(stop_token_ids)) or not all(
-        map(is_whole, stop_token_ids)
-    ):
-        raise UserError(f"stop_token_ids is {reprlib.repr(stop_token_ids)}, and must be a list of token ids.")
-    if tokenizer is None and not ignore_eos:
-        raise UserError("without a tokenizer there is no end-of-sequence token; set ignore_eos, and give token ids.")
 
 
 def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
@@ -182,47 +142,33 @@ def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
             is_shared = any(each >= length for each in shared[max(0, place - 1) : place + 1])
             if is_shared and length - lengths[number][-1] >= SHORTEST_SHARED:
                 lengths[number].append(length)
-    return [frozenset(of_one[1:]) for of_one in lengths]
+    return [frozenset(prompt_lengths[1:]) for prompt_lengths in lengths]
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Sequence[Prompt], vocab_size: int, limit: int
+    tokenizer: PreTrainedTokenizerFast | None, prompts: Sequence[Prompt], vocab_size: int, limit: int
 ) -> list[list[int]]:
+    if not prompts:
+        raise UserError("there is no prompt; give at least one.")
     encoded = []
-    prompts = _as_list(prompt)
-    for number, one in enumerate(prompts, start=1):
+    for number, tokens in enumerate(prompts, start=1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-        tokens = _tokens(tokenizer, one, which)
+        if isinstance(tokens, str):
+            check_text(tokens, which)
+            tokens = tokenizer.encode(tokens)
         check_tokens(tokens, vocab_size, which)
         if len(tokens) >= limit:
             raise UserError(
                 f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, as "
                 f"this model's longest sequence is {limit}."
             )
-        encoded.append(tokens)
-    if not encoded:
-        raise UserError("there is no prompt; give at least one.")
+        encoded.append(list(tokens))
     return encoded
-
-
-def _tokens(tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt, which: str) -> list[int]:
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise UserError(f"{which} is text, and there is no tokenizer; give token ids.")
-        check_text(prompt, which)
-        return tokenizer.encode(prompt)
-    if not _is_list(prompt):
-        raise UserError(f"{which} is of type {type(prompt).__name__}; give a text or a list of token ids.")
-    return list(prompt)
 
 
 def _is_several(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether it is a list of prompts, and not one prompt."""
-    return _is_list(prompt) and (len(prompt) == 0 or isinstance(prompt[0], str) or _is_list(prompt[0]))
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+    return is_list(prompt) and (len(prompt) == 0 or isinstance(prompt[0], str) or is_list(prompt[0]))
 
 
 def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -32,7 +32,7 @@ _PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/
 
 @dataclass
 class Service:
-    """What the routes need.
+    """State that all routes share.
 
     model: the name that clients use.
     api_key: that clients must send; None for none.
@@ -95,11 +95,11 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body, requests = await self._prepared(http, CompletionBody, self._service.maker.of_completion)
+        body, requests = await self._prepared(http, CompletionBody, self._service.maker.completion_requests)
         return await self._answer(http, body, CompletionAnswer(*self._parts(requests), body), requests)
 
     async def chat_completions(self, http: HTTPRequest) -> Response:
-        body, requests = await self._prepared(http, ChatBody, self._service.maker.of_chat)
+        body, requests = await self._prepared(http, ChatBody, self._service.maker.chat_requests)
         return await self._answer(http, body, ChatAnswer(*self._parts(requests), body), requests)
 
     async def _prepared(

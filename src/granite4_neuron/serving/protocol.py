@@ -20,17 +20,16 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from granite4_neuron.engine.request import MOST_TOP_LOGPROBS
-from granite4_neuron.engine.sampling import SAMPLING_RANGES, check_sampling, is_whole
+from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
 
-MOST_CHOICES = 128
-MOST_MESSAGES = 2048
-MOST_BIASES = 1024
-MOST_STOP_STRINGS = 16
-LONGEST_STOP_STRING = 1000  # characters
-MOST_PARTS = 2**15  # lists, objects, names and texts of a body
+MAX_CHOICES = 128
+MAX_MESSAGES = 2048
+MAX_BIASES = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1000  # characters
+MAX_PARTS = 2**15  # lists, objects, names and texts of a body
 
 TextOrTokens = str | list[int]
 
@@ -39,12 +38,12 @@ def _stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     is_right = (
         isinstance(texts, list)
-        and len(texts) <= MOST_STOP_STRINGS
-        and all(isinstance(text, str) and 0 < len(text) <= LONGEST_STOP_STRING for text in texts)
+        and len(texts) <= MAX_STOP_STRINGS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
     )
     if not is_right:
         raise UserError(
-            f"it must be a text or a list of up to {MOST_STOP_STRINGS}, each of 1 to {LONGEST_STOP_STRING} characters."
+            f"it must be a text or a list of up to {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_LENGTH} characters."
         )
     return texts
 
@@ -74,11 +73,12 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _logit_bias(value: Any) -> dict[int, Any]:
-    if not isinstance(value, dict) or len(value) > MOST_BIASES or not all(map(_is_token_id, value)):
-        raise UserError(f"it must be an object of numbers by token id, {MOST_BIASES} at most.")
-    for bias in value.values():
-        check_sampling({"logit_bias": bias})
-    return {int(name): bias for name, bias in value.items()}
+    if not isinstance(value, dict) or len(value) > MAX_BIASES or not all(map(_is_token_id, value)):
+        raise UserError(f"it must be an object of numbers by token id, {MAX_BIASES} at most.")
+    biases = {int(name): bias for name, bias in value.items()}
+    for token, bias in biases.items():  # one by one, so that the message names the wrong one
+        SAMPLING_OPTIONS["logit_bias"].check("logit_bias", {token: bias})
+    return biases
 
 
 def _is_token_id(name: str) -> bool:
@@ -110,7 +110,7 @@ class Message(_Strict):
 
 
 class GenerationBody(_Strict):
-    """The fields of both kinds of requests. Sampling options that are None come from the checkpoint."""
+    """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -119,20 +119,21 @@ class GenerationBody(_Strict):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
     seed: int | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    @field_validator(*(SAMPLING_RANGES.keys() - {"logit_bias"}))
+    # Biases have been checked, and a chat's logprobs is a boolean.
+    @field_validator(*(SAMPLING_OPTIONS.keys() - {"logit_bias", "logprobs"}), check_fields=False)
     @classmethod
-    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
-        check_sampling({info.field_name: value})
+    def _check_sampling_option(cls, value: Any, info: ValidationInfo) -> Any:
+        SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
         return value
 
     @model_validator(mode="after")
@@ -153,7 +154,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> CompletionBody:
@@ -170,10 +171,10 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _fit_together(self) -> ChatBody:
@@ -196,24 +197,24 @@ class _Conflict(ValueError):
 Body = TypeVar("Body", bound=GenerationBody)
 
 
-def parse(kind: type[Body], body: bytes, most_tokens: int) -> Body:
+def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
     """The parsed body of a request.
 
     Args:
-        most_tokens: how many token ids it may have.
+        max_token_ids: how many token ids it may have.
 
     Raises:
         RequestError: 400, the body is not JSON or has too many parts, or a field is wrong or not supported; the message
             names it.
     """
-    _check_parts(body, most_tokens)
+    _check_parts(body, max_token_ids)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
 
 
-def _check_parts(body: bytes, most_tokens: int) -> None:
+def _check_parts(body: bytes, max_token_ids: int) -> None:
     """Refuse very many parts before they are parsed, because the parser lets no other thread run.
 
     Raises:
@@ -221,12 +222,12 @@ def _check_parts(body: bytes, most_tokens: int) -> None:
     """
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")  # all quotes that are left begin or end a text
     parts = body.count(b'"') // 2
-    if parts <= MOST_PARTS:
+    if parts <= MAX_PARTS:
         body = b"".join(body.split(b'"')[::2])  # what is outside of texts
         parts += body.count(b"[") + body.count(b"{")
-    if parts > MOST_PARTS or body.count(b",") > MOST_PARTS + most_tokens:
+    if parts > MAX_PARTS or body.count(b",") > MAX_PARTS + max_token_ids:
         raise RequestError(
-            400, f"the body has over {MOST_PARTS} lists, objects, names and texts, or over {most_tokens} token ids."
+            400, f"the body has over {MAX_PARTS} lists, objects, names and texts, or over {max_token_ids} token ids."
         )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Request, with_overrides
-from granite4_neuron.engine.request import check_tokens
+from granite4_neuron.engine import Request
+from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.runtime.interface import Runtime
@@ -21,7 +21,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for.
+    """Limits of a request.
 
     max_length: the most tokens of a sequence, prompt and new ones.
     max_tokens: the most new ones; None for no limit.
@@ -48,7 +48,6 @@ class SequenceMaker:
 
     def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
         self._encoder = ConversationEncoder(tokenizer)
-        self._defaults = runtime.generation_config
         self._vocab_size = runtime.config.vocab_size
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         self.limits = limits
@@ -59,8 +58,8 @@ class SequenceMaker:
     def close(self) -> None:
         self._encoder.close()
 
-    def of_completion(self, body: CompletionBody) -> list[Request]:
-        """For each prompt in turn, one sequence per choice.
+    def completion_requests(self, body: CompletionBody) -> list[Request]:
+        """Make requests: for each prompt in turn, one per choice.
 
         Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
 
@@ -78,8 +77,8 @@ class SequenceMaker:
             requests += self._requests(body, tokens, which, max_tokens, body.echo)
         return requests
 
-    def of_chat(self, body: ChatBody) -> list[Request]:
-        """As `of_completion`; without `max_tokens`, as many new tokens as there is room for."""
+    def chat_requests(self, body: ChatBody) -> list[Request]:
+        """As `completion_requests`; without `max_tokens`, as many new tokens as there is room for."""
         self._check_number(body.n)
         messages = [message.model_dump() for message in body.messages]
         self._check_characters("messages", "".join(message["content"] for message in messages))
@@ -110,24 +109,14 @@ class SequenceMaker:
     def _requests(
         self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int, reports_prompt: bool
     ) -> list[Request]:
-        check_tokens(tokens, self._vocab_size, which)
-        if body.logit_bias:
-            check_tokens(list(body.logit_bias), self._vocab_size, "logit_bias")
-        options = dict(
-            max_tokens=max_tokens,
-            sampling=with_overrides(
-                self._defaults, body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty
-            ),
-            stop_token_ids=frozenset() if body.ignore_eos else self._stop_token_ids,
-            stop=body.stop,
-            logit_bias=body.logit_bias,
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
+        options = body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
+            stop_token_ids=() if body.ignore_eos else self._stop_token_ids,
             logprobs=body.num_logprobs,
             prompt_logprobs=body.num_logprobs if reports_prompt else None,
         )
-        seeds = [None if body.seed is None else (body.seed + number) % 2**63 for number in range(body.n)]
-        return [Request(tokens, seed=seed, **options) for seed in seeds]
+        request = Request(tokens, max_tokens, **options)
+        request.check(self._vocab_size, which)
+        return [request.with_seed_offset(number) for number in range(body.n)]
 
     def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
         """How many new tokens to generate. For 0, one token is generated and not shown.

@@ -1,0 +1,184 @@
+"""Sampling options: each is defined once, here, with its name, default and allowed values."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from numbers import Integral, Real
+from typing import Any
+
+from transformers import GenerationConfig
+
+from granite4_neuron.errors import UserError
+
+MAX_LOGPROBS = 20
+_NUM_SEEDS = 2**63
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number of any library's, and not a boolean."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond those of double precision
+        return False
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer of any library's, and not a boolean."""
+    if type(value) is int:  # a prompt may have a hundred thousand, and what follows takes a microsecond
+        return True
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def are_whole(values: object) -> bool:
+    """Whether it is a collection of integers."""
+    return isinstance(values, Collection) and all(map(is_whole, values))
+
+
+def is_list(value: object) -> bool:
+    """Whether it is a sequence, and not a text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+@dataclass(frozen=True)
+class Option:
+    """The rule for an option's values.
+
+    is_valid: whether a value is allowed.
+    requirement: what a value must be, for messages.
+    convert: makes the value that is kept; without an argument, the value that stands for None.
+    from_checkpoint: whether None means the value in the checkpoint's generation_config.json.
+    turns_on_sampling: whether any value means that tokens are sampled, even if the checkpoint's default is greedy.
+    """
+
+    is_valid: Callable[[Any], bool]
+    requirement: str
+    convert: Callable[..., Any] | None = None
+    from_checkpoint: bool = False
+    turns_on_sampling: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Check a value; messages call the option `name`.
+
+        Raises:
+            UserError: the value is not allowed.
+        """
+        if not self.is_valid(value):
+            raise UserError(f"{name} is {reprlib.repr(value)}, and must be {self.requirement}.")
+
+
+def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = None, **rule: Any) -> Any:
+    """A field of a dataclass of options; arguments are those of `Option`. None is allowed where it is the default."""
+    return field(default=default, metadata={"option": Option(is_valid, requirement, **rule)})
+
+
+# An option of a logits warper: transformers' name for a processor that only sampling needs.
+_warper = partial(option, from_checkpoint=True, turns_on_sampling=True)
+
+
+def _are_texts(value: object) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return is_list(texts) and all(isinstance(text, str) and text for text in texts)
+
+
+def _to_texts(value: str | Sequence[str] = ()) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _are_biases(value: object) -> bool:
+    def is_bias(bias: object) -> bool:
+        return bias is None or (is_number(bias) and -100 <= bias <= 100)
+
+    return isinstance(value, Mapping) and are_whole(value) and all(map(is_bias, value.values()))
+
+
+def _is_penalty(value: object) -> bool:
+    return is_number(value) and -2 <= value <= 2
+
+
+def _is_num_logprobs(value: object) -> bool:
+    return is_whole(value) and 0 <= value <= MAX_LOGPROBS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a sequence's tokens are chosen, what ends it, and what is reported of it. The names are vLLM's.
+
+    temperature: divides the logits; 0 is greedy.
+    top_k: choose among so many of the likeliest tokens; 0 for all.
+    top_p: choose among the likeliest tokens whose probabilities add up to this.
+    min_p: choose among tokens at least this many times as likely as the likeliest.
+    repetition_penalty: above 1, makes tokens of the prompt and of the text less likely.
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each time that it was generated, and once
+        if it was generated at all.
+    logit_bias: added to the logits of tokens, by token id.
+    seed: of the sequence's random numbers; None for different ones each time.
+    stop: strings that end the text and are not part of it, or one such string.
+    stop_token_ids: tokens that end the sequence.
+    logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
+    prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
+
+    An option that is None has the checkpoint's value, if there is one (see `with_defaults`), or no effect.
+
+    Raises:
+        UserError: an option is outside its range.
+    """
+
+    temperature: float | None = _warper(lambda value: is_number(value) and value >= 0, "a number of at least 0")
+    top_k: int | None = _warper(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
+    top_p: float | None = _warper(lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1")
+    min_p: float | None = _warper(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+    repetition_penalty: float | None = option(
+        lambda value: is_number(value) and value > 0, "a number above 0", from_checkpoint=True
+    )
+    frequency_penalty: float | None = option(_is_penalty, "a number from -2 to 2")
+    presence_penalty: float | None = option(_is_penalty, "a number from -2 to 2")
+    logit_bias: Mapping[int, float | None] | None = option(
+        _are_biases, "a dictionary of numbers from -100 to 100 by token id", convert=dict
+    )
+    seed: int | None = option(
+        lambda value: is_whole(value) and 0 <= value < _NUM_SEEDS, "a whole number from 0 to 2**63 - 1"
+    )
+    stop: str | Sequence[str] | None = option(
+        _are_texts, "a text or a list of texts, none of them empty", convert=_to_texts
+    )
+    stop_token_ids: Collection[int] | None = option(are_whole, "a list or a set of token ids", convert=frozenset)
+    logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+    prompt_logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            rule, value = each.metadata["option"], getattr(self, each.name)
+            if value is not None or each.default is not None:
+                rule.check(each.name, value)
+            if rule.convert is not None:
+                # A caller cannot change the converted copy later.
+                object.__setattr__(self, each.name, rule.convert() if value is None else rule.convert(value))
+
+    def with_defaults(self, defaults: GenerationConfig) -> SamplingParams:
+        """A copy with the checkpoint's values where an option is None.
+
+        If the checkpoint's default is greedy, the temperature is 0, unless an option turns sampling on.
+
+        Raises:
+            UserError: a default is outside its range.
+        """
+        given = [name for name in SAMPLING_OPTIONS if getattr(self, name) is not None]
+        values = {
+            name: getattr(defaults, name, None)
+            for name, rule in SAMPLING_OPTIONS.items()
+            if rule.from_checkpoint and name not in given
+        }
+        if not defaults.do_sample and not any(SAMPLING_OPTIONS[name].turns_on_sampling for name in given):
+            values["temperature"] = 0
+        return replace(self, **values)
+
+    def with_seed_offset(self, number: int) -> SamplingParams:
+        """A copy for text `number` of several: it has the seed plus that number."""
+        return self if self.seed is None else replace(self, seed=(self.seed + number) % _NUM_SEEDS)
+
+
+SAMPLING_OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(SamplingParams)}
