@@ -125,6 +125,7 @@ def zero_weights(name):
     def plant(monkeypatch, runtime):
         for layer in mamba_layers(runtime):
             getattr(layer, name).data.zero_()
+        runtime.model = runtime.model.bind(runtime.model.operators)
 
     return plant
 

@@ -154,7 +154,9 @@ class TestSideBySide:
     def test_a_bound_model_can_be_bound_again(self, model):
         fused = model.bind(cpu.operators())
         tokens = random_tokens(model.config.vocab_size, 2, 20)
-        assert (run_cuts(fused.bind(TORCH), tokens, [20]) - run_cuts(model, tokens, [20])).abs().max() <= 1e-5
+        plain = fused.bind(TORCH)
+        assert fused.model.fused_layers is not None and plain.model.fused_layers is None
+        assert (run_cuts(plain, tokens, [20]) - run_cuts(model, tokens, [20])).abs().max() <= 1e-5
 
 
 @needs_compiler

@@ -238,10 +238,11 @@ class _Decoder(Module):
         self.fused_layers: FusedLayers | None = None
 
     def fuse_layers(self) -> None:
-        """Take the one call for all layers, if the operators have it."""
-        kernels = self.operators.fused_layers
-        if kernels is not None:
-            self.fused_layers = FusedLayers(kernels, self.layers, self.config, self.operators.launch_parameters)
+        """Take the one call for all layers if the operators have it, and none if not."""
+        kernels, launch_parameters = self.operators.fused_layers, self.operators.launch_parameters
+        self.fused_layers = (
+            None if kernels is None else FusedLayers(kernels, self.layers, self.config, launch_parameters)
+        )
 
     def fuses(self, step: Step) -> bool:
         """Whether that call takes the step."""
