@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.model.step import NullSlotStep
-from granite4_neuron.ops import LaunchParameters
+from granite4_neuron.ops import Operators
 
 if TYPE_CHECKING:
     from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer
@@ -23,21 +22,15 @@ class FusedLayers:
     """The decoder layers of a model, with the weights that they have when this is made.
 
     Args:
-        kernels: the module ops.cpu.layers.
+        operators: with fused layers.
         layers: whose matrices are packed.
         config: of the whole model.
-        launch_parameters: of the Mamba layers.
     """
 
-    def __init__(
-        self,
-        kernels: ModuleType,
-        layers: Sequence[DecoderLayer],
-        config: GraniteMoeHybridConfig,
-        launch_parameters: LaunchParameters,
-    ):
-        self._kernels, self._config, self._launch_parameters = kernels, config, launch_parameters
-        self._decoder = kernels.decoder()
+    def __init__(self, operators: Operators, layers: Sequence[DecoderLayer], config: GraniteMoeHybridConfig):
+        self._kernels, self._launch_parameters = operators.fused_layers, operators.launch_parameters
+        self._config = config
+        self._decoder = self._kernels.decoder()
         for layer in layers:
             feed_forward = self._feed_forward(layer)
             if layer.is_mamba:

@@ -239,10 +239,8 @@ class _Decoder(Module):
 
     def fuse_layers(self) -> None:
         """Take the one call for all layers if the operators have it, and none if not."""
-        kernels, launch_parameters = self.operators.fused_layers, self.operators.launch_parameters
-        self.fused_layers = (
-            None if kernels is None else FusedLayers(kernels, self.layers, self.config, launch_parameters)
-        )
+        operators = self.operators
+        self.fused_layers = operators.fused_layers and FusedLayers(operators, self.layers, self.config)
 
     def fuses(self, step: Step) -> bool:
         """Whether that call takes the step."""
