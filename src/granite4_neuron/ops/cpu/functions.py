@@ -140,7 +140,7 @@ def paged_mamba_mixer(
     time_step_limit: tuple[float, float],
 ) -> torch.Tensor:
     """`mamba_mixer` for a few tokens of each sequence, over states in the pages of a paged cache:
-    `ops.causal_conv1d_update`, then `ops.selective_state_update`.
+    `causal_conv1d_update`, then `selective_state_update`, of `granite4_neuron.vllm.operators`.
 
     Args:
         projected: [tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them, sequence after sequence.
