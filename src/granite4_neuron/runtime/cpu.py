@@ -10,19 +10,12 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import memory
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
-from granite4_neuron.ops.launch_parameters import (
-    HEURISTIC,
-    LaunchParameters,
-    LaunchTable,
-    find_launch_table,
-    tuned_config_folder,
-)
+from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
@@ -48,7 +41,7 @@ class CPURuntime(BoundModel):
         state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
 
     Raises:
-        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
+        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, or
             the Mamba kernels cannot run.
     """
 
@@ -78,8 +71,9 @@ class CPURuntime(BoundModel):
         self.model = model.bind(operators)
         self.generation_config = generation_config
         self.state_dtype = state_dtype or torch.float32
-        self._num_heads = self.config.rank_dimensions(degree).mamba_heads
-        self._launch_table = _launch_table(self.config, self.state_dtype, tuned_config_folder(tuned_configs))
+        self._launch_parameters = find_launch_parameters(
+            self.config.mamba_d_head, self.config.mamba_d_state, self.state_dtype, tuned_config_folder(tuned_configs)
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -113,7 +107,7 @@ class CPURuntime(BoundModel):
             state,
             kv_length=_kv_length(rows),
             all_logits=all_logits,
-            launch_parameters=self._launch_parameters(rows),
+            launch_parameters=self._launch_parameters,
         )
 
     @torch.inference_mode()
@@ -128,7 +122,7 @@ class CPURuntime(BoundModel):
             state,
             kv_length=_kv_length(rows),
             all_logits=True,
-            launch_parameters=self._launch_parameters(rows),
+            launch_parameters=self._launch_parameters,
             kept_inputs=kept_inputs,
         )
         return Verification(rows, logits[:, :longest], kept_inputs)
@@ -139,10 +133,7 @@ class CPURuntime(BoundModel):
         rows = accepted_rows(verification.rows, accepted)
         tokens = max(2, *(len(row.tokens) for row in verification.rows))
         _, *where = step_inputs(rows, tokens)
-        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters(rows))
-
-    def _launch_parameters(self, rows: Sequence[Row]) -> LaunchParameters:
-        return self._launch_table.at(len(rows) * self._num_heads)
+        self.model.advance(verification.kept_inputs, *where, state, self._launch_parameters)
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
@@ -165,9 +156,3 @@ class CPURuntime(BoundModel):
 
 def _kv_length(rows: Sequence[Row]) -> int:
     return max(row.start + len(row.tokens) for row in rows)
-
-
-def _launch_table(config: GraniteMoeHybridConfig, state_dtype: torch.dtype, folder: Path | None) -> LaunchTable:
-    if MAMBA not in config.layer_types:
-        return LaunchTable({1: HEURISTIC})  # no layer reads it
-    return find_launch_table(config.mamba_d_head, config.mamba_d_state, state_dtype, folder)
