@@ -21,10 +21,10 @@ from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main, parser
 from granite4_neuron.ops import LaunchParameters, cpu
-from granite4_neuron.ops.launch_parameters import LaunchTable, table_name, write_table
+from granite4_neuron.ops.launch_parameters import file_name, write_launch_parameters
 
 BUNDLED = "Using the small model that comes with the package; --model chooses another.\n"
-TABLE = table_name(32, 32, torch.float32, "cpu")  # for texting_folder
+LAUNCH_PARAMETERS = file_name(32, 32, torch.float32)  # for texting_folder
 
 
 class Terminal(io.StringIO):
@@ -119,7 +119,7 @@ class TestGenerate:
 
     def test_tuned_configs_change_no_text(self, run, texting_folder, tmp_path):
         common = ("generate", "--model", texting_folder, "--max-tokens", 6, "--ignore-eos", "x" * 150)
-        write_table(tmp_path / TABLE, LaunchTable({1: LaunchParameters(32, 1, 32)}))
+        write_launch_parameters(tmp_path / LAUNCH_PARAMETERS, LaunchParameters(32, 1, 32))
         assert run(*common, "--tuned-configs", tmp_path) == run(*common)
 
     def test_without_a_model_the_bundled_one_is_used_and_named(self, run):
@@ -288,8 +288,8 @@ class TestBadInput:
     def test_tuned_configs(self, run, texting_folder, tmp_path, command):
         common = (*command, "--model", texting_folder, "--tuned-configs")
         self.refused(run(*common, tmp_path / "none"), "none', which is not a folder")
-        (tmp_path / TABLE).write_text('{"8": {}}')
-        self.refused(run(*common, tmp_path), f"{TABLE} is not a table of launch parameters (entry 8 must")
+        (tmp_path / LAUNCH_PARAMETERS).write_text("{}")
+        self.refused(run(*common, tmp_path), f"{LAUNCH_PARAMETERS} does not hold launch parameters; it must have")
 
     def test_tuned_configs_of_another_backend(self, run, tmp_path):
         for backend in ("xla", "nxdi"):

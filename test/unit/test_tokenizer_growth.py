@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.config.json_files import without_duplicates
 from granite4_neuron.generation.tokenizer_growth import _GROWTH, check_growth, check_normalizer
 
 NORMALIZERS = [
@@ -132,3 +133,10 @@ def test_a_normalizer_is_found_however_it_is_written(tmp_path, colon):
     (tmp_path / "tokenizer.json").write_text(f'{{"normalizer"{colon}{{"type": "Prepend", "prepend": "{"x" * 200}"}}}}')
     with pytest.raises(UserError, match="make up to 201 characters of one"):
         check_normalizer(tmp_path / "tokenizer.json")
+
+
+def test_a_name_twice_among_many():
+    """Looking for it at every name would take an hour."""
+    pairs = [(str(number), 0) for number in range(1_000_000)]
+    with pytest.raises(ValueError, match="'999999' is in it twice"):
+        without_duplicates([*pairs, pairs[-1]])

@@ -1,8 +1,9 @@
-"""`granite4-neuron check`: logits against those of transformers."""
+"""`granite4-neuron check`: logits, or the hidden states after each layer, against those of transformers."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint.folder import CONFIG, find
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from granite4_neuron.evaluation import accuracy
+    from granite4_neuron.evaluation.layers import LayerReport
+    from granite4_neuron.runtime.bound_model import BoundModel
 
 EXIT_CHECK_FAILED = 1
 
@@ -37,7 +40,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Compare logits with transformers, token by token. float32 passes when no logit is further off "
         "than the tolerance; other dtypes when the mean error to float32 is not above that of transformers there; "
         "quantized weights, and SSM states in 16 bits, when the likeliest token is the same nine times in ten. With "
-        "--backend nxdi, only the last token of a prompt is compared.",
+        "--backend nxdi, only the last token of a prompt is compared. --layers compares the hidden states after each "
+        "layer, and so shows in which layer a wrong logit begins.",
     )
     add_model(check)
     add_arithmetic(check)
@@ -53,12 +57,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=FLOAT32_TOLERANCE,
         help="for float32 (default: %(default)s)",
     )
+    check.add_argument(
+        "--layers",
+        action="store_true",
+        help="compare the hidden states after each layer, and mark the first that is off",
+    )
     check.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.layers and options.backend == "nxdi":
+        raise UserError("compiled graphs of nxdi give no hidden states; --layers takes --backend cpu or xla.")
     # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron.evaluation import accuracy
+    from granite4_neuron.evaluation import accuracy, layers
 
     folder = find(model_or_bundled(options))
     if (stored := stored_quantization(folder / CONFIG)) is not None:
@@ -70,6 +81,9 @@ def run(options: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
+    if options.layers:
+        compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
+        return _print_layers(list(compared), runtime)
     report = accuracy.measure(folder, prompts, options.tokens, runtime)
     print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
@@ -109,3 +123,32 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
     if (of_transformers := report.of_transformers()) is not None:
         add("transformers in this dtype", of_transformers)
     return table
+
+
+def _print_layers(reports: Sequence[LayerReport], runtime: BoundModel) -> int:
+    """A table, then the operators of each kind of layer; returns the exit status."""
+    from rich.table import Table
+
+    from granite4_neuron.evaluation.layers import operators_of_layer
+
+    first_off = next((number for number, report in enumerate(reports) if report.is_off), None)
+    columns = ("layer", "", "prefill\nmax diff", "\nrelative", "decode\nmax diff", "\nrelative", "\nlimit", "")
+    table = Table(*columns)
+    table.title = "hidden states after each layer against transformers in float32"
+    for number, report in enumerate(reports):
+        values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
+        limit = "" if report.limit is None else f"{report.limit:.1e}"
+        mark = "<-" if number == first_off else ""
+        table.add_row(str(number), report.kind, *(f"{value:.1e}" for value in values), limit, mark)
+    print_table(table)
+    for kind in dict.fromkeys(runtime.config.layer_types):
+        operators = operators_of_layer(runtime.model.operators, kind, runtime.config.num_local_experts > 0)
+        write(f"{kind} layers: {', '.join(operators)}")
+    for sentence in runtime.refusals:
+        write(sentence)
+    if first_off is not None:
+        write(f"FAILED (layer {first_off}, {reports[first_off].kind}, is the first that is off)")
+        return EXIT_CHECK_FAILED
+    is_judged = reports[0].limit is not None
+    write("passed (no layer is off)" if is_judged else "not judged (quantized weights, or SSM states in 16 bits)")
+    return 0

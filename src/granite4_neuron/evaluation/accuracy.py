@@ -132,12 +132,9 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
     Raises:
         UserError: the sequences are longer than the model's longest, or the runtime has no room for them.
     """
-    longest = max(map(len, prompts)) + new_tokens
-    if longest > runtime.max_length:
-        raise UserError(f"a prompt and its new tokens are {longest:,}; the model's longest are {runtime.max_length:,}.")
-    state = runtime.allocate(len(prompts), longest)  # first, since it may be refused
+    state = runtime.allocate(len(prompts), longest_of(prompts, new_tokens, runtime))  # first, since it may be refused
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
-    sequences = [_greedy(reference, prompt, new_tokens) for prompt in prompts]
+    sequences = [greedy(reference, prompt, new_tokens) for prompt in prompts]
     is_last_of_prompt = "all_logits" in runtime.cannot
     starts = [len(prompt) - 1 if is_last_of_prompt else 0 for prompt in prompts]
     expected = _whole(reference, sequences, starts)
@@ -165,8 +162,21 @@ def default_prompts(tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
+def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> int:
+    """The length of the longest prompt and its new tokens.
+
+    Raises:
+        UserError: it is more than the model's longest.
+    """
+    longest = max(map(len, prompts)) + new_tokens
+    if longest > runtime.max_length:
+        raise UserError(f"a prompt and its new tokens are {longest:,}; the model's longest are {runtime.max_length:,}.")
+    return longest
+
+
 @torch.inference_mode()
-def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """A prompt and the reference's own continuation of it."""
     tokens = torch.tensor([list(prompt)])
     for _ in range(new_tokens):
         logits = reference(tokens, use_cache=False, logits_to_keep=1).logits

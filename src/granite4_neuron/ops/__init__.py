@@ -7,10 +7,10 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 """
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
-from granite4_neuron.ops.causal_conv1d import causal_conv1d, causal_conv1d_fn, causal_conv1d_update
+from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters
-from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined, mamba_chunk_scan_combined_varlen
+from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
 from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
@@ -18,8 +18,7 @@ from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.quantization import FORMATS, embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selection import select_operators
-from granite4_neuron.ops.selective_scan import selective_scan_fn
-from granite4_neuron.ops.selective_state_update import selective_state_step, selective_state_update
+from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.stochastic_rounding import Rounding, stochastic_round
 from granite4_neuron.ops.weight import CompactWeight, Format, QuantizedWeight, Weight, as_tensor, is_quantized
 
@@ -40,15 +39,12 @@ __all__ = [
     "as_tensor",
     "cached_attention",
     "causal_conv1d",
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
     "embedding",
     "fused_experts",
     "is_quantized",
     "linear",
     "logits",
     "mamba_chunk_scan_combined",
-    "mamba_chunk_scan_combined_varlen",
     "mlp",
     "residual_add",
     "rms_norm",
@@ -56,9 +52,7 @@ __all__ = [
     "rotary_tables",
     "router_logits",
     "select_operators",
-    "selective_scan_fn",
     "selective_state_step",
-    "selective_state_update",
     "silu_and_mul",
     "stochastic_round",
     "topk_softmax",

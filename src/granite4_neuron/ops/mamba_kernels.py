@@ -10,7 +10,7 @@ import torch
 
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
-from granite4_neuron.ops.selective_state_update import selective_state_step
+from granite4_neuron.ops.selective_state_step import selective_state_step
 
 Results = tuple[torch.Tensor, torch.Tensor]
 

@@ -11,18 +11,12 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import memory
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
-from granite4_neuron.ops.launch_parameters import (
-    HEURISTIC,
-    LaunchTable,
-    find_launch_table,
-    tuned_config_folder,
-)
+from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
@@ -48,7 +42,7 @@ class CPURuntime(BoundModel):
         state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
 
     Raises:
-        UserError: an option has no such choice, there is no such folder, the table in it for this model is broken, or
+        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, or
             the Mamba kernels cannot run.
     """
 
@@ -77,8 +71,12 @@ class CPURuntime(BoundModel):
         operators = select_operators(cpu.operators(kernels), model.config, degree, prefill_scan, decode_kernel)
         self.generation_config = generation_config
         self.state_dtype = state_dtype or torch.float32
-        table = _launch_table(model.config, self.state_dtype, tuned_config_folder(tuned_configs))
-        launch_parameters = table.at(model.config.rank_dimensions(degree).mamba_heads)
+        launch_parameters = find_launch_parameters(
+            model.config.mamba_d_head,
+            model.config.mamba_d_state,
+            self.state_dtype,
+            tuned_config_folder(tuned_configs),
+        )
         self.model = model.bind(replace(operators, launch_parameters=launch_parameters))
 
     @property
@@ -154,9 +152,3 @@ class CPURuntime(BoundModel):
 
 def _kv_length(rows: Sequence[Row]) -> int:
     return max(row.start + len(row.tokens) for row in rows)
-
-
-def _launch_table(config: GraniteMoeHybridConfig, state_dtype: torch.dtype, folder: Path | None) -> LaunchTable:
-    if MAMBA not in config.layer_types:
-        return LaunchTable({1: HEURISTIC})  # no layer reads it
-    return find_launch_table(config.mamba_d_head, config.mamba_d_state, state_dtype, folder)

@@ -1,54 +1,50 @@
-"""Which launch parameters are the fastest on this machine for a model's Mamba-2 layers; see `ops.launch_parameters`."""
+"""Measures launch parameters on this machine for a model's Mamba-2 layers; see `ops.launch_parameters`."""
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.state import HybridState
-from granite4_neuron.ops import LaunchParameters, cpu, mamba_chunk_scan_combined
-from granite4_neuron.ops.launch_parameters import CHOICES, LaunchTable, find_launch_table, write_table
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import cpu
+from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, file_name, write_launch_parameters
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
 
-# Medians of one and the same candidate differ by as much.
-MARGIN = 0.02
+# A default stays where nothing is faster by more than this.
+MARGIN = 0.05
+_TURNS = 5
+_STEPS_PER_TURN = 3
+# The step that each parameter matters to: kernels, layers, rows, tokens of each. States and weights of several layers
+# come from memory in decode, as they do in a whole model.
+_STEPS = {
+    "chunk_size": ("fused", 1, 1, CPURuntime.tokens_per_step),
+    "heads_per_task": ("fused", 4, 4, 1),
+    "torch_chunk_size": ("torch", 1, 1, CPURuntime.tokens_per_step),
+}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A launch parameter at one batch size: what the package has, and what was the fastest here; median times."""
+class Choice(NamedTuple):
+    """The median time of a step in seconds with each value of a launch parameter, and the value to use."""
 
-    batch_size: int
     name: str
-    default: int
-    default_seconds: float
-    chosen: int
-    chosen_seconds: float
+    seconds: dict[int, float]
+    value: int
 
 
-def tune(
-    config: GraniteMoeHybridConfig,
-    dtype: torch.dtype,
-    batch_sizes: Iterable[int],
-    rounds: int = 100,
-) -> Iterator[Choice]:
-    """Measure all choices of each launch parameter on the kernel that it is of; one `Choice` each, as they come.
-
-    Candidates take turns, so that all see the same machine. The package's own value stays unless another one is faster
-    by more than `MARGIN`.
-
-    Args:
-        config: of the model; its weights do not matter.
-        dtype: of activations.
-        batch_sizes: rows of a step of decode.
-        rounds: how often each candidate runs in decode; in prefill it is a quarter of that, in plain torch a tenth.
+def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]:
+    """Measure each launch parameter, in steps of a few Mamba layers of the model with random weights.
 
     Raises:
         UserError: the model has no Mamba layers, or there are no fused kernels here.
@@ -57,105 +53,35 @@ def tune(
         raise UserError("this model has no Mamba layers; there is nothing to tune.")
     if not cpu.has_fused_kernels():
         raise UserError("the fused kernels, which tuning measures, need a C++ compiler.")
-    table = find_launch_table(config.mamba_d_head, config.mamba_d_state, torch.float32)
-    for batch_size in batch_sizes:
-        default = table.at(batch_size * config.mamba_n_heads)
-        for name, run, times in (
-            ("heads_per_task", _decode(config, dtype, batch_size, default), rounds),
-            ("chunk_size", _prefill(config, dtype, batch_size, default), rounds // 4 + 1),
-            ("torch_chunk_size", _prefill_in_torch(config, dtype, batch_size), rounds // 10 + 1),
-        ):
-            yield _choose(batch_size, name, getattr(default, name), run, times)
+    config = replace(config, vocab_size=256, num_local_experts=0)
+    for name, default in vars(HEURISTIC).items():
+        layers = _STEPS[name][1]
+        few = replace(config, layer_types=(MAMBA,) * layers, num_hidden_layers=layers)
+        model = random_model(few, dtype=dtype)
+        times: dict[int, list[float]] = {value: [] for value in CHOICES[name]}
+        for _ in range(_TURNS):  # in turns, so that all values see the same machine
+            for value, measured in times.items():
+                measured += _step_times(model, name, value)
+        seconds = {value: statistics.median(measured) for value, measured in times.items()}
+        fastest = min(seconds, key=seconds.__getitem__)
+        yield Choice(name, seconds, default if seconds[default] <= (1 + MARGIN) * seconds[fastest] else fastest)
 
 
-def write_choices(file: Path, before: LaunchTable | None, choices: Iterable[Choice], num_heads: int) -> None:
-    """Write the chosen launch parameters into a table, in which entries of other batches stay as they are in `before`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    chosen: dict[int, dict[str, int]] = {}
-    for choice in choices:
-        chosen.setdefault(choice.batch_size * num_heads, {})[choice.name] = choice.chosen
-    tuned = {batch_heads: LaunchParameters(**values) for batch_heads, values in chosen.items()}
-    write_table(file, LaunchTable({**(before.entries if before else {}), **tuned}))
-
-
-def _choose(batch_size: int, name: str, default: int, run: Callable[[int], None], rounds: int) -> Choice:
-    seconds: dict[int, list[float]] = {value: [] for value in CHOICES[name]}
-    for turn in range(1 + rounds):
-        for value, measured in seconds.items():
-            started = time.perf_counter()
-            run(value)
-            if turn > 0:  # the first one finds cold caches
-                measured.append(time.perf_counter() - started)
-    medians = {value: statistics.median(measured) for value, measured in seconds.items()}
-    fastest = min(medians, key=medians.__getitem__)
-    chosen = default if medians[default] <= (1 + MARGIN) * medians[fastest] else fastest
-    return Choice(batch_size, name, default, medians[default], chosen, medians[chosen])
-
-
-def _decode(
-    config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, default: LaunchParameters
-) -> Callable[[int], None]:
-    """A step of one token through the mixers of all layers, whose state comes from memory as it does in a model."""
-    layers = config.layer_types.count(MAMBA)
-    mixer = _Mixer(config, dtype, layers, batch_size, tokens=1)
-    return lambda heads_per_task: mixer.run(replace(default, heads_per_task=heads_per_task))
-
-
-def _prefill(
-    config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int, default: LaunchParameters
-) -> Callable[[int], None]:
-    """A full step of a long prompt, or of as many as share one, through one mixer."""
-    rows = min(batch_size, CPURuntime.rows_per_step)
-    mixer = _Mixer(config, dtype, 1, rows, tokens=CPURuntime.tokens_per_step // rows)
-    return lambda chunk_size: mixer.run(replace(default, chunk_size=chunk_size))
-
-
-def _prefill_in_torch(config: GraniteMoeHybridConfig, dtype: torch.dtype, batch_size: int) -> Callable[[int], None]:
-    """The same step's scan."""
-    rows = min(batch_size, CPURuntime.rows_per_step)
-    tokens = CPURuntime.tokens_per_step // rows
-    heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
-    x = torch.randn(rows, tokens, heads, head_dim, dtype=dtype)
-    B, C = (torch.randn(rows, tokens, config.mamba_n_groups, d_state, dtype=dtype) for _ in range(2))
-    dt, A, D = torch.rand(rows, tokens, heads), -torch.rand(heads), torch.randn(heads, dtype=dtype)
-    state = torch.zeros(rows, heads, head_dim, d_state)
-    return lambda chunk_size: mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D, initial_states=state, return_final_states=True
-    )
-
-
-class _Mixer:
-    """`cpu.mamba_mixer` with random inputs and weights, over the states of several layers one after the other."""
-
-    def __init__(self, config: GraniteMoeHybridConfig, dtype: torch.dtype, layers: int, rows: int, tokens: int):
-        config = replace(config, layer_types=(MAMBA,) * layers, num_hidden_layers=layers)
-        self._states = HybridState.allocate(config, rows, max_length=1, dtype=dtype).layers
-        channels, heads = config.rank_dimensions().mamba_conv_dim, config.mamba_n_heads
-        self._projected = torch.randn(rows, tokens, channels + heads).to(dtype)
-        weights = (
-            torch.randn(channels, 1, config.mamba_d_conv),
-            torch.randn(channels),
-            torch.randn(heads) - 2,
-            torch.rand(heads),
-            torch.randn(heads),
-        )
-        self._weights = [weight.to(dtype) for weight in weights]
-        slots = torch.arange(rows) + 1
-        self._rows = torch.full((rows,), tokens), slots, slots, torch.ones_like(slots)
-        self._n_groups, self._time_step_limit = config.mamba_n_groups, config.time_step_limit
-
-    def run(self, parameters: LaunchParameters) -> None:
-        sizes = self._n_groups, parameters.chunk_size, parameters.heads_per_task
-        for state in self._states:
-            cpu.mamba_mixer(
-                self._projected,
-                self._weights,
-                state.conv_state,
-                state.ssm_state,
-                self._rows,
-                sizes,
-                self._time_step_limit,
-            )
+def _step_times(model: GraniteMoeHybridForCausalLM, name: str, value: int) -> list[float]:
+    """Seconds of each of a few steps with this value of a parameter."""
+    kernels, _, num_rows, tokens = _STEPS[name]
+    config = model.config
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / file_name(config.mamba_d_head, config.mamba_d_state, torch.float32)
+        write_launch_parameters(file, replace(HEURISTIC, **{name: value}))
+        runtime = CPURuntime(model, GenerationConfig(), kernels=kernels, tuned_configs=folder)
+    start = 1 if tokens == 1 else 0
+    rows = [Row(slot + 1, start, [0] * tokens) for slot in range(num_rows)]
+    state = runtime.allocate(num_rows, start + tokens)
+    runtime.step(state, rows)  # finds cold caches
+    times = []
+    for _ in range(_STEPS_PER_TURN):
+        started = time.perf_counter()
+        runtime.step(state, rows)
+        times.append(time.perf_counter() - started)
+    return times

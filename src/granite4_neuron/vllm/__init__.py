@@ -1,1 +1,1 @@
-"""Plugins for vLLM, and its rejection sampler with its signatures."""
+"""Plugins for vLLM, and operators and a rejection sampler with its signatures."""

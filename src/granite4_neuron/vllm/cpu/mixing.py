@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from granite4_neuron import ops
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.launch_parameters import HEURISTIC
+from granite4_neuron.vllm.operators import causal_conv1d_update, selective_state_update
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     """`Decode` of the operators with vLLM's signatures."""
     xBC, dt = _split(weights, xBC_dt)
     table = rows.pages if rows.accepted is not None else rows.pages[:, :1]
-    mixed = ops.causal_conv1d_update(
+    mixed = causal_conv1d_update(
         xBC, pages.conv, weights.conv_weight, weights.conv_bias, "silu", table, rows.accepted, rows.starts,
         out=torch.empty_like(xBC),
     )  # fmt: skip
@@ -120,7 +121,7 @@ def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
     y = torch.empty(len(x), num_heads, head_dim)
     A = -weights.A_log.float().exp()
-    ops.selective_state_update(
+    selective_state_update(
         pages.ssm, x.float(), dt[..., None].expand(-1, -1, head_dim), B=B, C=C,
         A=A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
         state_batch_indices=table, out=y, num_accepted_tokens=rows.accepted, cu_seqlens=rows.starts,

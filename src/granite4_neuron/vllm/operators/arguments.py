@@ -1,4 +1,4 @@
-"""What the public operators share: index tables, ragged batches, and checks of their arguments.
+"""Index tables, ragged batches, and checks of the operators' arguments.
 
 Every error is a ValueError whose message begins with the argument's name.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops.arguments import (
+from granite4_neuron.vllm.operators.arguments import (
     NULL_BLOCK_ID,
     PAD_SLOT_ID,
     check_distinct,

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from granite4_neuron import ops
+from granite4_neuron.ops import Rounding, stochastic_round
+from granite4_neuron.vllm import operators
 from test.support import oracles, slot_oracles
 
 NEW, CONTINUED, NULL, PAD = "new", "continued", "null block", "-1"
@@ -281,7 +282,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
 def test_known_mistakes_would_be_seen(name, mistake):
-    exact, operator = getattr(slot_oracles, name), getattr(ops, name)
+    exact, operator = getattr(slot_oracles, name), getattr(operators, name)
     assert all(case.holds(operator, exact) for case in CASES[name])
     assert not all(case.holds(partial(exact, mistake=mistake), exact, double=True) for case in CASES[name])
 
@@ -290,23 +291,23 @@ class TestConvFn:
     @given(rows_of_prefill, st.sampled_from([2, 3, 4]), st.integers(0, 3), seeds)
     def test_equals_the_definition(self, rows, width, extra_columns, seed):
         case = conv_fn_case(rows, 6, width, extra_columns, seed)
-        assert case.holds(ops.causal_conv1d_fn, slot_oracles.causal_conv1d_fn)
+        assert case.holds(operators.causal_conv1d_fn, slot_oracles.causal_conv1d_fn)
 
     def test_half_precision(self):
         case = conv_fn_case(MIXED, dtype=torch.bfloat16, seed=1)
-        assert case.holds(ops.causal_conv1d_fn, slot_oracles.causal_conv1d_fn, 1e-2)
-        output, _ = case.run(ops.causal_conv1d_fn)
+        assert case.holds(operators.causal_conv1d_fn, slot_oracles.causal_conv1d_fn, 1e-2)
+        output, _ = case.run(operators.causal_conv1d_fn)
         assert output.dtype == torch.bfloat16 and output.stride() == case.arguments["x"].stride()
 
     def test_without_a_table_row_b_is_in_slot_b(self):
         case = conv_fn_case([(3, NEW), (2, NEW)])
         case.arguments |= dict(cache_indices=None, has_initial_state=None)
-        assert case.holds(ops.causal_conv1d_fn, slot_oracles.causal_conv1d_fn)
+        assert case.holds(operators.causal_conv1d_fn, slot_oracles.causal_conv1d_fn)
 
     def test_a_table_may_be_longer_than_the_batch(self):
         case = conv_fn_case(MIXED)
         longer = Case(case.state, dict(case.arguments, cache_indices=F.pad(case.arguments["cache_indices"], (0, 3))))
-        assert torch.equal(longer.run(ops.causal_conv1d_fn)[0], case.run(ops.causal_conv1d_fn)[0])
+        assert torch.equal(longer.run(operators.causal_conv1d_fn)[0], case.run(operators.causal_conv1d_fn)[0])
 
     @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from([2, 4]))
     def test_cuts(self, pieces, width):
@@ -317,7 +318,7 @@ class TestConvFn:
         for piece in pieces:
             x = history[start : start + piece].T
             here = torch.tensor([0, piece]), torch.tensor([2]), torch.tensor([start > 0])
-            outputs.append(ops.causal_conv1d_fn(x, weight, bias, states, *here))
+            outputs.append(operators.causal_conv1d_fn(x, weight, bias, states, *here))
             start += piece
         assert agrees(torch.cat(outputs, 1).T, oracles.causal_conv(history, weight, bias))
 
@@ -325,11 +326,11 @@ class TestConvFn:
         """Tokens count with the precision that a window keeps of them, whether they come from a window or not."""
         x, weight = torch.randn(5, 6), torch.randn(5, 4)
         states, slots = torch.zeros(2, 5, 3, dtype=torch.bfloat16), torch.tensor([1])
-        whole = ops.causal_conv1d_fn(x, weight, None, states, torch.tensor([0, 6]), slots)
-        first = ops.causal_conv1d_fn(x[:, :4], weight, None, states, torch.tensor([0, 4]), slots)
+        whole = operators.causal_conv1d_fn(x, weight, None, states, torch.tensor([0, 6]), slots)
+        first = operators.causal_conv1d_fn(x[:, :4], weight, None, states, torch.tensor([0, 4]), slots)
         more = torch.tensor([True])
-        second = ops.causal_conv1d_fn(x[:, 4:5], weight, None, states, torch.tensor([0, 1]), slots, more)
-        third = ops.causal_conv1d_update(x[:, 5:].T.clone(), states, weight, None, "silu", slots).T
+        second = operators.causal_conv1d_fn(x[:, 4:5], weight, None, states, torch.tensor([0, 1]), slots, more)
+        third = operators.causal_conv1d_update(x[:, 5:].T.clone(), states, weight, None, "silu", slots).T
         assert whole.dtype == torch.float32 and torch.equal(torch.cat([first, second, third], 1), whole)
 
 
@@ -337,11 +338,11 @@ class TestConvUpdate:
     @given(rows_of_decode, st.sampled_from([2, 3, 4]), st.booleans(), st.sampled_from([0, 3]), seeds)
     def test_equals_the_definition(self, rows, width, speculative, blocks, seed):
         case = conv_update_case(rows, 6, width, speculative, blocks, seed=seed)
-        assert case.holds(ops.causal_conv1d_update, slot_oracles.causal_conv1d_update)
+        assert case.holds(operators.causal_conv1d_update, slot_oracles.causal_conv1d_update)
 
     def test_half_precision(self):
         for case in (conv_update_case(VERIFY, dtype=torch.bfloat16), conv_update_case(VERIFY, 6, 4, False, seed=1)):
-            assert case.holds(ops.causal_conv1d_update, slot_oracles.causal_conv1d_update, 1e-2)
+            assert case.holds(operators.causal_conv1d_update, slot_oracles.causal_conv1d_update, 1e-2)
 
     @pytest.mark.parametrize("tokens", [None, 1, 3])
     def test_forms_of_x(self, tokens):
@@ -353,15 +354,15 @@ class TestConvUpdate:
         slots = torch.tensor([3, 1, 2])
         offsets = torch.arange(batch + 1) * (tokens or 1)
         states = [state.clone() for _ in range(3)]
-        expected = ops.causal_conv1d_update(
+        expected = operators.causal_conv1d_update(
             ragged.clone(), states[0], weight, None, True, slots, query_start_loc=offsets, max_query_len=tokens or 1
         )
         if tokens:
             expected = expected.view(batch, tokens, dim).transpose(1, 2)
         out, given_x = torch.empty_like(x), x.clone()
-        assert ops.causal_conv1d_update(given_x, states[1], weight, None, "swish", slots, out=out) is out
+        assert operators.causal_conv1d_update(given_x, states[1], weight, None, "swish", slots, out=out) is out
         assert torch.equal(given_x, x)
-        assert ops.causal_conv1d_update(given_x, states[2], weight, None, "silu", slots) is given_x
+        assert operators.causal_conv1d_update(given_x, states[2], weight, None, "silu", slots) is given_x
         assert torch.equal(out, expected) and torch.equal(given_x, expected)
         assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
 
@@ -370,7 +371,7 @@ class TestConvUpdate:
         state = torch.randn(2, 5, 3)
         before, x = state.clone(), torch.randn(1, 5)
         slots, offsets = torch.tensor([1]), torch.tensor([0, 1])
-        ops.causal_conv1d_update(
+        operators.causal_conv1d_update(
             x.clone(), state, torch.randn(5, 4), conv_state_indices=slots, query_start_loc=offsets, max_query_len=3
         )
         assert torch.equal(state[1], torch.cat([before[1, :, 1:], x.T], 1))
@@ -384,15 +385,14 @@ class TestConvUpdate:
         weight, bias = torch.randn(dim, width), torch.randn(dim)
         states = torch.full((len(accepted) + 3, dim, width - 1 + drafts), math.nan)
         offsets = torch.tensor([0, prompt])
-        outputs = [
-            ops.causal_conv1d_fn(history[:prompt].T, weight, bias, states, offsets, torch.tensor([1])).T.contiguous()
-        ]
+        y = operators.causal_conv1d_fn(history[:prompt].T, weight, bias, states, offsets, torch.tensor([1]))
+        outputs = [y.T.contiguous()]
         done, previous, block = prompt, 1, 0
         table = torch.arange(1, len(accepted) + 2)[None]
         for count in accepted:
             x = torch.randn(1 + drafts, dim)
             x[:count] = history[done : done + count]
-            ops.causal_conv1d_update(
+            operators.causal_conv1d_update(
                 x,
                 states,
                 weight,
@@ -421,11 +421,11 @@ class TestStateUpdate:
     )
     def test_equals_the_definition(self, rows, groups, speculative, other, max_A, seed):
         case = state_update_case(rows, 4, 4, 8, groups, 4, speculative, other, seed, max_A)
-        assert case.holds(ops.selective_state_update, slot_oracles.selective_state_update)
+        assert case.holds(operators.selective_state_update, slot_oracles.selective_state_update)
 
     def test_half_precision(self):
         case = state_update_case(VERIFY, dtype=torch.bfloat16, state_dtype=torch.bfloat16, seed=1)
-        assert case.holds(ops.selective_state_update, slot_oracles.selective_state_update, 1e-2)
+        assert case.holds(operators.selective_state_update, slot_oracles.selective_state_update, 1e-2)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_stochastic_rounding(self, dtype):
@@ -435,14 +435,15 @@ class TestStateUpdate:
         first = torch.arange(len(exact["cu_seqlens"]) - 1) * 100
         rounded = {**case.arguments, "state": case.arguments["state"].clone()}
         options = dict(enable_stochastic_rounding=True, cache_philox_rounds=7, rounding_seed=5, positions=first)
-        y = ops.selective_state_update(**rounded, **options)
-        assert torch.equal(y, ops.selective_state_update(**exact)), "the result is of the state before its rounding"
+        y = operators.selective_state_update(**rounded, **options)
+        of_exact_states = operators.selective_state_update(**exact)
+        assert torch.equal(y, of_exact_states), "the result is of the state before its rounding"
         lengths = exact["cu_seqlens"].diff()
         for row, (length, slots) in enumerate(zip(lengths, exact["state_batch_indices"], strict=True)):
             for t, slot in enumerate(slots[:length].tolist()):
                 if slot > 0:
                     position, state = first[row : row + 1] + t, exact["state"][slot][None]
-                    expected = ops.stochastic_round(state, dtype, position, ops.Rounding(5, 0, 7))[0]
+                    expected = stochastic_round(state, dtype, position, Rounding(5, 0, 7))[0]
                     assert torch.equal(rounded["state"][slot].nan_to_num(), expected.nan_to_num())
 
     def test_seeds_of_stochastic_rounding(self):
@@ -451,7 +452,7 @@ class TestStateUpdate:
             state = torch.full((3, 1, 4, 64), 1.0, dtype=torch.float16)
             x, B = torch.ones(3, 1, 4), torch.full((3, 1, 64), 3e-4)
             A = -torch.full((1, 4, 64), 1e-6)
-            ops.selective_state_update(state, x, x, A, B, B, enable_stochastic_rounding=True, **options)
+            operators.selective_state_update(state, x, x, A, B, B, enable_stochastic_rounding=True, **options)
             return state
 
         assert torch.equal(states(1), states(1)) and not torch.equal(states(1), states(2))
@@ -478,16 +479,16 @@ class TestStateUpdate:
             axes = [1, 1, 1, 0, 1, 1, 0, 0, 1]
             tensors = [tensor.squeeze(axis) for tensor, axis in zip(tensors, axes, strict=True)]
             exact = exact[:, 0]
-        y = ops.selective_state_update(*tensors, dt_softplus=True)
+        y = operators.selective_state_update(*tensors, dt_softplus=True)
         assert agrees(y, exact) and agrees(state, exact_state)
 
     def test_in_place_and_new(self):
         case = state_update_case(VERIFY)
-        expected, _ = case.run(ops.selective_state_update)
+        expected, _ = case.run(operators.selective_state_update)
         for name in ("x", "out"):
             arguments = dict(case.arguments, state=case.arguments["state"].clone(), x=case.arguments["x"].clone())
             out = arguments["x"] if name == "x" else torch.full_like(arguments["x"], math.nan)
-            assert ops.selective_state_update(**arguments, out=out) is out and torch.equal(out, expected)
+            assert operators.selective_state_update(**arguments, out=out) is out and torch.equal(out, expected)
 
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 30), st.integers(0, 100))
     def test_verify_steps_are_the_accepted_sequence(self, accepted, prompt, seed):
@@ -507,13 +508,13 @@ class TestStateUpdate:
         out = torch.empty(prompt, 4, 8)
         arguments |= {name: values[0, :prompt] for name, values in inputs.items()}
         arguments |= dict(final_states_out=state, final_state_indices=columns[0, :1], initial_states=None, out=out)
-        assert ops.mamba_chunk_scan_combined_varlen(**arguments) is None
+        assert operators.mamba_chunk_scan_combined_varlen(**arguments) is None
         outputs, done, previous = [out], prompt, 1
         for count in accepted:
             step = {name: torch.randn(1 + drafts, *values.shape[2:]).abs() for name, values in inputs.items()}
             for name, values in inputs.items():
                 step[name][:count] = values[0, done : done + count]
-            y = ops.selective_state_update(
+            y = operators.selective_state_update(
                 state,
                 step["x"],
                 step["dt"][..., None].expand(-1, -1, 8),
@@ -542,9 +543,9 @@ class TestChunkScan:
     def test_equals_the_recurrence(self, lengths, chunk_size, max_A, seed):
         arguments = chunk_scan_arguments(lengths, chunk_size, seed, max_A, misaligned=seed % chunk_size)
         y, after_chunk, after_sequence = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
-        states = ops.mamba_chunk_scan_combined_varlen(**arguments)
+        states = operators.mamba_chunk_scan_combined_varlen(**arguments)
         assert agrees(arguments["out"], y) and agrees(states, after_sequence)
-        states = ops.mamba_chunk_scan_combined_varlen(**arguments, return_intermediate_states=True)
+        states = operators.mamba_chunk_scan_combined_varlen(**arguments, return_intermediate_states=True)
         assert agrees(states, torch.stack(after_chunk) if after_chunk else after_sequence[:0])
 
     @pytest.mark.parametrize(
@@ -555,7 +556,7 @@ class TestChunkScan:
         """The last one is vLLM's: a sequence without tokens has -1 for its last chunk, which is another's."""
         arguments = chunk_scan_arguments([9, 0, 12], 8, max_A=2.0)
         exact = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
-        states = ops.mamba_chunk_scan_combined_varlen(**arguments)
+        states = operators.mamba_chunk_scan_combined_varlen(**arguments)
         y, _, wrong_states = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments, mistake=mistake)
         assert agrees(arguments["out"], exact[0]) and agrees(states, exact[2])
         assert not (agrees(y, exact[0]) and agrees(wrong_states, exact[2]))
@@ -567,13 +568,13 @@ class TestChunkScan:
         arguments["dt"][64:128] = arguments["dt"][200:] = 1e-4
         assert (arguments["dt"][:128, None] * arguments["A"].abs()).sum(0).min() > 100
         y, _, after_sequence = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
-        states = ops.mamba_chunk_scan_combined_varlen(**arguments)
+        states = operators.mamba_chunk_scan_combined_varlen(**arguments)
         assert agrees(arguments["out"], y) and agrees(states, after_sequence)
 
     def test_half_precision(self):
         arguments = chunk_scan_arguments([40, 3], 16, dtype=torch.bfloat16) | dict(state_dtype=None)
         y, _, after_sequence = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
-        states = ops.mamba_chunk_scan_combined_varlen(**arguments)
+        states = operators.mamba_chunk_scan_combined_varlen(**arguments)
         assert states.dtype == arguments["out"].dtype == torch.bfloat16
         assert agrees(arguments["out"], y, 1e-2) and agrees(states, after_sequence, 1e-2)
 
@@ -583,7 +584,7 @@ class TestChunkScan:
         arguments["dt"] = F.softplus(raw + bias).clamp(0.1, 0.9)
         y, _, _ = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
         arguments |= dict(dt=raw, dt_bias=bias, dt_softplus=True, dt_limit=(0.1, 0.9), z=z)
-        ops.mamba_chunk_scan_combined_varlen(**arguments)
+        operators.mamba_chunk_scan_combined_varlen(**arguments)
         assert agrees(arguments["out"], y * F.silu(z.double()))
 
     def test_final_states_go_to_their_slots_and_nowhere_else(self):
@@ -591,7 +592,7 @@ class TestChunkScan:
         _, _, after_sequence = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
         cache = torch.full((7, 4, 8, 16), math.nan)
         slots = torch.tensor([5, 0, 2, -1], dtype=torch.int32)
-        ops.mamba_chunk_scan_combined_varlen(**arguments, final_states_out=cache, final_state_indices=slots)
+        operators.mamba_chunk_scan_combined_varlen(**arguments, final_states_out=cache, final_state_indices=slots)
         expected = torch.full((7, 4, 8, 16), math.nan).double()
         expected[[5, 2]] = after_sequence[[0, 2]]
         assert agrees(cache, expected)
@@ -601,34 +602,34 @@ class TestSelectiveScan:
     @given(rows_of_prefill, st.sampled_from([1, 2]), st.sampled_from([2.0, 128.0]), seeds)
     def test_equals_the_definition(self, rows, groups, max_A, seed):
         case = scan_case(rows, 6, 4, groups, seed, max_A)
-        assert case.holds(ops.selective_scan_fn, scan_oracle())
+        assert case.holds(operators.selective_scan_fn, scan_oracle())
 
     @pytest.mark.parametrize("mistake", ["padding is computed", "leftovers of the last sequence", "dead output"])
     def test_known_mistakes_would_be_seen(self, mistake):
         case = scan_case(MIXED)
-        assert case.holds(ops.selective_scan_fn, scan_oracle())
+        assert case.holds(operators.selective_scan_fn, scan_oracle())
         assert not case.holds(scan_oracle(mistake), scan_oracle(), double=True)
 
     def test_half_precision(self):
         case = scan_case(MIXED, dtype=torch.bfloat16, state_dtype=torch.bfloat16, seed=1)
-        assert case.holds(ops.selective_scan_fn, scan_oracle(), 1e-2)
+        assert case.holds(operators.selective_scan_fn, scan_oracle(), 1e-2)
 
     def test_in_place(self):
         """delta receives y before the gate, z the result, and the latter is returned."""
         arguments = scan_case([(5, NEW), (40, CONTINUED)], seed=1).arguments
         exact = arguments | dict(ssm_states=arguments["ssm_states"].double())
         y, gated = slot_oracles.selective_scan_fn(**exact)
-        assert ops.selective_scan_fn(**arguments) is arguments["z"]
+        assert operators.selective_scan_fn(**arguments) is arguments["z"]
         assert agrees(arguments["delta"], y) and agrees(arguments["z"], gated)
 
     def test_batched_equals_ragged(self):
         case = scan_case([(20, CONTINUED), (20, NULL), (20, NEW)], groups=1)
-        ragged, ragged_states = case.run(ops.selective_scan_fn)
+        ragged, ragged_states = case.run(operators.selective_scan_fn)
         batched = dict(case.arguments, query_start_loc=None)
         for name in ("u", "delta", "B", "C"):
             values = case.arguments[name][..., :60]
             batched[name] = values.reshape(-1, 3, 20).transpose(0, 1).contiguous()
-        y, states = Case("ssm_states", batched).run(ops.selective_scan_fn)
+        y, states = Case("ssm_states", batched).run(operators.selective_scan_fn)
         assert agrees(y.transpose(0, 1).reshape(6, 60), ragged[:, :60].double(), 1e-6)
         assert agrees(states, ragged_states.double(), 1e-6)
 
@@ -671,7 +672,7 @@ class TestSelectiveScan:
         if cut_by_caller:
             arguments["cu_chunk_seqlen"] = torch.tensor([0, 3, 11, 19, 20, 28, 36, 40, 45])
             arguments["last_chunk_indices"] = torch.tensor([3, 6, 7])
-        ops.selective_scan_fn(**arguments)
+        operators.selective_scan_fn(**arguments)
         assert agrees(states, expected)
 
 
@@ -750,17 +751,17 @@ def table_of(arguments):
 
 @pytest.mark.parametrize(("make", "argument", "wrong"), WRONG)
 def test_wrong_arguments_are_named(make, argument, wrong):
-    operators = {
-        conv_fn_case: ops.causal_conv1d_fn,
-        conv_update_case: ops.causal_conv1d_update,
-        state_update_case: ops.selective_state_update,
-        scan_case: ops.selective_scan_fn,
+    operator_of = {
+        conv_fn_case: operators.causal_conv1d_fn,
+        conv_update_case: operators.causal_conv1d_update,
+        state_update_case: operators.selective_state_update,
+        scan_case: operators.selective_scan_fn,
     }
     arguments = make([(3, CONTINUED), (2, CONTINUED), (1, NULL)]).arguments
     state = arguments[make([(1, NEW)]).state]
     before = state.clone()
     with pytest.raises(ValueError, match=f"^{argument} "):
-        operators[make](**arguments | wrong(arguments))
+        operator_of[make](**arguments | wrong(arguments))
     assert torch.equal(state.nan_to_num(), before.nan_to_num())
 
 
@@ -787,7 +788,7 @@ def test_wrong_arguments_are_named(make, argument, wrong):
 def test_wrong_arguments_of_the_chunk_scan_are_named(argument, wrong):
     arguments = chunk_scan_arguments([9, 4], 8)
     with pytest.raises(ValueError, match=f"^{argument} "):
-        ops.mamba_chunk_scan_combined_varlen(**arguments | wrong(arguments))
+        operators.mamba_chunk_scan_combined_varlen(**arguments | wrong(arguments))
 
 
 def cache(arguments):
@@ -834,7 +835,7 @@ def test_signatures_are_those_of_an_installed_vllm(name):
     path = f"vllm.model_executor.layers.mamba.ops.{VLLM_MODULES[name]}"
     module = pytest.importorskip(path, reason="vLLM is not installed", exc_type=ImportError)
     theirs = [argument for argument in defined_names(module, name) if argument not in GONE.get(name, ())]
-    assert positional_names(getattr(ops, name))[: len(theirs)] == theirs
+    assert positional_names(getattr(operators, name))[: len(theirs)] == theirs
 
 
 def test_signatures_are_vllms():
@@ -855,4 +856,4 @@ def test_signatures_are_vllms():
         "final_states_out final_state_indices",
     }
     for name, arguments in expected.items():
-        assert positional_names(getattr(ops, name)) == arguments.split()
+        assert positional_names(getattr(operators, name)) == arguments.split()

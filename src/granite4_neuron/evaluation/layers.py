@@ -1,0 +1,169 @@
+"""Hidden states after each layer: this implementation against transformers, on the same weights and the same tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import GraniteMoeHybridForCausalLM as Reference
+
+from granite4_neuron.choices import FLOAT32_TOLERANCE
+from granite4_neuron.config import MAMBA
+from granite4_neuron.evaluation.accuracy import greedy, longest_of
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import Operators
+from granite4_neuron.runtime.bound_model import BoundModel
+from granite4_neuron.runtime.interface import Row
+
+# Two ways to round in 16 bits differ by chance; a bug in a layer is far above.
+_MARGIN = 2.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The difference of hidden states from the reference's, over some tokens.
+
+    maximum: of absolute differences. relative: the norm of the difference, divided by that of the reference.
+    """
+
+    maximum: float
+    relative: float
+
+    @classmethod
+    def between(cls, ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> Gap:
+        """Both [tokens, hidden_size], of several sequences."""
+        expected = torch.cat(list(reference)).double()
+        error = torch.cat(list(ours)).double() - expected
+        return cls(error.abs().max().item(), (error.norm() / expected.norm()).item())
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How far hidden states after a layer are off.
+
+    kind: "mamba" or "attention".
+    prefill, decode: over the tokens of prompts, and over those that were decoded one by one.
+    limit: of the relative difference; None where it is not judged, with quantized weights and SSM states in 16 bits.
+    """
+
+    kind: str
+    prefill: Gap
+    decode: Gap
+    limit: float | None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a relative difference is above the limit, or NaN."""
+        return self.limit is not None and not all(gap.relative <= self.limit for gap in (self.prefill, self.decode))
+
+
+def compare_layers(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    runtime: BoundModel,
+    tolerance: float = FLOAT32_TOLERANCE,
+) -> Iterator[LayerReport]:
+    """Compare hidden states after each layer in turn, over prompts and the reference's own greedy continuation of them.
+
+    Hidden states after layer k come from a model of the first k layers, with the same weights and operators. This also
+    works where all layers run as one call.
+
+    Args:
+        folder: the checkpoint that `runtime` was loaded from.
+        prompts: token ids.
+        new_tokens: how many tokens of decode to compare, at least 1.
+        runtime: ours.
+        tolerance: of the relative difference in float32. In other dtypes twice that of transformers is allowed.
+
+    Raises:
+        UserError: the sequences are longer than the model's longest.
+    """
+    longest_of(prompts, new_tokens, runtime)
+    reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
+    sequences = [greedy(reference, prompt, new_tokens) for prompt in prompts]
+    expected = _reference_hidden_states(reference, sequences)
+    del reference
+    limits: list[float | None] = [tolerance] * len(expected)
+    if runtime.is_quantized or runtime.state_dtype != torch.float32:
+        limits = [None] * len(expected)
+    elif runtime.dtype != torch.float32:
+        in_dtype = Reference.from_pretrained(folder, dtype=runtime.dtype).eval()
+        pairs = zip(_reference_hidden_states(in_dtype, sequences), expected, strict=True)
+        limits = [_MARGIN * Gap.between(*pair).relative for pair in pairs]
+        del in_dtype
+    lengths = [len(prompt) for prompt in prompts]
+    phases = [slice(None, n) for n in lengths], [slice(n, None) for n in lengths]
+    for layer, (kind, limit) in enumerate(zip(runtime.config.layer_types, limits, strict=True)):
+        part = _first_layers(runtime, layer + 1)
+        ours = [_hidden_states(part, tokens, n) for tokens, n in zip(sequences, lengths, strict=True)]
+        prefill, decode = (Gap.between(_parts(ours, phase), _parts(expected[layer], phase)) for phase in phases)
+        yield LayerReport(kind, prefill, decode, limit)
+
+
+def operators_of_layer(operators: Operators, kind: str, has_experts: bool) -> list[str]:
+    """The functions and classes that compute a layer of a kind, such as "ops.norm.rms_norm"."""
+    if operators.decoder_layers is not None:
+        return [_name(operators.decoder_layers)]
+    names = ["rms_norm", "linear", "residual_add", "mlp"]
+    names += ["router_logits", "topk_softmax", "fused_experts"] if has_experts else []
+    names += ["rms_norm_gated"] if kind == MAMBA else ["write_cache", "cached_attention"]
+    functions = [getattr(operators, name) for name in names]
+    if kind == MAMBA:
+        functions += [operators.mamba_prefill.scan, operators.mamba_decode.scan]
+    return [_name(function) for function in functions]
+
+
+def _name(operator: object) -> str:
+    return f"{operator.__module__}.{operator.__qualname__}".removeprefix("granite4_neuron.")
+
+
+def _first_layers(runtime: BoundModel, count: int) -> BoundModel:
+    """A runtime of the model's first layers, over the same weights."""
+    whole = runtime.model
+    config = replace(whole.config, layer_types=whole.config.layer_types[:count], num_hidden_layers=count)
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config)
+    model.model.embed_tokens, model.model.norm = whole.model.embed_tokens, whole.model.norm
+    model.model.layers, model.lm_head = whole.model.layers[:count], whole.lm_head
+    part = copy.copy(runtime)
+    part.model = model.bind(whole.operators)
+    return part
+
+
+def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
+    """[tokens, hidden_size] after the last layer: a prompt in steps as generation takes them, then token by token."""
+    starts = [*range(0, prompt_length, runtime.tokens_per_step), *range(prompt_length, len(tokens))]
+    state, seen = runtime.allocate(1, len(tokens)), []
+    hook = runtime.model.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].cpu()))
+    try:
+        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            runtime.step(state, [Row(1, start, tokens[start:stop])])
+            seen[-1] = seen[-1][0, : stop - start]
+    finally:
+        hook.remove()
+    return torch.cat(seen)
+
+
+@torch.inference_mode()
+def _reference_hidden_states(reference: Reference, sequences: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+    """By layer and sequence: [tokens, hidden_size] in float32. Sequences are seen alone, whole and without a cache."""
+    layers = reference.model.layers
+    seen: list[list[torch.Tensor]] = [[] for _ in layers]
+    for layer, of_layer in zip(layers, seen, strict=True):
+        layer.register_forward_hook(lambda _, __, output, keep=of_layer.append: keep(_tensor(output)[0].float()))
+    for tokens in sequences:
+        reference(torch.tensor([tokens]), use_cache=False)
+    return seen
+
+
+def _tensor(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A layer's hidden states, which transformers 4.57 returns in a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _parts(sequences: Sequence[torch.Tensor], parts: Sequence[slice]) -> list[torch.Tensor]:
+    return [sequence[part] for sequence, part in zip(sequences, parts, strict=True)]

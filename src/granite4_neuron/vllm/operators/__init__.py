@@ -1,0 +1,17 @@
+"""Operators with the signatures and in-place rules of vLLM 0.33, for CPU tensors. They do not need vLLM.
+
+The model has simpler ones, see `granite4_neuron.ops`; these are for other callers, and for vLLM's CPU backend.
+"""
+
+from granite4_neuron.vllm.operators.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from granite4_neuron.vllm.operators.mamba_chunk_scan import mamba_chunk_scan_combined_varlen
+from granite4_neuron.vllm.operators.selective_scan import selective_scan_fn
+from granite4_neuron.vllm.operators.selective_state_update import selective_state_update
+
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "mamba_chunk_scan_combined_varlen",
+    "selective_scan_fn",
+    "selective_state_update",
+]

@@ -1,0 +1,150 @@
+"""Hidden states after each layer beside transformers': a right model passes, a wrong weight is found in its layer."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from granite4_neuron import load
+from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
+from granite4_neuron.cli import main
+from granite4_neuron.evaluation.layers import compare_layers
+from granite4_neuron.ops import cpu
+from test.support.checkpoints import save_byte_tokenizer, small_config
+
+PROMPTS = [[5], list(range(20, 90))]
+TOKENS = 3
+KERNELS = [
+    pytest.param("fused", marks=pytest.mark.skipif(not cpu.has_fused_kernels(), reason="no C++ compiler")),
+    "torch",
+]
+
+
+def reports(folder, prompts=PROMPTS, of=None, **options):
+    """Of the checkpoint `of`, beside transformers with the one in `folder`."""
+    runtime, _ = load(of or folder, **options)
+    return list(compare_layers(folder, prompts, TOKENS, runtime))
+
+
+def wrong_copy(folder, copy, name, factor):
+    """A copy of a checkpoint in which a tensor is multiplied."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / WEIGHTS)
+    tensors[name] *= factor
+    save_file(tensors, copy / WEIGHTS, metadata={"format": "pt"})
+    return copy
+
+
+def first_off(reports):
+    return next((number for number, report in enumerate(reports) if report.is_off), None)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+class TestCpu:
+    def test_a_right_model(self, texting_folder, kernels):
+        found = reports(texting_folder, cpu_kernels=kernels)
+        assert [report.kind for report in found] == ["mamba", "attention", "mamba", "mamba", "attention", "mamba"]
+        for report in found:
+            for gap in (report.prefill, report.decode):
+                assert 0 < gap.maximum <= 1e-4 and 0 < gap.relative <= 1e-5
+            assert not report.is_off
+
+    @pytest.mark.parametrize(
+        "layer, weight",
+        [(0, "mamba.D"), (3, "mamba.A_log"), (4, "self_attn.v_proj.weight"), (5, "post_attention_layernorm.weight")],
+    )
+    def test_a_wrong_weight(self, texting_folder, tmp_path, kernels, layer, weight):
+        wrong = wrong_copy(texting_folder, tmp_path / "wrong", f"model.layers.{layer}.{weight}", 1.01)
+        found = reports(texting_folder, of=wrong, cpu_kernels=kernels)
+        assert first_off(found) == layer and all(report.is_off for report in found[layer:])
+
+    def test_bfloat16_is_judged_by_transformers_own_difference(self, texting_folder, tmp_path, kernels):
+        options = dict(cpu_kernels=kernels, dtype=torch.bfloat16)
+        assert first_off(reports(texting_folder, **options)) is None
+        wrong = wrong_copy(texting_folder, tmp_path / "wrong", "model.layers.2.mamba.out_proj.weight", 1.2)
+        assert first_off(reports(texting_folder, of=wrong, **options)) == 2
+
+    def test_a_wrong_step_of_decode(self, texting_folder, kernels, monkeypatch):
+        """Prompts are right; what a layer carries from step to step is not."""
+        runtime, _ = load(texting_folder, cpu_kernels=kernels)
+        step = type(runtime).step
+
+        def with_a_wrong_state(self, state, rows, all_logits=False):
+            if len(state.layers) > 2:
+                state.layers[2].ssm_state.mul_(1.01)
+            return step(self, state, rows, all_logits)
+
+        monkeypatch.setattr(type(runtime), "step", with_a_wrong_state)
+        found = list(compare_layers(texting_folder, PROMPTS, TOKENS, runtime))
+        assert first_off(found) == 2 and found[2].decode.relative > 1e-4 > found[2].prefill.relative
+
+    def test_quantized_weights_are_not_judged(self, texting_folder, kernels):
+        found = reports(texting_folder, cpu_kernels=kernels, quantize="int8")
+        assert first_off(found) is None and {report.limit for report in found} == {None}
+
+
+def test_long_prompts_take_several_steps(texting_folder):
+    assert first_off(reports(texting_folder, prompts=[[7] * 580])) is None
+
+
+def test_xla(tmp_path):
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed")
+    folder = tmp_path / "model"
+    save_model(random_model(small_config(vocab_size=264, layer_types=("mamba", "attention"))), folder)
+    save_byte_tokenizer(folder)
+    found = reports(folder, prompts=PROMPTS[1:], backend="xla")
+    assert [report.is_off for report in found] == [False, False]
+    wrong = wrong_copy(folder, tmp_path / "wrong", "model.layers.1.self_attn.v_proj.weight", 1.01)
+    assert first_off(reports(folder, prompts=PROMPTS[1:], of=wrong, backend="xla")) == 1
+
+
+class TestCommand:
+    @pytest.fixture
+    def check(self, capsys):
+        def check(folder, *options):
+            arguments = ["check", "--layers", "--model", str(folder), "--tokens", "2", "--prompt", "some text"]
+            return main([*arguments, *options]), *capsys.readouterr()
+
+        return check
+
+    @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+    def test_fused_layers(self, check, texting_folder):
+        status, output, _ = check(texting_folder)
+        assert status == 0 and "passed (no layer is off)" in output and "the first" not in output
+        assert "mamba layers: ops.cpu.decoder.DecoderLayers" in output
+
+    @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+    def test_fallbacks_have_their_reasons(self, check, texting_folder):
+        status, output, _ = check(texting_folder, "--prefill-scan", "quadratic")
+        assert status == 0 and "ops.mamba_kernels.quadratic_scan" in output
+        assert "ops.cpu.functions.linear" in output
+        assert "the fused decoder layers are not used: they have their own scan" in output
+
+    def test_a_layer_that_is_off(self, check, texting_folder, monkeypatch):
+        original = checkpoint.load_model
+
+        def with_a_wrong_norm(*arguments, **options):
+            model = original(*arguments, **options)
+            model.model.layers[1].post_attention_layernorm.weight.mul_(1.1)
+            return model
+
+        monkeypatch.setattr(checkpoint, "load_model", with_a_wrong_norm)
+        status, output, _ = check(texting_folder, "--cpu-kernels", "torch")
+        assert status == 1 and "FAILED (layer 1, attention, is the first that is off)" in output
+        (marked,) = [line for line in output.splitlines() if "<-" in line]
+        runtime, tokenizer = load(texting_folder, cpu_kernels="torch")
+        report = list(compare_layers(texting_folder, [tokenizer.encode("some text")], 2, runtime))[1]
+        values = [value for gap in (report.prefill, report.decode) for value in (gap.maximum, gap.relative)]
+        assert marked.replace("│", " ").split() == ["1", "attention", *(f"{v:.1e}" for v in values), "1.0e-04", "<-"]
+
+    def test_not_judged(self, check, texting_folder):
+        status, output, _ = check(texting_folder, "--cpu-kernels", "torch", "--quantize", "int8")
+        assert status == 0 and "not judged" in output
+
+    def test_compiled_graphs_of_nxdi(self, check, texting_folder):
+        status, output, error = check(texting_folder, "--backend", "nxdi")
+        assert status == 2 and output == "" and "compiled graphs of nxdi give no hidden states" in error
