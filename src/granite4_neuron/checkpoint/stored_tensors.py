@@ -13,7 +13,7 @@ from granite4_neuron.checkpoint.folder import what_else_is_in
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import parameter_shapes
+from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-_NORM = "model.norm.weight"
 
 # transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
 PUBLISHED_NAMES = {
@@ -72,7 +69,7 @@ class StoredTensors:
         """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
         quantized, that of the last norm.
         """
-        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else _NORM
+        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
         if self._dtypes.get(name) not in _DTYPES:
             raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
         return _DTYPES[self._dtypes[name]]
@@ -85,7 +82,7 @@ class StoredTensors:
         Raises:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
-        expected = parameter_shapes(config)
+        expected = {name: one.shape for name, one in parameters(config).items()}
         dtypes: dict[str, torch.dtype | None] = {}
         for name, layout in (layouts or {}).items():
             expected.pop(name, None)
