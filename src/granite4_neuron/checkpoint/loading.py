@@ -73,8 +73,8 @@ def load_model(
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
-        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with;
-            there is not enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
+        UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
+            enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -119,7 +119,7 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
     Raises:
-        UserError: they are not those of the model, which the message lists what is wrong with, or quantized.
+        UserError: they are not those of the model, and the message lists what is wrong; or they are quantized.
     """
     if (quantization := stored_quantization(folder / "config.json")) is not None:
         raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")

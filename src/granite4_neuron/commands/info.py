@@ -1,4 +1,4 @@
-"""`granite4-neuron info`: what a checkpoint is."""
+"""`granite4-neuron info`: print layers, parameters and sizes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
+    table = Table("", escape(name), title="Granite checkpoint", show_header=True)
     for row in _info_rows(config, dtype, quantization):
         table.add_row(*row)
     print_table(table)

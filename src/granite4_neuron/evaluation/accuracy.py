@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GraniteMoeHybridForCausalLM as Reference
+from transformers import AutoModelForCausalLM as Reference
+from transformers import PreTrainedModel
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
@@ -166,7 +167,7 @@ def default_prompts(tokenizer) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def _greedy(reference: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
     tokens = torch.tensor([list(prompt)])
     for _ in range(new_tokens):
         logits = reference(tokens, use_cache=False, logits_to_keep=1).logits
@@ -175,7 +176,7 @@ def _greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> lis
 
 
 @torch.inference_mode()
-def _whole(reference: Reference, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
+def _whole(reference: PreTrainedModel, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
     logits = (reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences)
     return [one[start:] for one, start in zip(logits, starts, strict=True)]
 
