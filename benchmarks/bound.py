@@ -1,4 +1,4 @@
-"""What this machine cannot do faster: the weights' arithmetic at the rate of one large matrix product, and weights and
+"""The bound of this machine: the weights' arithmetic at the rate of one large matrix product, and weights and
 state at the rate at which memory can be read.
 """
 
@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
 from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
 from granite4_neuron.ops.int8 import INT8
@@ -64,8 +64,13 @@ class Machine:
 
 def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
     """Of the products with weights, for one prompt: all its tokens, the head for the last one only."""
-    layers = sum(weight.numel() * share for name, weight, share in _products(config) if "lm_head" not in name)
-    return 2 * (layers * prompt_length + config.vocab_size * config.hidden_size)
+    matrices = matmul_weights(config)
+    head = matrices.pop(HEAD)
+    per_token = 0.0
+    for matrix in matrices.values():
+        share = config.num_experts_per_tok / config.num_local_experts if matrix.is_of_experts else 1.0
+        per_token += matrix.numel * share
+    return 2 * (per_token * prompt_length + head.numel)
 
 
 def decode_bytes(
@@ -84,32 +89,19 @@ def decode_bytes(
     if config.num_local_experts:
         chosen = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** batch_size
     weights = 0.0
-    for name, weight, _ in _products(config):
-        weights += _stored_bytes(name, weight, dtype, quantize) * (chosen if _is_expert(name) else 1.0)
+    for name, matrix in matmul_weights(config).items():
+        weights += _stored_bytes(name, matrix, dtype, quantize) * (chosen if matrix.is_of_experts else 1.0)
     state = sequence_bytes(config, dtype.itemsize, state_itemsize=state_itemsize)
     return weights + batch_size * (state + context * token_bytes(config, dtype.itemsize))
 
 
-def _products(config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor, float]]:
-    """Names and shapes of the matrices that tokens are multiplied with, and which share of each one token needs."""
-    with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config)
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        if weight.dim() > 1 and "embed_tokens" not in name and "conv1d" not in name:
-            share = config.num_experts_per_tok / config.num_local_experts if _is_expert(name) else 1.0
-            yield name, weight, share
-
-
-def _stored_bytes(name: str, weight: torch.Tensor, dtype: torch.dtype, quantize: str | None) -> int:
+def _stored_bytes(name: str, matrix: Parameter, dtype: torch.dtype, quantize: str | None) -> int:
     """Of a matrix as it lies in memory, with its scales."""
-    if quantize is None or "router" in name:
-        return weight.numel() * dtype.itemsize
-    format = INT8 if "lm_head" in name else FORMATS[quantize]
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in format.layout(weight.shape).values())
-
-
-def _is_expert(name: str) -> bool:
-    return "block_sparse_moe" in name and "router" not in name
+    if quantize is None or not matrix.may_be_quantized:
+        return matrix.numel * dtype.itemsize
+    format = INT8 if name == HEAD else FORMATS[quantize]
+    layout = format.layout(torch.Size(matrix.shape))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
 
 def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import parameter_shapes
+from granite4_neuron.model.parameters import parameters
 
 if TYPE_CHECKING:
     import gguf
@@ -68,7 +68,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     dtype = stored.dtype()
     writer = gguf.GGUFWriter(file, _ARCHITECTURE)
     _write_config(writer, config)
-    shapes = parameter_shapes(config)
+    shapes = {name: one.shape for name, one in parameters(config).items()}
     for name, shape in shapes.items():
         for written, tensor in _written(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), config):
             raw = gguf.GGMLQuantizationType[_TYPES[tensor.dtype]]

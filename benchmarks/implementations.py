@@ -88,10 +88,10 @@ class Ours:
 
 
 class Transformers:
-    """transformers' GraniteMoeHybridForCausalLM, one cached forward pass per step."""
+    """transformers' model, one cached forward pass per step."""
 
     def __init__(self, folder: Path, dtype: torch.dtype):
-        self._model = transformers.GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.weight_bytes = self._model.get_memory_footprint(return_buffers=False)
 
     @torch.inference_mode()

@@ -116,6 +116,18 @@ def under_both_spellings(stored):
             stored[new] = stored[name] + 1
 
 
+def in_parts(up):
+    """Damage: an MLP's first matrix is stored as its gate and as what `up` makes of the rest, None for nothing."""
+
+    def change(stored):
+        gate, rest = stored.pop("model.layers.0.shared_mlp.input_linear.weight").chunk(2)
+        stored["model.layers.0.mlp.gate_proj.weight"] = gate.clone()
+        if (rest := up(rest)) is not None:
+            stored["model.layers.0.mlp.up_proj.weight"] = rest.clone()
+
+    return tensors(change)
+
+
 def only(name, content=b"x"):
     """Damage: all weights are gone, and there is a file of another format."""
 
@@ -200,6 +212,22 @@ FAULTS = {
         r"layer_types has unknown names (\x1b[2J\r\nmamba\u202exxx",
     ),
     "a long wrong value is cut": (values_of(CONFIG, hidden_act=json.dumps("x" * 10_000)), "hidden_act is 'xxxx"),
+    "a dense model with biases in its MLPs": (
+        values_of(CONFIG, model_type='"granite"', mlp_bias=True),
+        "mlp_bias is True, and must be false",
+    ),
+    "a dense model with scaled positions": (
+        values_of(CONFIG, model_type='"granite"', rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope_type must be 'default'",
+    ),
+    "a dense model of -1e400 layers": (
+        values_of(CONFIG, model_type='"granite"', num_hidden_layers="-1e400"),
+        "num_hidden_layers is -inf, and must be a whole number",
+    ),
+    "a dense model of 10**8 layers": (
+        values_of(CONFIG, model_type='"granite"', num_hidden_layers=10**8),
+        "num_hidden_layers is 100000000, and can be at most",
+    ),
     # Quantized by others
     "gptq": (values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantized ('gptq')"),
     "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized ('fp8')"),
@@ -304,6 +332,15 @@ FAULTS = {
         r"not of this model: \x1b]0;title\x07\nxxx",
     ),
     "a tensor under both spellings": (tensors(under_both_spellings), "hold one tensor twice"),
+    "a gate without its other half": (
+        in_parts(lambda rest: None),
+        "lack a part of model.layers.0.shared_mlp.input_linear.weight: they have only model.layers.0.mlp.gate_proj.wei",
+    ),
+    "halves of different heights": (in_parts(lambda rest: rest[1:]), "must be of the same shape and dtype, and are"),
+    "halves in different dtypes": (
+        in_parts(lambda rest: rest.half()),
+        "must be of the same shape and dtype, and are",
+    ),
     "a tensor in two shards": (shards(change_folder=in_two_shards), "hold one tensor twice"),
     # The index of shards
     "an index without weight_map": (

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import subprocess
 import sys
 
@@ -22,10 +21,10 @@ from benchmarks.states import compare_in_states
 from granite4_neuron import cli
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, StoredTensors
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import parameter_shapes
+from granite4_neuron.model.parameters import EMBEDDING, parameters
 from granite4_neuron.model.state import HybridState
 from test.support.checkpoints import CASES, small_config
 
@@ -264,7 +263,7 @@ def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     tensors = {
         tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
     }
-    numbers = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    numbers = sum(one.numel for one in parameters(config).values())
     assert sum(tensor.numel() for tensor in tensors.values()) == numbers
     assert torch.equal(tensors["token_embd.weight"], stored.read(EMBEDDING).float())
     mamba = config.layer_types.index("mamba")

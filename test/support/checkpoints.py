@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import GraniteConfig, GraniteForCausalLM, PreTrainedTokenizerFast
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 
@@ -82,6 +83,33 @@ CASES = (
     Case("one_expert_per_token", dict(num_experts_per_tok=1, num_key_value_heads=1)),
     Case("two_wide_mamba_heads", dict(mamba_n_heads=2, mamba_d_head=64)),
 )
+
+
+def save_dense(folder: Path, max_shard_size: str = "1GB", **changes) -> GraniteForCausalLM:
+    """Write a small random checkpoint of transformers' GraniteForCausalLM, whose every part matters to its output."""
+    values = dict(
+        vocab_size=264,
+        hidden_size=64,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.09,
+        residual_multiplier=0.4,
+        logits_scaling=1.1,
+        max_position_embeddings=600,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    model = GraniteForCausalLM(GraniteConfig(**{**values, **changes})).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        scale = 1 / 12 if "embed" in name else 0.2 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
+        with torch.no_grad():
+            parameter.normal_(1.0 if "norm" in name else 0.0, scale, generator=generator)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
 
 
 CHAT_TEMPLATE = (

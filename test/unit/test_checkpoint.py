@@ -10,9 +10,11 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.names import OTHER_NAMES
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
+from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import as_tensor
 from test.support.checkpoints import CASES, large_config, small_config
 
@@ -67,7 +69,7 @@ def test_what_transformers_writes_is_read(case_folder, case_model, tmp_path):
 
 def test_names_that_transformers_5_uses_in_memory(saved):
     folder, model = saved
-    new_names = {published: name for name, published in PUBLISHED_NAMES.items()}
+    new_names = {name: others[0] for name, others in OTHER_NAMES.items() if "block_sparse_moe" in name}
 
     def rename(tensors):
         for name in list(tensors):
@@ -180,9 +182,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
 import resource, signal, sys
 from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import as_tensor
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.stored_tensors import INDEX, PUBLISHED_NAMES, WEIGHTS
 from test.support.checkpoints import small_config
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -201,10 +203,10 @@ def test_the_slices_of_all_ranks_in_order():
     config = small_config(num_attention_heads=8)  # 2 key heads of 8 columns
     key = torch.arange(16)[:, None].expand(-1, 64)
     name = "model.layers.1.self_attn.k_proj.weight"
-    assert checkpoint.split_axis(name, config) == 0
+    assert parameter(name, config).split_axis == 0
     slices = checkpoint.rank_slices(name, key, config, 4)
     assert slices[:, 0].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
-    assert checkpoint.split_axis("model.layers.1.input_layernorm.weight", config) is None
+    assert parameter("model.layers.1.input_layernorm.weight", config).split_axis is None
     assert checkpoint.rank_slices("model.layers.1.input_layernorm.weight", key, config, 4) is key
 
 

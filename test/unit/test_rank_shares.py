@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.checkpoint.loading import rank_slice, rank_slices, set_parameter, split_axis
+from granite4_neuron.checkpoint.loading import rank_slice, rank_slices, set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import parameter
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.state import HybridState
 from test.support.checkpoints import DENSE, small_config
@@ -107,9 +108,9 @@ def test_a_rank_has_what_its_heads_need(changes, degree):
             expected = weight if where is None else weight.index_select(where[0], torch.tensor(where[1]))
             assert torch.equal(found[name], expected), name
             assert found[name].shape == shapes[name], name
-            assert split_axis(name, config) == (None if where is None else where[0]), name
+            assert parameter(name, config).split_axis == (None if where is None else where[0]), name
     for name, weight in model.named_parameters():
-        axis, parts = split_axis(name, config), [found[name] for found in of_ranks]
+        axis, parts = parameter(name, config).split_axis, [found[name] for found in of_ranks]
         expected = weight if axis is None else torch.cat(parts, axis)
         assert torch.equal(rank_slices(name, weight, config, degree), expected), name
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: in a folder, in this package, or on the Hugging Face Hub."""
+"""Finds a checkpoint: in a folder, in this package, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def find(model: str | os.PathLike[str]) -> Path:
     """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
 
     Raises:
-        UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite 4
-            hybrid.
+        UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
+            model.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise UserError(f"the model is {model!r}; give the folder of a checkpoint or a Hugging Face id.")

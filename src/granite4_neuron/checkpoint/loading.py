@@ -1,10 +1,9 @@
-"""Where weights come from: safetensors checkpoints, read and written under Hugging Face's names."""
+"""Reads and writes weights: safetensors checkpoints under Hugging Face's names."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 from granite4_neuron import memory
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.quantized import stored_forms
-from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, StoredTensors
+from granite4_neuron.checkpoint.stored_tensors import INDEX, StoredTensors
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
@@ -25,6 +24,7 @@ from granite4_neuron.config.quantization import quantization_config, stored_quan
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
 from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.weight_memory import WeightMemory
@@ -73,8 +73,8 @@ def load_model(
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
     Raises:
-        UserError: the folder is not a complete Granite 4 hybrid checkpoint, which the message lists what is wrong with;
-            there is not enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
+        UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
+            enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -119,7 +119,7 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
     Raises:
-        UserError: they are not those of the model, which the message lists what is wrong with, or quantized.
+        UserError: they are not those of the model, and the message lists what is wrong; or they are quantized.
     """
     if (quantization := stored_quantization(folder / "config.json")) is not None:
         raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
@@ -192,16 +192,18 @@ def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
 
 
 def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
-    """What one of `degree` ranks loads of a stored tensor."""
-    if degree == 1:
+    """The part of a stored tensor that one of `degree` ranks has."""
+    whole, part = (parameter(name, config, ranks) for ranks in (1, degree))
+    axis = whole.split_axis
+    if degree == 1 or axis is None:
         return tensor
-    axis, segments = _segments(name, config, degree)
     pieces, start = [], 0
-    for size, parts in segments:
-        length = size // parts
-        pieces.append(tensor.narrow(axis, start + rank * parts // degree * length, length))
+    for size, length in zip(whole.axes[axis], part.axes[axis], strict=True):
+        # With fewer parts than ranks, neighbours have the same one.
+        number = rank * (size // length) // degree
+        pieces.append(tensor.narrow(axis, start + number * length, length))
         start += size
-    return torch.cat(pieces, dim=axis) if pieces else tensor
+    return torch.cat(pieces, dim=axis)
 
 
 def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
@@ -209,57 +211,10 @@ def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig,
 
     It is longer than `tensor` where ranks share a part.
     """
-    axis = split_axis(name, config)
+    axis = parameter(name, config).split_axis
     if axis is None:
         return tensor
     return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
-
-
-def split_axis(name: str, config: GraniteMoeHybridConfig) -> int | None:
-    """The axis along which a tensor is split over ranks; None if every rank takes the whole of it."""
-    axis, segments = _segments(name, config, degree=1)
-    return axis if segments else None
-
-
-def _segments(name: str, config: GraniteMoeHybridConfig, degree: int) -> tuple[int, list[tuple[int, int]]]:
-    """How a tensor is split over ranks: along which axis, and what lies there one after another: (size, parts).
-
-    Every rank takes one part of each segment; with fewer parts than ranks, neighbours take the same one. No segments:
-    every rank takes the whole tensor. This is the only place that says so, for every backend.
-    """
-    inner = (config.mamba_intermediate_size, degree)
-    groups = (config.mamba_n_groups * config.mamba_d_state, min(degree, config.mamba_n_groups))
-    heads = (config.mamba_n_heads, degree)
-    query = (config.num_attention_heads * config.head_dim, degree)
-    key = (config.num_key_value_heads * config.head_dim, min(degree, config.num_key_value_heads))
-    shared = (config.shared_intermediate_size, degree)
-    expert = (config.intermediate_size, degree)
-    vocabulary = (config.vocab_size, degree)
-    table = {
-        "mamba.in_proj.weight": (0, [inner, inner, groups, groups, heads]),  # z, x, B, C, dt
-        "mamba.in_proj.bias": (0, [inner, inner, groups, groups, heads]),
-        "mamba.conv1d.weight": (0, [inner, groups, groups]),  # x, B, C
-        "mamba.conv1d.bias": (0, [inner, groups, groups]),
-        "mamba.A_log": (0, [heads]),
-        "mamba.D": (0, [heads]),
-        "mamba.dt_bias": (0, [heads]),
-        "mamba.norm.weight": (0, [inner]),
-        "mamba.out_proj.weight": (1, [inner]),
-        "self_attn.q_proj.weight": (0, [query]),
-        "self_attn.q_proj.bias": (0, [query]),
-        "self_attn.k_proj.weight": (0, [key]),
-        "self_attn.k_proj.bias": (0, [key]),
-        "self_attn.v_proj.weight": (0, [key]),
-        "self_attn.v_proj.bias": (0, [key]),
-        "self_attn.o_proj.weight": (1, [query]),
-        "shared_mlp.input_linear.weight": (0, [shared, shared]),  # gate, up
-        "shared_mlp.output_linear.weight": (1, [shared]),
-        "block_sparse_moe.input_linear.weight": (1, [expert, expert]),  # gate, up
-        "block_sparse_moe.output_linear.weight": (2, [expert]),
-        "model.embed_tokens.weight": (0, [vocabulary]),
-        "lm_head.weight": (0, [vocabulary]),
-    }
-    return table.get(re.sub(r"^model\.layers\.\d+\.", "", name), (0, []))
 
 
 def _write_json(file: Path, values: dict) -> None:

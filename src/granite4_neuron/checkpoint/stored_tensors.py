@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from granite4_neuron.checkpoint.folder import what_else_is_in
+from granite4_neuron.checkpoint.names import Part, part_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import parameter_shapes
+from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
 
 if TYPE_CHECKING:
     import torch
@@ -23,46 +25,54 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-_NORM = "model.norm.weight"
 
-# transformers 5.x keeps experts under other names in memory than in the files it writes; both are read.
-PUBLISHED_NAMES = {
-    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
-    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
 _QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _LISTED_NAMES = 8
+_SHAPE = ".weight_shape"  # that of a packed weight, as compressed-tensors stores it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor as a file has it."""
+
+    name: str
+    part: Part
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class StoredTensors:
-    """The tensors of a checkpoint folder, by published name.
+    """The tensors of a checkpoint folder, by published name. Those that are stored in parts are read as one.
 
     Raises:
-        UserError: there are none, a file is damaged, a tensor is stored twice, or the index says something else than
-            the files.
+        UserError: there are none, a file is damaged, a tensor is stored twice or without one of its parts, or the index
+            says something else than the files.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[str, Path] = {}
-        self._stored_names: dict[str, str] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
+        self._parts: dict[str, list[_Stored]] = {}
         index = None if (folder / WEIGHTS).is_file() else _read_index(folder)
         for file in [folder / WEIGHTS] if index is None else _shards(folder, index):
             self._add(file)
         if index is not None:
             self._compare(index)
+        for name, parts in self._parts.items():
+            parts.sort(key=lambda one: one.part.number)
+            self._check_parts(name, parts)
+        self._shapes = {name: _joined_shape(name, parts) for name, parts in self._parts.items()}
+        self._dtypes = {name: parts[0].dtype for name, parts in self._parts.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor. The file is opened anew each time, so that what was read before is not kept mapped in memory."""
-        with _open(self._files[name], framework="pt") as tensors:
-            return tensors.get_tensor(self._stored_names[name])
+        """One tensor. Files are opened anew each time, so that what was read before is not kept mapped in memory."""
+        tensors = []
+        for one in self._parts[name]:
+            with _open(one.file, framework="pt") as file:
+                tensors.append(file.get_tensor(one.name))
+        return tensors[0] if len(tensors) == 1 else _joined(name, tensors)
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
         """Whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
@@ -72,7 +82,7 @@ class StoredTensors:
         """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
         quantized, that of the last norm.
         """
-        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else _NORM
+        name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
         if self._dtypes.get(name) not in _DTYPES:
             raise UserError(f"the weights in {self.folder} have no {name} of dtype {', '.join(_DTYPES)}.")
         return _DTYPES[self._dtypes[name]]
@@ -85,7 +95,7 @@ class StoredTensors:
         Raises:
             UserError: lists what is missing, surplus or of the wrong shape.
         """
-        expected = parameter_shapes(config)
+        expected = {name: one.shape for name, one in parameters(config).items()}
         dtypes: dict[str, torch.dtype | None] = {}
         for name, layout in (layouts or {}).items():
             expected.pop(name, None)
@@ -116,20 +126,28 @@ class StoredTensors:
     def _add(self, file: Path) -> None:
         with _open(file, framework="np") as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
-                name = published_name(stored_name)
-                if name in self._files:
-                    first = f"{self._stored_names[name]} in {self._files[name].name}"
+                part = part_of(stored_name)
+                parts = self._parts.setdefault(part.name, [])
+                twin = next((one for one in parts if one.part.number == part.number), None)
+                if twin is not None:
                     raise UserError(
-                        f"the weights in {self.folder} hold one tensor twice: as {first} and as {stored_name} in "
-                        f"{file.name}."
+                        f"the weights in {self.folder} hold one tensor twice: as {twin.name} in {twin.file.name} and "
+                        f"as {stored_name} in {file.name}."
                     )
-                self._files[name] = file
-                self._stored_names[name] = stored_name
-                self._shapes[name] = tuple(tensors.get_slice(stored_name).get_shape())
-                self._dtypes[name] = tensors.get_slice(stored_name).get_dtype()
+                about = tensors.get_slice(stored_name)
+                parts.append(_Stored(stored_name, part, file, tuple(about.get_shape()), about.get_dtype()))
+
+    def _check_parts(self, name: str, parts: Sequence[_Stored]) -> None:
+        there = ", ".join(one.name for one in parts)
+        if any(one.part.count != len(parts) for one in parts):
+            raise UserError(f"the weights in {self.folder} lack a part of {name}: they have only {there}.")
+        if len({(one.shape, one.dtype) for one in parts}) > 1:
+            raise UserError(
+                f"the weights in {self.folder} have {there}, which must be of the same shape and dtype, and are not."
+            )
 
     def _compare(self, index: dict[str, str]) -> None:
-        stored = {self._stored_names[name]: file.relative_to(self.folder) for name, file in self._files.items()}
+        stored = {one.name: one.file.relative_to(self.folder) for parts in self._parts.values() for one in parts}
         wrong = [
             f"{name} is in {stored.get(name, 'no shard')}, and by the index in {index.get(name, 'none')}"
             for name in sorted(index.keys() | stored.keys())
@@ -144,12 +162,21 @@ def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
     return stored in _DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
 
 
-def published_name(name: str) -> str:
-    """The name under which a tensor is published, of that or of transformers 5.x's name in memory."""
-    for ending, published in PUBLISHED_NAMES.items():
-        if name.endswith(ending):
-            return name.removesuffix(ending) + published
-    return name
+def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
+    shape = parts[0].shape
+    if name.endswith(_SHAPE):
+        return shape
+    return (*(len(parts) * rows for rows in shape[:1]), *shape[1:])
+
+
+def _joined(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of its parts."""
+    # Not at the top: names and shapes need no torch.
+    import torch
+
+    if name.endswith(_SHAPE) and all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+        return tensors[0] * torch.tensor([len(tensors), 1])
+    return torch.cat(tensors)
 
 
 def _read_index(folder: Path) -> dict[str, str]:

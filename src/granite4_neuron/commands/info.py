@@ -1,16 +1,16 @@
-"""`granite4-neuron info`: what a checkpoint is."""
+"""`granite4-neuron info`: print layers, parameters and sizes of a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import math
 
 from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.commands.options import add_model, config_and_dtype, folder_of, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.config.quantization import StoredQuantization, stored_quantization
-from granite4_neuron.model.sizes import parameter_shapes, sequence_bytes, token_bytes
+from granite4_neuron.model.parameters import parameters
+from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", escape(name), title="Granite 4 hybrid checkpoint", show_header=True)
+    table = Table("", escape(name), title="Granite checkpoint", show_header=True)
     for row in _info_rows(config, dtype, quantization):
         table.add_row(*row)
     print_table(table)
@@ -39,12 +39,13 @@ def _info_rows(
     config: GraniteMoeHybridConfig, dtype: str, quantization: StoredQuantization | None
 ) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
-    total = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    table = parameters(config).values()
+    total = active = sum(one.numel for one in table)
+    if config.num_local_experts:
+        experts = sum(one.numel for one in table if one.is_of_experts) // config.num_local_experts
+        active -= (config.num_local_experts - config.num_experts_per_tok) * experts
     mamba = config.layer_types.count(MAMBA)
     attention = [index for index, kind in enumerate(config.layer_types) if kind != MAMBA]
-    expert = 3 * config.intermediate_size * config.hidden_size
-    idle = config.num_hidden_layers * (config.num_local_experts - config.num_experts_per_tok) * expert
-    active = total - idle if config.num_local_experts else total
     rows = [
         ("layers", f"{mamba} Mamba-2, {len(attention)} attention"),
         ("attention at", "every layer" if not mamba else ", ".join(map(str, attention)) or "none"),

@@ -1,4 +1,5 @@
-"""What a model is: one dataclass, read from a Hugging Face ``config.json`` of class GraniteMoeHybridForCausalLM.
+"""Describes a model: one dataclass, read from a Hugging Face ``config.json`` of class GraniteMoeHybridForCausalLM, or
+of the dense GraniteForCausalLM.
 
 Field names are Hugging Face's. The spellings of transformers 4.57 and of 5.x are read; the published one is written.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.config.checks import LARGEST, check
+from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
@@ -174,7 +176,7 @@ class GraniteMoeHybridConfig:
             source: what to call the file in an error.
 
         Raises:
-            UserError: not a Granite 4 hybrid, or a field is missing, of the wrong type, or contradicts another.
+            UserError: not a Granite model, or a field is missing, of the wrong type, or contradicts another.
         """
         try:
             return cls(**_fields_from_json(values))
@@ -233,9 +235,12 @@ def _family_folder():
 
 
 def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
-    if values.get("model_type") != MODEL_TYPE:
+    if values.get("model_type") == DENSE_MODEL_TYPE:
+        values = as_hybrid(values)
+    elif values.get("model_type") != MODEL_TYPE:
         raise UserError(
-            f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (a Granite 4 hybrid)."
+            f"model_type is {reprlib.repr(values.get('model_type'))}, and must be {MODEL_TYPE!r} (Granite 4) or "
+            f"{DENSE_MODEL_TYPE!r} (dense Granite models)."
         )
     quantization_in(values)
     fields = {field.name: field for field in dataclasses.fields(GraniteMoeHybridConfig)}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import GraniteMoeHybridForCausalLM as Reference
+from transformers import AutoModelForCausalLM as Reference
+from transformers import PreTrainedModel
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
@@ -175,7 +176,7 @@ def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runti
 
 
 @torch.inference_mode()
-def greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def greedy(reference: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
     """A prompt and the reference's own continuation of it."""
     tokens = torch.tensor([list(prompt)])
     for _ in range(new_tokens):
@@ -185,7 +186,7 @@ def greedy(reference: Reference, prompt: Sequence[int], new_tokens: int) -> list
 
 
 @torch.inference_mode()
-def _whole(reference: Reference, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
+def _whole(reference: PreTrainedModel, sequences: list[list[int]], starts: list[int]) -> list[torch.Tensor]:
     logits = (reference(torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in sequences)
     return [one[start:] for one, start in zip(logits, starts, strict=True)]
 

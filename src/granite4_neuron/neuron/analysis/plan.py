@@ -1,4 +1,4 @@
-"""What fits into the memory of a Trainium2 core: a model's weights, state, cache, and the temporaries of a step."""
+"""Adds up what a Trainium2 core holds in memory: a model's weights, state, cache, and the temporaries of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from granite4_neuron.choices import INSTANCES
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import parameters
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
@@ -120,18 +119,15 @@ def plan(
     check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
-    with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, tp_degree))
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if config.tie_word_embeddings:
-        weights += model.lm_head.weight.numel()  # NxD Inference keeps the embedding and the head apart
+    # NxD Inference keeps embedding and head apart where they are one.
+    table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
     return Plan(
         config.max_position_embeddings,
         tp_degree,
         batch_size,
         context,
-        weights=weights * dtype.itemsize,
+        weights=sum(one.numel for one in table.values()) * dtype.itemsize,
         state=sequence_bytes(config, dtype.itemsize, tp_degree),
         token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,

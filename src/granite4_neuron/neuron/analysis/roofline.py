@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model.parameters import HEAD, matmul_weights
 from granite4_neuron.model.sizes import mamba_state_shapes, sequence_bytes, token_bytes
 
 
@@ -68,30 +69,31 @@ def minimum(
         UserError: tp_degree does not divide the model.
     """
     all_tokens, layers = batch_size * tokens, len(config.layer_types)
-    weights = _weights(config, tp_degree)
+    matrices = matmul_weights(config, tp_degree)
+    head = matrices.pop(HEAD).numel
+    experts = sum(one.numel for one in matrices.values() if one.is_of_experts)
+    shared = sum(one.numel for one in matrices.values()) - experts
     mamba_layers = config.layer_types.count(MAMBA)
     attention_layers = layers - mamba_layers
     dimensions = config.rank_dimensions(tp_degree)
 
-    expert, chosen = weights.expert, 0.0
-    per_token = mamba_layers * weights.mamba + attention_layers * weights.attention
-    per_token += layers * (weights.router + weights.shared_mlp)
+    of_a_token = chosen = 0.0  # weights of experts
     if config.num_local_experts:
-        unchosen = (1 - config.num_experts_per_tok / config.num_local_experts) ** all_tokens
-        chosen = layers * expert * config.num_local_experts * (1 - unchosen)
+        of_a_token = experts * config.num_experts_per_tok / config.num_local_experts
+        chosen = experts * (1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** all_tokens)
 
     conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree)
     conv_entries, ssm_entries = conv_shape[0] * conv_shape[1], ssm_shape[0] * ssm_shape[1] * ssm_shape[2]
     seen = batch_size * (tokens * context + tokens * (tokens + 1) // 2)
-    flops = 2 * all_tokens * (per_token + layers * config.num_experts_per_tok * expert)
-    flops += 2 * (all_tokens if verifies else batch_size) * weights.head
+    flops = 2 * all_tokens * (shared + of_a_token)
+    flops += 2 * (all_tokens if verifies else batch_size) * head
     flops += 4 * attention_layers * seen * dimensions.attention_heads * config.head_dim
     flops += 6 * mamba_layers * all_tokens * ssm_entries
 
     state_bytes = conv_entries * dtype.itemsize + ssm_entries * state_dtype.itemsize
     return Minimum(
         flops=flops,
-        weights=(per_token + chosen + weights.head) * dtype.itemsize,
+        weights=(shared + chosen + head) * dtype.itemsize,
         state=(1 if verifies else 2) * mamba_layers * batch_size * state_bytes,
         key_values=token_bytes(config, dtype.itemsize, tp_degree) * (batch_size * context + all_tokens),
         activations=3 * 2 * layers * all_tokens * config.hidden_size * torch.float32.itemsize,
@@ -139,30 +141,4 @@ def minimum_of_copy(
         state=2 * sequence_bytes(config, dtype.itemsize, tp_degree, state_dtype.itemsize),
         key_values=2 * length * token_bytes(config, dtype.itemsize, tp_degree),
         activations=0,
-    )
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The number of weights of each matrix on a rank; vectors are not counted."""
-
-    mamba: int
-    attention: int
-    router: int
-    expert: int
-    shared_mlp: int
-    head: int
-
-
-def _weights(config: GraniteMoeHybridConfig, tp_degree: int) -> _Weights:
-    dimensions, hidden = config.rank_dimensions(tp_degree), config.hidden_size
-    inner = dimensions.mamba_intermediate_size
-    heads = 2 * dimensions.attention_heads + 2 * dimensions.key_value_heads  # query and output, key and value
-    return _Weights(
-        mamba=hidden * (inner + dimensions.mamba_conv_dim + dimensions.mamba_heads) + inner * hidden,
-        attention=hidden * heads * config.head_dim,
-        router=hidden * config.num_local_experts,
-        expert=3 * hidden * dimensions.intermediate_size if config.num_local_experts else 0,
-        shared_mlp=3 * hidden * dimensions.shared_intermediate_size,
-        head=hidden * dimensions.vocab_size,
     )

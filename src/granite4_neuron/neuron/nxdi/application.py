@@ -14,7 +14,7 @@ from neuronx_distributed_inference.models.model_wrapper import (
 )
 from neuronx_distributed_inference.modules.autobucketing import generate_buckets_for_tkg
 from torch.nn import functional as F
-from transformers import GraniteMoeHybridForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from granite4_neuron.checkpoint.loading import check_weights
 from granite4_neuron.neuron.nxdi.checkpoint import convert
@@ -278,5 +278,5 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         state_dict["lm_head.weight"] = state_dict["embed_tokens.weight"].clone()
 
     @staticmethod
-    def load_hf_model(model_path: str, **kwargs) -> GraniteMoeHybridForCausalLM:
-        return GraniteMoeHybridForCausalLM.from_pretrained(model_path, **kwargs)
+    def load_hf_model(model_path: str, **kwargs) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(model_path, **kwargs)

@@ -7,7 +7,7 @@ import re
 import torch
 
 from granite4_neuron.checkpoint.loading import rank_slices
-from granite4_neuron.checkpoint.stored_tensors import published_name
+from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
 # Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.
@@ -23,13 +23,18 @@ def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferen
     """Weights of the whole model, for all ranks.
 
     Args:
-        state_dict: under published names without the leading "model."; emptied on the way, to save memory.
+        state_dict: under stored names without the leading "model."; emptied on the way, to save memory.
     """
     granite, degree = config.granite, config.neuron_config.tp_degree
     ranks = torch.arange(degree, dtype=torch.int32)
     converted = {"rank_util.rank": ranks}
-    for name in list(state_dict):
-        tensor, name = state_dict.pop(name), published_name(name)
+    stored: dict[str, dict[int, str]] = {}
+    for stored_name in state_dict:
+        part = part_of(stored_name)
+        stored.setdefault(part.name, {})[part.number] = stored_name
+    for name, numbered in stored.items():
+        parts = [state_dict.pop(stored_name) for _, stored_name in sorted(numbered.items())]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         layer, _, part = name.partition(".block_sparse_moe.")
         if _SLICED.match(name):
             converted[name] = rank_slices(f"model.{name}", tensor, granite, degree)

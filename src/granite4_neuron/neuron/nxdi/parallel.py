@@ -13,9 +13,9 @@ from neuronx_distributed.parallel_layers.mappings import reduce_from_tensor_mode
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
-from granite4_neuron.checkpoint.loading import split_axis
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import parameter
 
 
 class NeuronParallel(Parallel):
@@ -41,11 +41,11 @@ def split_over_ranks(module: nn.Module, name: str, config: GraniteMoeHybridConfi
         degree: number of ranks.
     """
     for child_name, child in module.named_modules(prefix=name):
-        axes = {leaf: split_axis(f"{child_name}.{leaf}", config) for leaf, _ in child.named_parameters(recurse=False)}
+        tensors = dict(child.named_parameters(recurse=False))
+        axes = {leaf: parameter(f"{child_name}.{leaf}", config).split_axis for leaf in tensors}
         for leaf, axis in axes.items():
             if axis is not None:
-                parameter = getattr(child, leaf)
-                set_tensor_model_parallel_attributes(parameter, True, axis, stride=1, num_partitions=degree)
+                set_tensor_model_parallel_attributes(tensors[leaf], True, axis, stride=1, num_partitions=degree)
         if any(axis is not None for axis in axes.values()):
             child.__class__ = _known_to_nxd(type(child))
 

@@ -1,0 +1,36 @@
+"""Reads configs of GraniteForCausalLM, IBM's dense models: Granite 3.x, and 4.1.
+
+Such a model is a Granite 4 whose layers are all attention, with rotary positions and without experts.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+from granite4_neuron.config.aliases import ATTENTION
+from granite4_neuron.config.checks import LARGEST
+from granite4_neuron.errors import UserError
+
+DENSE_MODEL_TYPE = "granite"
+
+
+def as_hybrid(values: dict[str, Any]) -> dict[str, Any]:
+    """The content of its config.json in the fields of GraniteMoeHybridForCausalLM.
+
+    Raises:
+        UserError: the MLPs have biases.
+    """
+    if values.get("mlp_bias"):
+        raise UserError(f"mlp_bias is {reprlib.repr(values['mlp_bias'])}, and must be false: MLPs have no biases here.")
+    layers = values.get("num_hidden_layers")
+    is_possible = isinstance(layers, (int, float)) and 0 <= layers <= LARGEST["num_hidden_layers"]
+    return {
+        **values,
+        "layer_types": [ATTENTION] * int(layers) if is_possible else None,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": values.get("intermediate_size"),
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 1,  # of no layer; transformers divides by it
+    }

@@ -1,0 +1,49 @@
+"""The table of parameters beside the modules that have them."""
+
+import pytest
+import torch
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.linear import Matrix
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import EMBEDDING, HEAD, matmul_weights, parameters
+from test.support.checkpoints import CASES, small_config
+
+
+def of_modules(config, degree):
+    """Of each parameter: its shape, whether it is a matrix, and whether it may be quantized."""
+    with torch.device("meta"):
+        model = GraniteMoeHybridForCausalLM(config, Parallel(0, degree))
+    found = {}
+    for name, tensor in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_matrix = isinstance(module, Matrix) and name.endswith(".weight")
+        found[name] = (tuple(tensor.shape), is_matrix, is_matrix and module.may_be_quantized)
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_table_is_what_the_modules_have(case, degree):
+    """Their names, and a rank's shapes."""
+    table = parameters(case.config(), degree)
+    in_table = {name: (one.shape, one.is_matrix, one.may_be_quantized) for name, one in table.items()}
+    assert in_table == of_modules(case.config(), degree)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_what_hidden_states_are_multiplied_by(is_tied):
+    """The head always, whether it is the embedding or not; the experts' matrices are told from the others."""
+    config = small_config(tie_word_embeddings=is_tied)
+    matrices = matmul_weights(config)
+    assert EMBEDDING not in matrices and matrices[HEAD].shape == (config.vocab_size, config.hidden_size)
+    assert not any("norm" in name or "conv1d" in name for name in matrices)
+    experts = {name for name, one in matrices.items() if one.is_of_experts}
+    assert experts == {name for name in matrices if ".block_sparse_moe." in name and ".router." not in name}
+    assert len(experts) == 2 * config.num_hidden_layers
+
+
+def test_a_degree_that_does_not_divide_the_model():
+    with pytest.raises(UserError, match="tp_degree is 3; this model can be split by 1, 2, 4"):
+        parameters(small_config(), 3)
