@@ -17,7 +17,6 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
@@ -104,8 +103,8 @@ def _stored_bytes(name: str, weight: torch.Tensor, dtype: torch.dtype, quantize:
     """Of a matrix as it lies in memory, with its scales."""
     if quantize is None or "router" in name:
         return weight.numel() * dtype.itemsize
-    format = INT8 if "lm_head" in name else FORMATS[quantize]
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in format.layout(weight.shape).values())
+    format = FORMATS[quantize]
+    return (format.head if "lm_head" in name else format).num_bytes(weight.shape)
 
 
 def _is_expert(name: str) -> bool:
