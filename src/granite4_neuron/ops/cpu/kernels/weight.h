@@ -23,7 +23,7 @@ struct Floats {
   static constexpr int VECTORS = TILE / LANES;
   using Input = float;  // of the vectors, after conversion
   using Operand = std::array<Vec, 2>;
-  using Total = std::array<Vec, VECTORS>;
+  using Accumulators = std::array<Vec, VECTORS>;
 
   static Vec load(const char* from) {
     return Vec::loadu(from);
@@ -41,8 +41,8 @@ struct Floats {
   static Vec broadcast(const Input* x) {
     return Vec(*x);
   }
-  static Vec add(Vec total, Vec weights, Vec factor) {
-    return at::vec::fmadd(weights, factor, total);
+  static Vec add(Vec acc, Vec weights, Vec factor) {
+    return at::vec::fmadd(weights, factor, acc);
   }
 };
 
@@ -58,7 +58,7 @@ struct Bfloat16Pairs {
   static constexpr int VECTORS = TILE / LANES;
   using Input = at::BFloat16;
   using Operand = std::array<__m512bh, 2>;
-  using Total = std::array<Vec, VECTORS>;
+  using Accumulators = std::array<Vec, VECTORS>;
 
   static __m512bh load(const char* from) {
     return (__m512bh)_mm512_loadu_si512(from);
@@ -71,8 +71,8 @@ struct Bfloat16Pairs {
     std::memcpy(&pair, x, sizeof(pair));
     return (__m512bh)_mm512_set1_epi32(pair);
   }
-  static Vec add(Vec total, __m512bh weights, __m512bh factors) {
-    return Vec(_mm512_dpbf16_ps(total, weights, factors));
+  static Vec add(Vec acc, __m512bh weights, __m512bh factors) {
+    return Vec(_mm512_dpbf16_ps(acc, weights, factors));
   }
 };
 
@@ -132,7 +132,7 @@ inline Weight weight_in(const at::Tensor& bytes) {
 //   Value            the type of the values of a matrix before it is packed
 //   Arithmetic       `Floats` or `Bfloat16Pairs`, by T
 //   STEP_BYTES       the size of a step
-//   FETCH_BYTES      how many of them come from memory
+//   PREFETCH_BYTES   the bytes in memory to prefetch for a step
 //   LOADING_IS_WORK  whether to load the steps once for many vectors
 //   load<PART>       two of a step's VECTORS, numbers 2 * PART and 2 * PART + 1, for Arithmetic
 //   offset           where the value of a row and column is in a step, in bytes
@@ -153,7 +153,7 @@ template <typename T>
 struct PlainTiles {
   using Value = T;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = !std::is_same_v<T, typename Arithmetic::Input>;
 
   template <int PART>
@@ -171,7 +171,7 @@ struct PlainTiles {
   static int64_t tile_bytes(int64_t columns) {
     return steps_of<Arithmetic>(columns) * STEP_BYTES;
   }
-  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+  static void finish(const char*, int64_t, typename Arithmetic::Accumulators&) {}
   static float value(const char*, int64_t, int64_t, T value) {
     return static_cast<float>(value);
   }

@@ -85,7 +85,7 @@ struct Tiles {
   using Value = uint8_t;  // two columns of a row
   using Arithmetic = typename ArithmeticOf<T>::type;
   static constexpr int64_t GROUP = Rows::GROUP, ZERO = Rows::ZERO, HALF = TILE / 2;
-  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
   static constexpr bool LOADING_IS_WORK = false;
@@ -114,11 +114,11 @@ struct Tiles {
   static int64_t tile_bytes(int64_t columns) {
     return Rows::scales_of(columns) * GROUP_BYTES;
   }
-  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+  static void finish(const char*, int64_t, typename Arithmetic::Accumulators&) {}
 
-  static typename Arithmetic::Total group_scales(const char* group) {
+  static typename Arithmetic::Accumulators group_scales(const char* group) {
     const auto* stored = reinterpret_cast<const at::BFloat16*>(group + SCALES);
-    typename Arithmetic::Total scales;
+    typename Arithmetic::Accumulators scales;
     for_each<Arithmetic::VECTORS / 2>([&](auto pair) {
       std::tie(scales[2 * pair], scales[2 * pair + 1]) = load_pair(stored + 2 * pair * LANES);
     });

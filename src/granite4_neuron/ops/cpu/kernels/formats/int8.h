@@ -50,7 +50,7 @@ template <typename T>
 struct Tiles {
   using Value = int8_t;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = true;
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -90,10 +90,10 @@ struct Tiles {
   static int64_t tile_bytes(int64_t columns) {
     return scales_offset(columns) + TILE * sizeof(float);
   }
-  static void finish(const char* tile, int64_t columns, typename Arithmetic::Total& total) {
+  static void finish(const char* tile, int64_t columns, typename Arithmetic::Accumulators& acc) {
     const auto* scales = reinterpret_cast<const float*>(tile + scales_offset(columns));
 #pragma GCC unroll 4
-    for (int v = 0; v < Arithmetic::VECTORS; v++) total[v] = total[v] * Vec::loadu(scales + v * LANES);
+    for (int v = 0; v < Arithmetic::VECTORS; v++) acc[v] = acc[v] * Vec::loadu(scales + v * LANES);
   }
   static float value(const char* tile, int64_t columns, int64_t row, int8_t value) {
     return value * reinterpret_cast<const float*>(tile + scales_offset(columns))[row];
@@ -108,8 +108,8 @@ struct Tiles {
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
  private:
-  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. bfloat16 has all whole numbers from
-  // -127 to 127, and a lookup of 64 of them takes half the instructions of their conversion.
+  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -127 to 127
+  // are numbers of bfloat16, and a lookup of 64 of them takes half the instructions of their conversion.
   static constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
     std::array<uint8_t, 128> bytes{};
     for (int i = 0; i < 128; i++) bytes[i] = std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift & 0xff;
