@@ -17,7 +17,6 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
 from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.weight_memory import WeightMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
@@ -99,9 +98,8 @@ def _stored_bytes(name: str, matrix: Parameter, dtype: torch.dtype, quantize: st
     """Of a matrix as it lies in memory, with its scales."""
     if quantize is None or not matrix.may_be_quantized:
         return matrix.numel * dtype.itemsize
-    format = INT8 if name == HEAD else FORMATS[quantize]
-    layout = format.layout(torch.Size(matrix.shape))
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    format = FORMATS[quantize]
+    return (format.head if name == HEAD else format).num_bytes(torch.Size(matrix.shape))
 
 
 def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 
 from benchmarks.implementations import LLAMA_CPP, TRANSFORMERS
-from benchmarks.llama_cpp import BENCH
+from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
 from granite4_neuron.commands.options import add_cpu_options, check_folder_of
@@ -108,6 +108,8 @@ def _check_llama_cpp(options: argparse.Namespace) -> None:
         raise UserError("--compare llama.cpp needs --llama-cpp, the folder of llama-bench.")
     if options.batch_size != [1]:
         raise UserError("llama-bench decodes one sequence; --compare llama.cpp goes with --batch-size 1.")
+    if options.gguf is None and options.quantize not in (None, *GGUF_TYPES):
+        raise UserError(f"llama.cpp has nothing like {options.quantize}; give --gguf, the weights to compare with.")
     for file in (options.llama_cpp / BENCH, options.gguf):
         if file is not None and not file.is_file():
             raise UserError(f"there is no file {file}.")

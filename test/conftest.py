@@ -20,6 +20,7 @@ ONCE = (
     "test/integration/test_benchmark",
     "test/integration/test_compressed_tensors.py",
     "test/integration/test_int8.py",
+    "test/integration/test_new_format.py",
     "test/integration/test_one_text.py",
     "test/integration/test_other_processors.py",
     "test/integration/test_quantized_checkpoints.py",

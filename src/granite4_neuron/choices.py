@@ -1,11 +1,15 @@
 """What options may be: names that the command line offers and that the modules behind it check.
 
-They are in a module of their own, which imports nothing, so that the command line knows them without importing torch.
+They are in a module of their own, which imports nothing of the package, so that the command line knows them without
+importing torch.
 """
+
+from pathlib import Path
 
 BACKENDS = ("cpu", "xla", "nxdi")
 CPU_KERNELS = ("fused", "torch")
-QUANTIZATIONS = ("int8", "int4")
+# A module each in ops/formats.
+QUANTIZATIONS = tuple(sorted(file.stem for file in (Path(__file__).parent / "ops" / "formats").glob("[a-z]*.py")))
 INT4_GROUP = 32  # columns of a row that have a scale together
 
 # Of SSM states.

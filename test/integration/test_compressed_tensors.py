@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from granite4_neuron import cli, load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import check_weights, load_model, save_model
-from granite4_neuron.checkpoint.quantized import CompressedForm
+from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -124,7 +124,7 @@ def test_a_group_of_more_columns_than_there_are(size):
     numbers, scales = Scheme(4).quantize(torch.randn(shape), torch.bfloat16)
     tensors = {f"a.{name}": tensor for name, tensor in Scheme(4).tensors(numbers, scales).items()}
     stored = SimpleNamespace(read=tensors.__getitem__, folder="folder")
-    of_channel, of_group = (CompressedForm(WeightScheme(4, group_size, True)) for group_size in (None, size))
+    of_channel, of_group = (CompressedFormat(WeightScheme(4, group_size, True)) for group_size in (None, size))
     assert of_group.layout(shape) == of_channel.layout(shape)
     weights = [form.read("a.weight", shape, stored) for form in (of_channel, of_group)]
     assert torch.equal(weights[0].scales, weights[1].scales) and torch.equal(weights[0].values, weights[1].values)
@@ -138,7 +138,7 @@ def test_columns_of_any_number(num_bits, columns):
     numbers, scales = scheme.quantize(torch.randn(shape), torch.bfloat16)
 
     tensors = {f"a.{name}": tensor for name, tensor in scheme.tensors(numbers, scales).items()}
-    form = CompressedForm(WeightScheme(num_bits, None, is_packed=True))
+    form = CompressedFormat(WeightScheme(num_bits, None, is_packed=True))
     weight = form.read("a.weight", shape, SimpleNamespace(read=tensors.__getitem__))
     expected = form.format.quantize(dequantized(numbers, scales))
     assert torch.equal(weight.dequantize(torch.float32), dequantized(numbers, scales))

@@ -14,7 +14,7 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import QuantizedWeight, cpu
-from granite4_neuron.ops.int8 import INT8
+from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from test.support.checkpoints import CASES, large_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
@@ -156,5 +156,5 @@ class TestRefusals:
                 load(texting_folder, backend=backend, compiled=compiled, quantize="int8")
         with pytest.raises(UserError, match="int8 weights cannot be split over 2 ranks"):
             load_model(texting_folder, parallel=Parallel(0, 2), quantize="int8")
-        with pytest.raises(UserError, match="quantize is 'int3'; it must be int8 or int4"):
+        with pytest.raises(UserError, match="quantize is 'int3'; it must be int4 or int8"):
             load_model(texting_folder, quantize="int3")

@@ -3,13 +3,11 @@
 import platform
 import shutil
 import subprocess
-from importlib import resources
 
 import pytest
 
 from granite4_neuron.ops.cpu import build
 
-KERNELS = resources.files("granite4_neuron.ops.cpu") / "kernels"
 X86 = "c++"
 ARM = "aarch64-linux-gnu-g++"
 
@@ -33,5 +31,6 @@ def test_the_kernels_compile(compiler, processor, capability):
     flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
     defines = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     command = [compiler, "-fsyntax-only", *flags, *processor, *defines, f"-isystem{build._TORCH / 'include'}"]
-    done = subprocess.run([*command, str(KERNELS / "kernels.cpp")], capture_output=True, text=True)
+    command += build._format_flags(build._SOURCES)
+    done = subprocess.run([*command, str(build._SOURCES / "kernels.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from granite4_neuron import ops
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops import TORCH, cpu
 from granite4_neuron.ops.cpu import build
-from granite4_neuron.ops.int8 import INT8
+from granite4_neuron.ops.formats.int8 import FORMAT as INT8
+from granite4_neuron.ops.formats.int8 import Int8
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, LaunchParameters
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
@@ -142,7 +143,8 @@ class TestQuantize:
     def check(self, weight, format):
         ours, expected = cpu.quantize(weight, format), format.quantize(weight)
         assert ours.format is format and ours.shape == weight.shape
-        assert torch.equal(ours.values, expected.values) and torch.equal(ours.scales, expected.scales)
+        assert torch.equal(ours.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(ours.scales, expected.scales)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_what_is_not_finite_stays_so_alone(self, dtype, value, format):
@@ -153,6 +155,23 @@ class TestQuantize:
         assert torch.isfinite(ours.scales).view(3, -1).all(-1).tolist() == [True, False, True]
         assert not torch.isfinite(ours.dequantize(torch.float32)[1, 69])
         assert torch.equal(ours.values[0], expected.values[0]) and torch.equal(ours.values[2], expected.values[2])
+
+
+class NoHeader(Int8):
+    name = "no_header"
+
+
+def test_a_format_without_a_header():
+    """Plain torch quantizes, and tiles are refused."""
+    weight = torch.randn(5, 32)
+    quantized = cpu.quantize(weight, NoHeader())
+    assert torch.equal(quantized.values, INT8.quantize(weight).values)
+    for pack in (
+        lambda: cpu.pack(quantized, torch.float32),
+        lambda: cpu.pack.num_bytes(weight.shape, torch.float32, NoHeader()),
+    ):
+        with pytest.raises(UserError, match="the fused kernels have no format no_header; choose plain torch"):
+            pack()
 
 
 class TestNorm:

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from granite4_neuron import ops
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.ops.int4 import GROUP, INT4
-from granite4_neuron.ops.int8 import _PART, INT8, quantize_per_channel
+from granite4_neuron.ops.formats.int4 import FORMAT as INT4
+from granite4_neuron.ops.formats.int4 import GROUP
+from granite4_neuron.ops.formats.int8 import _PART, quantize_per_channel
+from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
@@ -174,6 +176,10 @@ def test_experts_that_nobody_chose_are_not_read():
 class TestFormats:
     def test_options_know_them(self, format):
         assert tuple(ops.FORMATS) == QUANTIZATIONS and ops.FORMATS[format.name] is format
+
+    def test_size(self, format):
+        weight = format.quantize(torch.randn(3, 5, 96))
+        assert format.num_bytes(weight.shape) == weight.num_bytes
 
     @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 96)])
     def test_tensors_are_as_the_layout_says(self, format, shape):

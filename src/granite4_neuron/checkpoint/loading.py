@@ -15,7 +15,7 @@ from torch import nn
 
 from granite4_neuron import memory
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
-from granite4_neuron.checkpoint.quantized import stored_forms
+from granite4_neuron.checkpoint.quantized import quantized_weights
 from granite4_neuron.checkpoint.stored_tensors import INDEX, StoredTensors
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.choices import QUANTIZATIONS
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 GENERATION_CONFIG = "generation_config.json"
 
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
-_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that (int8) or less (int4)"
+_LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that or less"
 
 
 def load_model(
@@ -56,9 +56,8 @@ def load_model(
 ) -> GraniteMoeHybridForCausalLM:
     """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
 
-    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.FORMATS`. Routers,
-    convolutions, norms and biases are not. With "int8" a head that is tied to the embedding gets values of its own,
-    and the embedding is not quantized; with "int4" both are in int8 together.
+    With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
+    convolutions, norms and biases are not. The format says what becomes of a head that is tied to the embedding.
 
     A checkpoint that is quantized is read as it is: one that `save_model` wrote of a quantized model, or that
     compressed-tensors wrote, where it has one of the schemes of `quantization_config.WeightScheme`.
@@ -67,7 +66,7 @@ def load_model(
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in.
         parallel: the rank whose part is read.
-        quantize: "int8", "int4" or None, for what is stored; not for a part of a model.
+        quantize: one of `choices.QUANTIZATIONS`, or None for the weights as stored; not for a part of a model.
         operators: quantize the matrices and lay them out: those that the model will be bound to.
         must_be_finite: look at every number. Where it is not asked for, the logits will tell.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
@@ -88,20 +87,20 @@ def load_model(
         raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    forms = stored_forms(stored, model, quantization)
-    stored.check(config, {name: form.layout(model.get_parameter(name).shape) for name, form in forms.items()})
+    quantized = quantized_weights(stored, model, quantization)
+    stored.check(config, {name: each.layout(model.get_parameter(name).shape) for name, each in quantized.items()})
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    stored_formats = {name: form.format for name, form in forms.items()}
+    stored_formats = {name: each.format for name, each in quantized.items()}
     formats = formats_for(model, quantize) if quantization is None else stored_formats
     plan = WeightPlan(model, dtype, formats, operators)
     memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
         for name in plan.largest_first():
-            if name in forms:
-                weight = forms[name].read(name, plan.shapes[name], stored)
+            if name in quantized:
+                weight = quantized[name].read(name, plan.shapes[name], stored)
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
@@ -146,10 +145,10 @@ def save_model(
         UserError: the folder is in use, or writing failed (no space, no permission).
     """
     weights: dict[str, torch.Tensor] = {}
-    formats: set[Format] = set()
+    formats: dict[str, Format] = {}
     for name, weight in model.named_weights():
         if isinstance(weight, QuantizedWeight):
-            formats.add(weight.format)
+            formats[name] = weight.format
             weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
         else:
             weights[name] = as_tensor(weight, model.dtype)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantized: which they are, and how each is read, without rounding it again."""
+"""Weights that a checkpoint stores quantized: find them, and read them without rounding them again."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ import torch
 from torch.nn import functional
 
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.checkpoint.weight_plan import model_format
+from granite4_neuron.checkpoint.weight_plan import formats_for, model_format
 from granite4_neuron.choices import INT4_GROUP
 from granite4_neuron.config.quantization import COMPRESSED_TENSORS, StoredQuantization, WeightScheme
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight
-from granite4_neuron.ops.int4 import INT4, ZERO
-from granite4_neuron.ops.int8 import INT8
+from granite4_neuron.ops.formats.int4 import FORMAT as INT4
+from granite4_neuron.ops.formats.int4 import ZERO
+from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 
 if TYPE_CHECKING:
     from granite4_neuron.checkpoint.stored_tensors import Layout
 
 
-class StoredForm(Protocol):
-    """How a weight is stored, and with that what it becomes."""
+class StoredFormat(Protocol):
+    """A way to store a quantized weight as tensors."""
 
     @property
     def format(self) -> Format:
-        """What it is in memory."""
+        """The weight's format in memory."""
 
     def layout(self, shape: torch.Size) -> Layout:
-        """Its tensors by the endings that their names have behind the weight's; the numbers come first."""
+        """Its tensors, by what their names append to the weight's name; the numbers come first."""
 
     def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
-        """The weight of this name, whose tensors are as `layout` says."""
+        """Read the weight of this name, which has the tensors of `layout`."""
 
 
 @dataclass(frozen=True)
-class OwnForm:
-    """As `checkpoint.save_model` writes a weight."""
+class NativeFormat:
+    """A weight as `checkpoint.save_model` writes it: the values and scales of a `Format`."""
 
     format: Format
 
@@ -54,8 +55,8 @@ class OwnForm:
 
 
 @dataclass(frozen=True)
-class CompressedForm:
-    """As compressed-tensors writes one.
+class CompressedFormat:
+    """A weight as compressed-tensors writes it.
 
     Numbers stay what they are. So do scales, repeated where a group is longer than `INT4_GROUP`; but those of int4 that
     are stored in float32 or float16 are rounded to bfloat16, by 0.4 % at most.
@@ -98,10 +99,10 @@ class CompressedForm:
         return QuantizedWeight(INT4, _whole_groups(tensors["_packed"], columns), scales, shape)
 
 
-def stored_forms(
+def quantized_weights(
     stored: StoredTensors, model: GraniteMoeHybridForCausalLM, quantization: StoredQuantization | None
-) -> dict[str, StoredForm]:
-    """How each weight is stored that is quantized, by name: the tensors tell, whatever the config says of which.
+) -> dict[str, StoredFormat]:
+    """Find the weights that are stored quantized, by name. Their tensors tell which they are and in which format.
 
     Args:
         model: without weights.
@@ -112,19 +113,22 @@ def stored_forms(
     """
     if quantization is None:
         return {}
-    is_own = quantization.name != COMPRESSED_TENSORS
-    choices = list(map(OwnForm, FORMATS.values()) if is_own else map(CompressedForm, quantization.schemes))
-    forms = {}
+    is_native = quantization.name != COMPRESSED_TENSORS
+    choices = list(map(NativeFormat, FORMATS.values()) if is_native else map(CompressedFormat, quantization.schemes))
+    # Two formats may have the same tensors: the one that the config implies is tried first.
+    implied = formats_for(model, quantization.name) if is_native else {}
+    found = {}
     for name, shape in _matrix_shapes(model).items():
-        if (form := _form_of(name, shape, choices, stored)) is not None:
-            forms[name] = form
-    formats = {name: form.format for name, form in forms.items()}
-    if is_own and (not forms or model_format(formats.values()).name != quantization.name):
+        first = [NativeFormat(implied[name])] if name in implied else []
+        if (stored_format := _stored_format(name, shape, [*first, *choices], stored)) is not None:
+            found[name] = stored_format
+    formats = {name: each.format for name, each in found.items()}
+    if is_native and (not found or model_format(formats).name != quantization.name):
         raise UserError(
             f"the weights in {stored.folder} do not fit its config.json, by which they are {quantization.name}."
         )
     _check_experts(formats, stored)
-    return forms
+    return found
 
 
 def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
@@ -149,16 +153,17 @@ def _matrix_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:
     return {f"{name}.weight": one.weight.shape for name, one in model.named_modules() if isinstance(one, Matrix)}
 
 
-def _form_of(name: str, shape: torch.Size, choices: Sequence[StoredForm], stored: StoredTensors) -> StoredForm | None:
+def _stored_format(
+    name: str, shape: torch.Size, choices: Sequence[StoredFormat], stored: StoredTensors
+) -> StoredFormat | None:
     """The one that all tensors fit; if there is none, one that the numbers fit, whose layout says what is wrong."""
     of_numbers = []
-    for form in choices:
-        layout = form.layout(shape)
-        fits = [stored.has(f"{name}{ending}", *about) for ending, about in layout.items()]
+    for choice in choices:
+        fits = [stored.has(f"{name}{ending}", *about) for ending, about in choice.layout(shape).items()]
         if all(fits):
-            return form
+            return choice
         if fits[0]:
-            of_numbers.append(form)
+            of_numbers.append(choice)
     return of_numbers[0] if of_numbers else None
 
 

@@ -27,7 +27,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by their names in safetensors
-_QUANTIZED_DTYPES = {**_DTYPES, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+_QUANTIZED_DTYPES = {**_DTYPES, **_FLOAT8, "I8": "int8", "U8": "uint8", "I32": "int32", "I64": "int64"}
 _LISTED_NAMES = 8
 _SHAPE = ".weight_shape"  # that of a packed weight, as compressed-tensors stores it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"

@@ -1,9 +1,9 @@
-"""What becomes of each stored tensor in memory: which format it has, and where and how it is laid out."""
+"""The plan of a model's weights in memory: the format of each, its size and its layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -11,10 +11,10 @@ from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, Weight
-from granite4_neuron.ops.int4 import INT4
-from granite4_neuron.ops.int8 import INT8
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.weight_memory import WeightMemory
+
+_WIDE_ROW = torch.Size([1, 2**12])
 
 
 def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dict[str, Format]:
@@ -26,28 +26,33 @@ def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dic
     """
     if quantize is None:
         return {}
+    format = FORMATS[quantize]
     named = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Matrix)]
-    formats = {name: FORMATS[quantize] for name, module in named if module.may_be_quantized}
-    # Four bits are too few for it: one of its rows is all by which a token enters or leaves the model.
-    if model.config.tie_word_embeddings and quantize != INT8.name:
+    formats = {name: format for name, module in named if module.may_be_quantized}
+    if model.config.tie_word_embeddings and format.quantizes_tied_embedding:
         formats.pop(HEAD)
-        return formats | {EMBEDDING: INT8}
-    return formats | {HEAD: INT8}
+        return formats | {EMBEDDING: format.head}
+    return formats | {HEAD: format.head}
 
 
-def model_format(formats: Collection[Format]) -> Format:
-    """The one by which a model is called whose weights have these: that with the fewest bits."""
-    return INT4 if INT4 in formats else INT8
+def model_format(formats: Mapping[str, Format]) -> Format:
+    """The format that names a model: of its layers' weights the one with the fewest bits.
+
+    Args:
+        formats: of the weights that are quantized, by name.
+    """
+    of_layers = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
+    return min(of_layers or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
 
 
 class WeightPlan:
-    """What becomes of each stored tensor in memory.
+    """The plan of a model's weights in memory.
 
     Args:
         model: without weights.
         dtype: of weights that are not quantized.
-        formats: of those that are, by name. A head with one has values of its own, also where the config says that it
-            is the embedding.
+        formats: of weights that are, by name. A head with a format has values of its own, also where the config says
+            that it is the embedding.
         operators: quantize and lay out matrices.
     """
 
@@ -69,7 +74,7 @@ class WeightPlan:
         return sum(map(self.num_bytes_of, self.shapes))
 
     def tensors(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of all that the model is going to be kept as."""
+        """Shape and dtype of all tensors that the model will have."""
         return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
 
     def largest_first(self) -> list[str]:
@@ -80,7 +85,7 @@ class WeightPlan:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
     def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
-        """What is stored as the model has it, in `memory`."""
+        """Lay out a stored weight, in `memory`, as the model has it."""
         places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
         if isinstance(weight, torch.Tensor):
             format = self._formats.get(name)

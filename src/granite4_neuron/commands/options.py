@@ -246,8 +246,7 @@ def add_cpu_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="for the cpu backend: hold the large weights in int8 with a scale per output channel, or in int4 with a "
-        "scale per 32 columns of one (default: as stored)",
+        help="for the cpu backend: hold the large weights in this format (default: as stored)",
     )
     parser.add_argument(
         "--state-dtype",

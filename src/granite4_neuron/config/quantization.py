@@ -1,4 +1,4 @@
-"""What a config.json says of weights that are stored quantized: its `quantization_config`."""
+"""The `quantization_config` of a config.json: how weights are stored that are quantized."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PACKED = "pack-quantized"
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How compressed-tensors stores some of the weights: as whole numbers, of either sign, with scales.
+    """A scheme of compressed-tensors: whole numbers of either sign, with scales.
 
     bits: of a number, 4 or 8.
-    group_size: how many columns of a row have a scale together, a multiple of INT4_GROUP; None for all of them.
-    is_packed: whether numbers are as many to an int32 as fit, or one to an int8.
+    group_size: the number of columns of a row that share a scale, a multiple of INT4_GROUP; None for all of them.
+    is_packed: whether an int32 holds as many numbers as fit, or an int8 one.
     """
 
     bits: int
@@ -32,10 +32,10 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How weights are stored that are quantized.
+    """How the quantized weights of a checkpoint are stored.
 
     name: one of `choices.QUANTIZATIONS`, or COMPRESSED_TENSORS.
-    schemes: of compressed-tensors, the ones that weights have. Which has which is not for the config to say.
+    schemes: of compressed-tensors, those that weights have. The tensors tell which weight has which.
     """
 
     name: str
@@ -43,12 +43,12 @@ class StoredQuantization:
 
 
 def quantization_config(name: str) -> dict[str, str]:
-    """What config.json says of weights that this package wrote quantized, as one of `choices.QUANTIZATIONS`."""
+    """The entry in config.json for weights that this package wrote, in one of `choices.QUANTIZATIONS`."""
     return {"quant_method": _OURS, "format": name}
 
 
 def stored_quantization(file: Path) -> StoredQuantization | None:
-    """How a config.json says that its weights are quantized; None if they are not.
+    """Read how the weights beside a config.json are quantized; None if they are not.
 
     Raises:
         UserError: they are in a way that this package does not read.
@@ -57,7 +57,7 @@ def stored_quantization(file: Path) -> StoredQuantization | None:
 
 
 def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
-    """`stored_quantization` of the content of a config.json."""
+    """As `stored_quantization`, of the content of a config.json."""
     about = values.get("quantization_config")
     if about is None:
         return None

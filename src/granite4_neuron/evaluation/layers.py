@@ -150,7 +150,9 @@ def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: in
 
 
 @torch.inference_mode()
-def _reference_hidden_states(reference: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+def _reference_hidden_states(
+    reference: PreTrainedModel, sequences: Sequence[Sequence[int]]
+) -> list[list[torch.Tensor]]:
     """By layer and sequence: [tokens, hidden_size] in float32. Sequences are seen alone, whole and without a cache."""
     layers = reference.model.layers
     seen: list[list[torch.Tensor]] = [[] for _ in layers]

@@ -49,7 +49,7 @@ def load(
             Inference on a Neuron device.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
-        quantize: of the backend "cpu", "int8" or "int4", for what is stored; see `checkpoint.load_model`.
+        quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
 

@@ -8,6 +8,7 @@ Products with the experts' weights are in the weights' dtype, all else in float3
 
 from granite4_neuron.ops.attention import cached_attention, write_cache
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
+from granite4_neuron.ops.formats import FORMATS
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
@@ -15,7 +16,7 @@ from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerCons
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
-from granite4_neuron.ops.quantization import FORMATS, embedding, linear
+from granite4_neuron.ops.quantization import embedding, linear
 from granite4_neuron.ops.rope import apply_rotary, rotary_tables
 from granite4_neuron.ops.selection import select_operators
 from granite4_neuron.ops.selective_state_step import selective_state_step

@@ -1,21 +1,14 @@
-"""Products with weights that may be quantized, and which quantisations there are.
+"""Products with weights that may be quantized.
 
 Only weights are quantized. Activations keep their dtype, so that a product is that of a slightly different matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops.int4 import INT4
-from granite4_neuron.ops.int8 import INT8
-from granite4_neuron.ops.weight import Format, Weight, as_tensor
-
-# By name; `choices.QUANTIZATIONS` has the same ones.
-FORMATS: Mapping[str, Format] = {format.name: format for format in (INT8, INT4)}
+from granite4_neuron.ops.weight import Weight, as_tensor
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a matrix of weights may be: a tensor, or what a quantisation or a backend made of one."""
+"""A matrix of weights: a tensor, or in its place a quantized or packed one; and what a quantisation is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 
 class CompactWeight(Protocol):
-    """A matrix [rows, columns], or one of each expert, that is kept otherwise than as a tensor of that shape."""
+    """A matrix [rows, columns], or one of each expert, that is not a tensor of that shape."""
 
     @property
     def shape(self) -> torch.Size:
@@ -24,7 +24,7 @@ class CompactWeight(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory."""
+        """The size in memory."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix as a tensor, [..., rows, columns], rounded to dtype."""
@@ -42,22 +42,46 @@ Weight = torch.Tensor | CompactWeight
 class Format(ABC):
     """A quantisation: how a matrix is written with fewer bits, as `values` and `scales`.
 
-    name: what options and configs call it.
+    A module of `ops.formats` has the only instance of a subclass as FORMAT. Plain torch multiplies by what `dequantize`
+    returns. The fused kernels have a header for it in ops/cpu/kernels/formats.
+
+    quantizes_tied_embedding: whether a head that is the embedding stays one matrix with it, in the format `head`.
+        Otherwise the embedding is not quantized, and the head has values of its own.
     """
 
-    name: str
+    quantizes_tied_embedding: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The name in options and configs: that of the module."""
+        return type(self).__module__.rpartition(".")[-1]
+
+    @property
+    def head(self) -> Format:
+        """The format of the head of a model that is quantized in this one."""
+        return self
 
     @abstractmethod
     def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of values ("") and scales ("_scale") of a matrix [..., rows, columns]."""
+        """Shape and dtype of values ("") and scales ("_scale") of a matrix [..., rows, columns].
+
+        Both shapes begin with [..., rows].
+        """
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
-        """The nearest that this format has to a matrix [..., rows, columns] of any floating dtype."""
+        """Round a matrix [..., rows, columns] of any floating dtype to the values of this format.
+
+        Where numbers of a row are not finite, its scales are not finite either.
+        """
 
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
         """The matrix [..., rows, columns] that values and scales stand for, rounded to dtype."""
+
+    def num_bytes(self, shape: torch.Size) -> int:
+        """The size of values and scales of a matrix [..., rows, columns]."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout(shape).values())
 
 
 @dataclass(frozen=True)
@@ -91,11 +115,11 @@ class QuantizedWeight:
         return some.dequantize(torch.float32).view(*ids.shape, -1)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """As `Format.layout` has them."""
+        """Values and scales under the names of `Format.layout`."""
         return {"": self.values, "_scale": self.scales}
 
     def moved_to(self, places: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """The same in other memory: tensors as `tensors` has them."""
+        """Copy it to other memory: tensors under the names of `tensors`."""
         values, scales = (places[name].copy_(tensor) for name, tensor in self.tensors().items())
         return QuantizedWeight(self.format, values, scales, self.shape)
 
@@ -104,12 +128,12 @@ class QuantizedWeight:
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
-    """As `Format.quantize`."""
+    """`Format.quantize` as a function, see `ops.operators.Quantize`."""
     return format.quantize(weight)
 
 
 def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix as plain torch multiplies by it: a tensor is itself, anything else is dequantized to dtype."""
+    """Return a tensor as it is, and dequantize anything else to dtype: what plain torch multiplies by."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)
 
 

@@ -33,7 +33,7 @@ class BoundModel:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the large weights are int8 or int4."""
+        """Whether the large weights are quantized."""
         return self.model.is_quantized
 
     @property

@@ -84,7 +84,7 @@ class Runtime(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the large weights are int8 or int4."""
+        """Whether the large weights are quantized."""
 
     @property
     def refusals(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 _TORCH = Path(torch.__file__).parent
+_SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
 # No product and sum become one operation unless they are written so: the compiler would do it in some copies of a loop.
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _ONE_OPERATOR = "linear"
@@ -50,6 +51,12 @@ def load_kernels() -> str | None:
 
 
 @functools.cache
+def formats(sources: Path = _SOURCES) -> tuple[str, ...]:
+    """The quantisations that the kernels have: the names of the headers in kernels/formats."""
+    return tuple(sorted(header.stem for header in (sources / "formats").glob("*.h")))
+
+
+@functools.cache
 def kernel(name: str) -> torch._ops.OpOverload:
     """The operator of torch that `load_kernels` registered under this name."""
     return getattr(torch.ops.granite4_neuron, name).default
@@ -71,15 +78,14 @@ def _library() -> Path:
         _Unavailable: there is no place for it, or nothing to compile it with.
         CalledProcessError: it does not compile.
     """
-    sources = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
-    folder, name = _private_folder(_cache_folder()), f"kernels-{_key(sources)}"
+    folder, name = _private_folder(_cache_folder()), f"kernels-{_key(_SOURCES)}"
     for library in folder.glob(f"{name}-*.so"):
         if _is_ours(library) and library.stem == f"{name}-{_digest(library)}":
             return library
         _say(f"{library} is damaged or may be written to by others; it is compiled again.")
         library.unlink()
     _say("compiling the CPU kernels for this machine, once; this takes about half a minute ...")
-    return _compile(_compiler(), sources / "kernels.cpp", folder, name)
+    return _compile(_compiler(), _SOURCES / "kernels.cpp", folder, name)
 
 
 def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> Path:
@@ -88,7 +94,7 @@ def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> 
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder) as building:
         built = Path(building) / name
         paths = (f"-isystem{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}")
-        flags = (*_FLAGS, *_processor_flags())
+        flags = (*_FLAGS, *_processor_flags(), *_format_flags(source.parent))
         command = (*compiler, *flags, *paths, str(source), "-o", str(built), "-ltorch_cpu", "-lc10")
         subprocess.run(command, check=True, capture_output=True, text=True)
         built.chmod(0o700)
@@ -141,11 +147,18 @@ def _processor_flags() -> list[str]:
     return ["-march=native", f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
 
 
+def _format_flags(sources: Path) -> list[str]:
+    """Include the formats' headers, and define GRANITE4_FORMATS, which formats.h describes."""
+    names = formats(sources)
+    includes = [flag for name in names for flag in ("-include", str(sources / "formats" / f"{name}.h"))]
+    return [*includes, f"-DGRANITE4_FORMATS(DO, ...)={' '.join(f'DO({name}, __VA_ARGS__)' for name in names)}"]
+
+
 def _key(sources: Path) -> str:
     """Of everything that the library depends on."""
     digest = hashlib.sha256()
-    for file in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
-        digest.update(file.read_bytes())
+    for file in sorted((*sources.rglob("*.h"), *sources.glob("*.cpp"))):
+        digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
     for fact in (torch.__version__, sysconfig.get_platform(), _processor(), *_FLAGS, *_processor_flags()):
         digest.update(fact.encode())
     return digest.hexdigest()[:16]

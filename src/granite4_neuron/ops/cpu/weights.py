@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from granite4_neuron.ops.cpu.build import kernel
+from granite4_neuron.errors import UserError
+from granite4_neuron.ops.cpu.build import formats, kernel
 from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
 from granite4_neuron.ops.weight_memory import WeightMemory
 
@@ -46,13 +47,19 @@ class PackedWeight:
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     """`ops.operators.Quantize`."""
+    if format.name not in formats():
+        return format.quantize(weight)
     values, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in format.layout(weight.shape).values())
     kernel("quantize")(weight.detach().reshape(-1, weight.shape[-1]).contiguous(), format.name, values, scales)
     return QuantizedWeight(format, values, scales, weight.shape)
 
 
 class Pack:
-    """`ops.operators.Pack`: matrices that are tensors of the activations' dtype, or quantized, into tiles."""
+    """`ops.operators.Pack`: matrices that are tensors of the activations' dtype, or quantized, into tiles.
+
+    Raises:
+        UserError: the kernels do not have the format.
+    """
 
     def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> PackedWeight:
         if isinstance(weight, PackedWeight):
@@ -71,7 +78,13 @@ class Pack:
 
 
 def _name(format: Format | None) -> str:
-    return _PLAIN if format is None else format.name
+    if format is None:
+        return _PLAIN
+    if format.name not in formats():
+        raise UserError(
+            f"the fused kernels have no format {format.name}; choose plain torch for it (--cpu-kernels torch)."
+        )
+    return format.name
 
 
 pack = Pack()

@@ -1,32 +1,40 @@
-// The formats of packed weights by name and number, and the functions that ask which one a weight has.
+// The formats of packed weights, and the functions that depend on a weight's format.
+//
+// A quantisation NAME is a header formats/NAME.h with a namespace NAME, which has `Tiles<T>` as `PlainTiles` describes
+// them and `Rows` for `quantize_rows`. ops/cpu/build.py includes all of these headers in the compiler's command, and
+// defines GRANITE4_FORMATS(DO, ...) as DO(NAME, ...) for each of them.
 #pragma once
 
-#include "int4.h"
-#include "int8.h"
 #include "weight.h"
 
 namespace granite4_neuron {
 
-// Run BODY with scalar_t as the C++ type of the vectors that WEIGHT is multiplied by, and tiles_t as its format.
-#define GRANITE4_DISPATCH_WEIGHT(WEIGHT, NAME, ...)  \
-  GRANITE4_DISPATCH((WEIGHT).dtype, NAME, [&] {      \
-    if ((WEIGHT).format == Format::INT8) {           \
-      using tiles_t = Int8Tiles<scalar_t>;           \
-      __VA_ARGS__();                                 \
-    } else if ((WEIGHT).format == Format::INT4) {    \
-      using tiles_t = Int4Tiles<scalar_t>;           \
-      __VA_ARGS__();                                 \
-    } else {                                         \
-      using tiles_t = PlainTiles<scalar_t>;          \
-      __VA_ARGS__();                                 \
-    }                                                \
+#define GRANITE4_ENUMERATOR(NAME, ...) , NAME
+enum class Format : int64_t { plain GRANITE4_FORMATS(GRANITE4_ENUMERATOR) };
+
+// Runs BODY with scalar_t as the C++ type of the vectors that WEIGHT is multiplied by, and tiles_t as its tiles.
+#define GRANITE4_DISPATCH_WEIGHT(WEIGHT, OPERATOR, ...)     \
+  GRANITE4_DISPATCH((WEIGHT).dtype, OPERATOR, [&] {         \
+    switch ((WEIGHT).format) {                              \
+      GRANITE4_FORMATS(GRANITE4_CASE_OF_TILES, __VA_ARGS__) \
+      default: {                                            \
+        using tiles_t = PlainTiles<scalar_t>;               \
+        __VA_ARGS__();                                      \
+      }                                                     \
+    }                                                       \
   })
+#define GRANITE4_CASE_OF_TILES(NAME, ...)  \
+  case Format::NAME: {                     \
+    using tiles_t = NAME::Tiles<scalar_t>; \
+    __VA_ARGS__();                         \
+    break;                                 \
+  }
 
 inline Format format_named(const std::string& name) {
-  if (name == "plain") return Format::PLAIN;
-  if (name == "int8") return Format::INT8;
-  TORCH_CHECK(name == "int4", "there is no format ", name);
-  return Format::INT4;
+  if (name == "plain") return Format::plain;
+#define GRANITE4_RETURN_IF_NAMED(NAME, ...) if (name == #NAME) return Format::NAME;
+  GRANITE4_FORMATS(GRANITE4_RETURN_IF_NAMED)
+  TORCH_CHECK(false, "there is no format ", name);
 }
 
 // A weight of this shape, [rows, columns] or [experts, rows, columns], without its tiles.
@@ -52,7 +60,7 @@ inline int64_t packed_bytes(at::IntArrayRef shape, const std::string& format, at
   return weight_of(shape, format, dtype).num_bytes();
 }
 
-// Pack a matrix, or one of each expert, into `bytes`, which has room for `packed_bytes`.
+// Packs a matrix, or one of each expert, into `bytes`, which has room for `packed_bytes`.
 //
 // shape: of the matrix, [..., rows, columns]. values: of dtype and this shape, or as the format has them; scales: as
 // the format has them, or none.
@@ -74,7 +82,7 @@ inline void pack(
   std::memcpy(to, static_cast<const WeightHeader*>(&weight), sizeof(WeightHeader));
 }
 
-// Rows `ids` of a weight, those of all experts counted through, in float32: [..., columns].
+// Reads rows `ids` of a weight, in float32: [..., columns]. Rows are numbered through all experts.
 inline at::Tensor weight_rows(const Weight& weight, const at::Tensor& any_ids) {
   at::Tensor ids = any_ids.contiguous();
   auto shape = ids.sizes().vec();

@@ -46,7 +46,7 @@ struct Fetch {
 };
 
 template <typename Arithmetic, int COUNT>
-[[gnu::always_inline]] inline void set_to_zero(typename Arithmetic::Total (&totals)[COUNT]) {
+[[gnu::always_inline]] inline void set_to_zero(typename Arithmetic::Accumulators (&totals)[COUNT]) {
   for_each<COUNT>([&](auto v) { for_each<Arithmetic::VECTORS>([&](auto i) { totals[v][i] = Vec(0.0f); }); });
 }
 
@@ -60,12 +60,12 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
   // Beside the sums there is room for all vectors' factors and a register of weights, and not for an operand.
   constexpr bool IS_TIGHT = TILES * COUNT * Arithmetic::VECTORS + COUNT + 2 > REGISTERS;
-  typename Arithmetic::Total sums[TILES * COUNT];
+  typename Arithmetic::Accumulators sums[TILES * COUNT];
   set_to_zero<Arithmetic>(sums);
   int64_t steps = steps_of<Arithmetic>(columns);
   do {
     for_each<TILES>([&](auto t) {
-      fetch.template step<Steps::FETCH_BYTES>(t * stride);
+      fetch.template step<Steps::PREFETCH_BYTES>(t * stride);
       for_each<Arithmetic::VECTORS / 2>([&](auto part) {
         auto weights = Steps::template load<part>(step + t * stride);
         auto sum = [&](auto v, auto i) -> Vec& { return sums[t * COUNT + v][2 * part + i]; };
@@ -94,7 +94,7 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_steps(
     const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
-    typename Steps::Arithmetic::Total* totals, Fetch fetch) {
+    typename Steps::Arithmetic::Accumulators* totals, Fetch fetch) {
   sum_steps<Steps, COUNT, TILES>(
       step, stride, x, columns, fetch, [&](auto t, auto v, const auto& sum) {
         for_each<Steps::Arithmetic::VECTORS>([&](auto i) { totals[t * COUNT + v][i] = sum[i]; });
@@ -105,13 +105,13 @@ inline void multiply_steps(
 template <typename Tiles, int COUNT, int TILES>
 inline void multiply_scaled_groups(
     const char* group, int64_t stride, const typename Tiles::Arithmetic::Input* x, int64_t columns,
-    typename Tiles::Arithmetic::Total* totals, Fetch fetch) {
+    typename Tiles::Arithmetic::Accumulators* totals, Fetch fetch) {
   using Arithmetic = typename Tiles::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : Vectors<Arithmetic>::PLACES;
   constexpr int64_t SCALE_BYTES = Tiles::GROUP_BYTES - Tiles::SCALES;
   for (int v = 0; v < TILES * COUNT; v++) totals[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
-    typename Arithmetic::Total scales[TILES];
+    typename Arithmetic::Accumulators scales[TILES];
     for_each<TILES>([&](auto t) { scales[t] = Tiles::group_scales(group + t * stride); });
     sum_steps<Tiles, COUNT, TILES>(
         group, stride, x + first / Arithmetic::COLUMNS * X_STEP, std::min(Tiles::GROUP, columns - first), fetch,
@@ -140,7 +140,8 @@ constexpr auto multiply_function() {
 
 template <typename Steps>
 using MultiplySteps = void (*)(
-    const char*, int64_t, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Total*, Fetch);
+    const char*, int64_t, const typename Steps::Arithmetic::Input*, int64_t, typename Steps::Arithmetic::Accumulators*,
+    Fetch);
 
 template <typename Steps, int TILES, size_t... NUMBERS>
 constexpr auto multiply_steps_table(std::index_sequence<NUMBERS...>) {
@@ -152,7 +153,7 @@ template <typename Tiles>
 struct LoadedSteps {
   using Arithmetic = typename Tiles::Arithmetic;
   static constexpr int64_t VECTOR_BYTES = sizeof(Vec);
-  static constexpr int64_t STEP_BYTES = Arithmetic::VECTORS * VECTOR_BYTES, FETCH_BYTES = Tiles::STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = Arithmetic::VECTORS * VECTOR_BYTES, PREFETCH_BYTES = Tiles::STEP_BYTES;
 
   template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
@@ -182,7 +183,7 @@ inline void multiply_vectors(
     const char* tile, const char* steps, Vectors<typename Steps::Arithmetic> x, int64_t columns,
     const Finish& finish) {
   static constexpr auto table = multiply_steps_table<Steps, 1>(std::make_index_sequence<AT_ONCE>());
-  typename Steps::Arithmetic::Total totals[AT_ONCE];
+  typename Steps::Arithmetic::Accumulators totals[AT_ONCE];
   const auto* block = x.data;
   int64_t passes = (x.count + x.share - 1) / x.share, bytes = Tiles::tile_bytes(columns);
   for (int64_t pass = 0; pass < passes; pass++, block += x.block_size(columns)) {
@@ -224,7 +225,7 @@ template <typename Tiles, typename Emit>
 inline void multiply_together(
     const char* tiles, Vectors<typename Tiles::Arithmetic> x, int64_t columns, const Emit& emit) {
   static constexpr auto table = multiply_steps_table<Tiles, TOGETHER>(std::make_index_sequence<FEW>());
-  typename Tiles::Arithmetic::Total totals[TOGETHER * FEW];
+  typename Tiles::Arithmetic::Accumulators totals[TOGETHER * FEW];
   int64_t bytes = Tiles::tile_bytes(columns);
   Fetch fetch = Fetch::together<Tiles, TOGETHER>(tiles, bytes);
   table[x.count - 1](tiles, bytes, x.data, columns, totals, fetch);

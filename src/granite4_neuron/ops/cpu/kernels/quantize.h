@@ -1,11 +1,21 @@
-// Matrices in fewer bits, bit by bit as the formats' definitions in ops have them.
+// Quantizes matrices, bit by bit as the definitions in ops/formats.
 #pragma once
 
 #include "formats.h"
 
 namespace granite4_neuron {
 
-// weight: [rows, columns] of any floating dtype; values and scales: the tensors for it, as the format's layout has them.
+// Quantizes each row of a matrix.
+//
+// weight: [rows, columns] of any floating dtype; values and scales: the tensors of the format's layout.
+//
+// A format has these members in Rows:
+//
+//   Value, Scale  the types of values and scales
+//   GROUP         the row that `quantize` gets is filled up with zeros to a multiple of so many columns
+//   values_of     the number of values in a row of so many columns
+//   scales_of     the number of its scales
+//   quantize      a row in float32 to values and scales
 template <typename Rows>
 inline void quantize_rows(const at::Tensor& weight, at::Tensor values, at::Tensor scales) {
   using Value = typename Rows::Value;
@@ -28,13 +38,14 @@ inline void quantize_rows(const at::Tensor& weight, at::Tensor values, at::Tenso
   });
 }
 
-// As ops.weight.Format.quantize of the format that has this name.
+// `ops.weight.Format.quantize` of the format with this name.
 inline void quantize(
     const at::Tensor& weight, const std::string& format, const at::Tensor& values, const at::Tensor& scales) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous());
-  if (format_named(format) == Format::INT8) return quantize_rows<Int8Rows>(weight, values, scales);
-  TORCH_CHECK(format_named(format) == Format::INT4, "nothing is quantized as ", format);
-  quantize_rows<Int4Rows>(weight, values, scales);
+#define GRANITE4_QUANTIZE_IF_NAMED(NAME, ...) \
+  if (format == #NAME) return quantize_rows<NAME::Rows>(weight, values, scales);
+  GRANITE4_FORMATS(GRANITE4_QUANTIZE_IF_NAMED)
+  TORCH_CHECK(false, "nothing is quantized as ", format);
 }
 
 }  // namespace granite4_neuron

@@ -1,9 +1,8 @@
-// A matrix of weights as products read it: tiles of 32 rows, one after another, each of which is one run of addresses.
+// A packed matrix of weights: tiles of 32 rows, one after another, each contiguous in memory.
 //
-// Within a tile columns come one step after another: a step has all rows' values of one column or of a pair. So a
-// product adds up each of its results in the order of the columns, in a lane of its own, and the sum is the same bit by
-// bit however many vectors there are and whichever thread takes the tile. A format says what a step is, see
-// `PlainTiles`.
+// A tile is a sequence of steps: a step has the values of all rows in one column, or in a pair of columns. A matmul
+// adds up each result in the order of the columns, in a lane of its own. So the sum is the same bit by bit for any
+// number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
 #pragma once
 
 #include "common.h"
@@ -13,23 +12,23 @@ namespace granite4_neuron {
 
 constexpr int64_t TILE = 32;  // rows
 
-// Rows of the last tile, and columns of the last step, that the matrix does not have are zeros.
+// The last tile is filled up with rows of zeros, and the last step with columns of zeros.
 inline int64_t tiles_of(int64_t rows) {
   return (rows + TILE - 1) / TILE;
 }
 
-// Sums in float32, of products in float32: one column a step.
+// Accumulates products of float32 in float32: one column a step.
 struct Floats {
   static constexpr int64_t COLUMNS = 1;
   static constexpr int VECTORS = TILE / LANES;
-  using Input = float;  // what the vectors are converted to
+  using Input = float;  // of the vectors, after conversion
   using Operand = std::array<Vec, 2>;
-  using Total = std::array<Vec, VECTORS>;
+  using Accumulators = std::array<Vec, VECTORS>;
 
   static Vec load(const char* from) {
     return Vec::loadu(from);
   }
-  // What is loaded once: the compiler would load it again for each of its uses.
+  // Keeps a loaded value in its register: the compiler would load it again for each use.
   static Vec in_register(Vec loaded) {
 #if defined(CPU_CAPABILITY_AVX2)
     __m256 kept = loaded;
@@ -42,8 +41,8 @@ struct Floats {
   static Vec broadcast(const Input* x) {
     return Vec(*x);
   }
-  static Vec add(Vec total, Vec weights, Vec factor) {
-    return at::vec::fmadd(weights, factor, total);
+  static Vec add(Vec acc, Vec weights, Vec factor) {
+    return at::vec::fmadd(weights, factor, acc);
   }
 };
 
@@ -53,13 +52,13 @@ struct ArithmeticOf {
 };
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-// Sums in float32, of pairs of products of bfloat16, which are exact.
+// Accumulates pairs of products of bfloat16, which are exact, in float32.
 struct Bfloat16Pairs {
   static constexpr int64_t COLUMNS = 2;
   static constexpr int VECTORS = TILE / LANES;
   using Input = at::BFloat16;
   using Operand = std::array<__m512bh, 2>;
-  using Total = std::array<Vec, VECTORS>;
+  using Accumulators = std::array<Vec, VECTORS>;
 
   static __m512bh load(const char* from) {
     return (__m512bh)_mm512_loadu_si512(from);
@@ -72,8 +71,8 @@ struct Bfloat16Pairs {
     std::memcpy(&pair, x, sizeof(pair));
     return (__m512bh)_mm512_set1_epi32(pair);
   }
-  static Vec add(Vec total, __m512bh weights, __m512bh factors) {
-    return Vec(_mm512_dpbf16_ps(total, weights, factors));
+  static Vec add(Vec acc, __m512bh weights, __m512bh factors) {
+    return Vec(_mm512_dpbf16_ps(acc, weights, factors));
   }
 };
 
@@ -88,9 +87,9 @@ inline int64_t steps_of(int64_t columns) {
   return (columns + Arithmetic::COLUMNS - 1) / Arithmetic::COLUMNS;
 }
 
-enum class Format : int64_t { PLAIN, INT8, INT4 };
+enum class Format : int64_t;  // see formats.h
 
-// What is to know of a matrix, or one of each expert.
+// The description of a matrix, or of one of each expert.
 struct WeightHeader {
   Format format;
   at::ScalarType dtype;  // of the vectors that it is multiplied by
@@ -100,13 +99,12 @@ struct WeightHeader {
   static constexpr uint64_t MARK = 0x67346e2d74696c65;
 };
 
-// A packed matrix, or one of each expert: a view of the tensor of bytes that operators pass one another, in which the
-// header stands before all experts' tiles, one after another. Torch hands a tensor over in a hundredth of the time that
-// an object of a class takes.
+// A packed matrix, or one of each expert: a view of the tensor of bytes that operators take, the header followed by the
+// tiles of all experts. Torch passes a tensor in a hundredth of the time that an object of a class takes.
 struct Weight : WeightHeader {
   const char* tiles = nullptr;
 
-  // Before the first tile, which begins with a cache line.
+  // The first tile begins with a cache line.
   static constexpr int64_t HEADER_BYTES = 64;
   static_assert(sizeof(WeightHeader) <= HEADER_BYTES);
 
@@ -129,19 +127,33 @@ inline Weight weight_in(const at::Tensor& bytes) {
   return weight;
 }
 
-// Weights in the dtype T of the vectors.
+// Tiles of weights in the dtype T of the vectors. Every format has these members:
 //
-// What every format has: Value, what a matrix is made of before it is packed; Arithmetic; STEP_BYTES, and FETCH_BYTES,
-// what a step is of weights in memory; LOADING_IS_WORK, whether many vectors are better off with steps that are loaded
-// once; `load`, part number PART of a step, two of its VECTORS; `offset`, where a step has a value, in bytes;
-// `tile_bytes`, of a whole tile; `finish`, what becomes of sums when all columns are added up; `value`, one of them as a
-// number; `add_scales`, which puts those of a tile's rows into it; `check`, of the tensors that a weight is to be packed
-// from.
+//   Value            the type of the values of a matrix before it is packed
+//   Arithmetic       `Floats` or `Bfloat16Pairs`, by T
+//   STEP_BYTES       the size of a step
+//   PREFETCH_BYTES   the bytes in memory to prefetch for a step
+//   LOADING_IS_WORK  whether to load the steps once for many vectors
+//   load<PART>       two of a step's VECTORS, numbers 2 * PART and 2 * PART + 1, for Arithmetic
+//   offset           where the value of a row and column is in a step, in bytes
+//   tile_bytes       the size of a tile
+//   finish           scales the sums over all columns
+//   value            one value of a tile as a number
+//   add_scales       copies the scales of a tile's rows into the tile
+//   check            refuses tensors of another size than the weight that is to be packed from them
+//
+// A format whose rows have a scale for each GROUP of columns has other members in the place of `offset`, `value` and
+// `add_scales`:
+//
+//   GROUP_BYTES      the size of a group: its steps, and from the byte SCALES on its scales
+//   group_scales     the scales of a group
+//   pack             packs a whole matrix, as `pack_tiles`
+//   read_row         reads a row of a tile
 template <typename T>
 struct PlainTiles {
   using Value = T;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS * sizeof(T), PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = !std::is_same_v<T, typename Arithmetic::Input>;
 
   template <int PART>
@@ -159,7 +171,7 @@ struct PlainTiles {
   static int64_t tile_bytes(int64_t columns) {
     return steps_of<Arithmetic>(columns) * STEP_BYTES;
   }
-  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+  static void finish(const char*, int64_t, typename Arithmetic::Accumulators&) {}
   static float value(const char*, int64_t, int64_t, T value) {
     return static_cast<float>(value);
   }
@@ -169,11 +181,11 @@ struct PlainTiles {
   }
 };
 
-// Whether a format has a scale for each row and group of columns, and with it functions of its own; see `Int4Tiles`.
+// Whether a format has a scale for each row and group of columns.
 template <typename Tiles>
 constexpr bool HAS_GROUPS = requires { Tiles::GROUP; };
 
-// Put the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
+// Packs the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
 template <typename Tiles>
   requires(!HAS_GROUPS<Tiles>)
 inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
@@ -201,7 +213,7 @@ inline void pack_tiles(const typename Tiles::Value* values, const float* scales,
   Tiles::pack(values, scales, weight, to);
 }
 
-// One row of a tile in float32.
+// Reads one row of a tile, in float32.
 template <typename Tiles>
   requires(!HAS_GROUPS<Tiles>)
 inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {

@@ -1,9 +1,9 @@
-// Weights in int8 with a scale per row, as ops.int8 has them: multiplied as the whole numbers that they are.
+// Weights in int8 with a scale per row, see ops/formats/int8.py. Sums are of whole numbers, scaled once at their end.
 #pragma once
 
-#include "weight.h"
+#include "../weight.h"
 
-namespace granite4_neuron {
+namespace granite4_neuron::int8 {
 
 inline Vec load_int8(const int8_t* from) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -17,11 +17,10 @@ inline Vec load_int8(const int8_t* from) {
 #endif
 }
 
-// How a matrix becomes `Int8`, row by row.
-struct Int8Rows {
+struct Rows {
   using Value = int8_t;
   using Scale = float;
-  static constexpr int64_t GROUP = LANES;  // columns that a row has whole ones of, zeros behind the last
+  static constexpr int64_t GROUP = LANES;
 
   static int64_t values_of(int64_t columns) {
     return columns;
@@ -29,7 +28,6 @@ struct Int8Rows {
   static int64_t scales_of(int64_t) {
     return 1;
   }
-  // row: [columns], and zeros up to a whole group.
   static void quantize(const float* row, int64_t columns, Value* values, Scale* scale) {
     Vec largest(0.0f);
     for (int64_t c = 0; c < columns; c += GROUP) largest = at::vec::maximum(largest, Vec::loadu(row + c).abs());
@@ -47,12 +45,12 @@ struct Int8Rows {
   static constexpr float LARGEST = 127.0f;
 };
 
-// A tile's steps, and behind them its rows' scales. See `PlainTiles` for what these functions are.
+// A tile is its steps, followed by the scales of its rows.
 template <typename T>
-struct Int8Tiles {
+struct Tiles {
   using Value = int8_t;
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = true;
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -81,7 +79,7 @@ struct Int8Tiles {
       return {load_int8(values), load_int8(values + LANES)};
     }
   }
-  // Pairs lie so that unpacking bytes, which goes by 128 bits, gives the first and the second 16 rows.
+  // The order of pairs is such that unpacking bytes, which goes by 128 bits, gives the first and the second 16 rows.
   static int64_t offset(int64_t row, int64_t column) {
     if constexpr (Arithmetic::COLUMNS == 1) return row;
     return row % 16 / 4 * 16 + row / 16 * 8 + row % 4 * 2 + column;
@@ -92,10 +90,10 @@ struct Int8Tiles {
   static int64_t tile_bytes(int64_t columns) {
     return scales_offset(columns) + TILE * sizeof(float);
   }
-  static void finish(const char* tile, int64_t columns, typename Arithmetic::Total& total) {
+  static void finish(const char* tile, int64_t columns, typename Arithmetic::Accumulators& acc) {
     const auto* scales = reinterpret_cast<const float*>(tile + scales_offset(columns));
 #pragma GCC unroll 4
-    for (int v = 0; v < Arithmetic::VECTORS; v++) total[v] = total[v] * Vec::loadu(scales + v * LANES);
+    for (int v = 0; v < Arithmetic::VECTORS; v++) acc[v] = acc[v] * Vec::loadu(scales + v * LANES);
   }
   static float value(const char* tile, int64_t columns, int64_t row, int8_t value) {
     return value * reinterpret_cast<const float*>(tile + scales_offset(columns))[row];
@@ -110,8 +108,8 @@ struct Int8Tiles {
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
  private:
-  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32: whole numbers from -127 to 127 are
-  // numbers of bfloat16 too, and 64 of them are looked up at a time, in half the instructions that conversions take.
+  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -127 to 127
+  // are numbers of bfloat16, and a lookup of 64 of them takes half the instructions of their conversion.
   static constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
     std::array<uint8_t, 128> bytes{};
     for (int i = 0; i < 128; i++) bytes[i] = std::bit_cast<uint32_t>(static_cast<float>(i)) >> shift & 0xff;
@@ -133,4 +131,4 @@ struct Int8Tiles {
 #endif
 };
 
-}  // namespace granite4_neuron
+}  // namespace granite4_neuron::int8

@@ -1,16 +1,15 @@
-// Weights in four bits with a scale per row and group of 32 columns, as ops.int4 has them: multiplied as the whole
-// numbers that they are, group by group.
+// Weights in four bits with a scale per row and group of 32 columns, see ops/formats/int4.py. Sums over a group are of
+// whole numbers, scaled once at their end.
 #pragma once
 
 #include "int8.h"
 
-namespace granite4_neuron {
+namespace granite4_neuron::int4 {
 
-// How a matrix becomes `Int4`, row by row; see `Int8Rows`.
-struct Int4Rows {
+struct Rows {
   using Value = uint8_t;
   using Scale = at::BFloat16;
-  static constexpr int64_t GROUP = 32, ZERO = 8;  // columns that share a scale; what is stored for 0
+  static constexpr int64_t GROUP = 32, ZERO = 8;  // columns that share a scale; the code of 0
 
   static int64_t values_of(int64_t columns) {
     return scales_of(columns) * GROUP / 2;
@@ -43,7 +42,7 @@ struct Int4Rows {
     return multiples;
   }
 
-  // The sum of squares of what the multiples of a scale are off by: one half added to the other, and again.
+  // The sum of the squared errors of a scale's multiples: one half added to the other, and again.
   static float squared_error(float scale, const Values& group) {
     Values squares = multiples_of(scale, group);
     for (int64_t v = 0; v < VECTORS; v++) {
@@ -79,17 +78,14 @@ struct Int4Rows {
   }
 };
 
-// A tile is one group after another: the group's steps, and behind them its rows' scales in bfloat16. Of a step the
-// lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31. See `PlainTiles` for what these functions are.
-//
-// GROUP, GROUP_BYTES: columns that have a scale of their own, and where the next ones are; `group_scales`, a group's;
-// `pack` and `read_row`, in the place of the common ones.
+// A tile is one group after another: the group's steps, followed by the scales of its rows in bfloat16. In a step the
+// lower halves of bytes are rows 0 to 15, the upper ones rows 16 to 31.
 template <typename T>
-struct Int4Tiles {
+struct Tiles {
   using Value = uint8_t;  // two columns of a row
   using Arithmetic = typename ArithmeticOf<T>::type;
-  static constexpr int64_t GROUP = Int4Rows::GROUP, ZERO = Int4Rows::ZERO, HALF = TILE / 2;
-  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, FETCH_BYTES = STEP_BYTES;
+  static constexpr int64_t GROUP = Rows::GROUP, ZERO = Rows::ZERO, HALF = TILE / 2;
+  static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
   static constexpr bool LOADING_IS_WORK = false;
@@ -98,7 +94,7 @@ struct Int4Tiles {
   static typename Arithmetic::Operand load(const char* step) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
     if constexpr (Arithmetic::COLUMNS == 2) {
-      // Looked up by the lowest five bits, of which the fifth is not the number's.
+      // The lookup takes the lowest five bits; the fifth is the other number's.
       const __m512i table = _mm512_loadu_si512(NUMBERS.data());
       __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(step)));
       return {(__m512bh)_mm512_permutexvar_epi16(bytes, table),
@@ -111,18 +107,18 @@ struct Int4Tiles {
         int64_t row = PART * PAIR + r;
         values[r] = static_cast<int8_t>((step[row % HALF] >> (row < HALF ? 0 : 4) & 15) - ZERO);
       }
-      return {load_int8(values), load_int8(values + LANES)};
+      return {int8::load_int8(values), int8::load_int8(values + LANES)};
     }
   }
 
   static int64_t tile_bytes(int64_t columns) {
-    return Int4Rows::scales_of(columns) * GROUP_BYTES;
+    return Rows::scales_of(columns) * GROUP_BYTES;
   }
-  static void finish(const char*, int64_t, typename Arithmetic::Total&) {}
+  static void finish(const char*, int64_t, typename Arithmetic::Accumulators&) {}
 
-  static typename Arithmetic::Total group_scales(const char* group) {
+  static typename Arithmetic::Accumulators group_scales(const char* group) {
     const auto* stored = reinterpret_cast<const at::BFloat16*>(group + SCALES);
-    typename Arithmetic::Total scales;
+    typename Arithmetic::Accumulators scales;
     for_each<Arithmetic::VECTORS / 2>([&](auto pair) {
       std::tie(scales[2 * pair], scales[2 * pair + 1]) = load_pair(stored + 2 * pair * LANES);
     });
@@ -131,7 +127,7 @@ struct Int4Tiles {
 
   // values: [rows, columns of whole groups / 2]; scales: [rows, groups]; both of all experts.
   static void pack(const Value* values, const float* scales, const Weight& weight, char* to) {
-    int64_t tiles = tiles_of(weight.rows), groups = Int4Rows::scales_of(weight.columns), width = groups * GROUP / 2;
+    int64_t tiles = tiles_of(weight.rows), groups = Rows::scales_of(weight.columns), width = groups * GROUP / 2;
     parallel_tasks(weight.experts * tiles, 1, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; task++) {
         int64_t first = task % tiles * TILE, count = std::min(TILE, weight.rows - first);
@@ -162,7 +158,7 @@ struct Int4Tiles {
 
   static void check(const Weight& weight, const at::Tensor& values, const std::optional<at::Tensor>& scales) {
     TORCH_CHECK(scales.has_value() && scales->is_contiguous() && scales->scalar_type() == at::kFloat);
-    int64_t groups = weight.experts * weight.rows * Int4Rows::scales_of(weight.columns);
+    int64_t groups = weight.experts * weight.rows * Rows::scales_of(weight.columns);
     TORCH_CHECK(scales->numel() == groups && values.numel() == groups * GROUP / 2);
   }
 
@@ -180,4 +176,4 @@ struct Int4Tiles {
   }();
 };
 
-}  // namespace granite4_neuron
+}  // namespace granite4_neuron::int4

@@ -13,12 +13,10 @@ _PART = 2**16  # values that are quantized at a time, in cache
 
 
 class Int8(Format):
-    """The nearest multiples of a row's largest absolute value / 127: symmetric, without a zero point.
+    """Multiples of a row's largest absolute value / 127, rounded to nearest: symmetric, without a zero point.
 
     values: int8, like the matrix; scales: float32, [..., rows].
     """
-
-    name = "int8"
 
     def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         return {"": (shape, torch.int8), "_scale": (shape[:-1], torch.float32)}
@@ -30,11 +28,11 @@ class Int8(Format):
         return (weight.values.float() * weight.scales[..., None]).to(dtype)
 
 
-INT8 = Int8()
+FORMAT = Int8()
 
 
 def quantize_per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Int8.quantize`.
+    """Quantize a matrix [..., rows, columns] for `Int8`.
 
     Returns:
         (values in int8, like weight; scale in float32, [..., rows]), with weight ~ values * scale. Each value is off by

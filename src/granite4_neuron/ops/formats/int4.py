@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from granite4_neuron.choices import INT4_GROUP as GROUP
+from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.weight import Format, QuantizedWeight
 
 ZERO = 8  # what is stored for 0; the numbers are -8 to 7
@@ -26,7 +27,12 @@ class Int4(Format):
     scales: bfloat16, [..., rows, groups].
     """
 
-    name = "int4"
+    quantizes_tied_embedding = True
+
+    @property
+    def head(self) -> Format:
+        """Four bits are too few where one row is all by which a token enters or leaves the model."""
+        return INT8
 
     def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         *rows, columns = shape
@@ -57,7 +63,7 @@ class Int4(Format):
         return (numbers * weight.scales.float()[..., None]).flatten(-2)[..., : weight.shape[-1]].to(dtype)
 
 
-INT4 = Int4()
+FORMAT = Int4()
 
 
 def _best_scales(groups: torch.Tensor) -> torch.Tensor:

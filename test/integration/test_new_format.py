@@ -1,0 +1,31 @@
+"""A module and a header make a new quantisation: nothing else of the package knows of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import granite4_neuron
+
+ROOT = Path(__file__).parents[2]
+FP8 = ROOT / "test" / "support" / "fp8"
+# Beside fp8's own checks those of every format.
+TESTS = (
+    FP8 / "fp8_checks.py",
+    "test/unit/test_quantization.py",
+    "test/unit/test_cpu_kernels.py",
+    "test/unit/test_decoder_layers.py",
+)
+
+
+def test_a_module_and_a_header_make_a_format(tmp_path):
+    original, copy = Path(granite4_neuron.__file__).parent, tmp_path / "granite4_neuron"
+    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(FP8 / "fp8.py", copy / "ops" / "formats")
+    shutil.copy(FP8 / "fp8.h", copy / "ops" / "cpu" / "kernels" / "formats")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "fp8", *map(str, TESTS)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout + done.stderr
