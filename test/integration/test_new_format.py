@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import granite4_neuron
+from granite4_neuron.ops import cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
@@ -19,6 +22,7 @@ TESTS = (
 )
 
 
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 def test_a_module_and_a_header_make_a_format(tmp_path):
     original, copy = Path(granite4_neuron.__file__).parent, tmp_path / "granite4_neuron"
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
