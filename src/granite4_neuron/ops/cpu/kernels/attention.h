@@ -1,7 +1,7 @@
 // Attention over a cache that is kept per slot, and writing to that cache.
 #pragma once
 
-#include "products.h"
+#include "matmul.h"
 #include "views.h"
 
 namespace granite4_neuron {
@@ -63,7 +63,7 @@ class BlockAttention {
       float scale) {
     int64_t rows = tokens * heads_;
     auto query = [&](int64_t row) { return q.row(row / heads_) + row % heads_ * head_dim_; };
-    Blocks queries = fill_blocks<Arithmetic>(query, rows, head_dim_, queries_.data());
+    Blocks queries = fill_panel<Arithmetic>(query, rows, head_dim_, queries_.data());
     std::fill(out_.begin(), out_.end(), 0.0f);
     std::fill(total_.begin(), total_.end(), 0.0f);
     std::fill(top_.begin(), top_.end(), -INFINITY);
@@ -76,7 +76,7 @@ class BlockAttention {
         return std::clamp<int64_t>(first_position + row / heads_ + 1 - start, 0, count);
       };
       score(queries, scale);
-      for (int64_t row = 0; row < rows; row++) soften(row, visible(row));
+      for (int64_t row = 0; row < rows; row++) online_softmax(row, visible(row));
       add_values(rows, visible);
     }
     for (int64_t row = 0; row < rows; row++)
@@ -87,7 +87,7 @@ class BlockAttention {
  private:
   using Arithmetic = typename ArithmeticOf<T>::type;
   using Input = typename Arithmetic::Input;
-  using Blocks = Vectors<Arithmetic>;
+  using Blocks = ActivationPanel<Arithmetic>;
   using Tiles = PlainTiles<T>;
   using Steps = LoadedSteps<Tiles>;
   static constexpr int64_t COLUMNS = Arithmetic::COLUMNS;
@@ -131,15 +131,15 @@ class BlockAttention {
   void score(const Blocks& queries, float scale) {
     for (int64_t first = 0; first < KEYS; first += TILE) {
       const char* tile = tile_of(keys_, first / TILE, key_steps_);
-      multiply_vectors<Tiles, Steps>(tile, tile, queries, head_dim_, [&](int64_t row, const auto& totals) {
+      multiply_vectors<Tiles, Steps>(tile, tile, queries, head_dim_, [&](int64_t row, const auto& acc) {
         for (int v = 0; v < Arithmetic::VECTORS; v++)
-          (totals[v] * Vec(scale)).store(&scores_[row * KEYS + first + v * LANES]);
+          (acc[v] * Vec(scale)).store(&scores_[row * KEYS + first + v * LANES]);
       });
     }
   }
 
   // Turn a row's scores into weights, of which the first `visible` count.
-  void soften(int64_t row, int64_t visible) {
+  void online_softmax(int64_t row, int64_t visible) {
     float* scores = &scores_[row * KEYS];
     Input* weights = &rows_of_weights_[row * KEYS];
     if (visible == 0) {
@@ -167,14 +167,14 @@ class BlockAttention {
   template <typename Visible>
   void add_values(int64_t rows, const Visible& visible) {
     auto weights = [&](int64_t row) { return &rows_of_weights_[row * KEYS]; };
-    Blocks blocks = fill_blocks<Arithmetic>(weights, rows, KEYS, weights_.data());
+    Blocks blocks = fill_panel<Arithmetic>(weights, rows, KEYS, weights_.data());
     for (int64_t first = 0; first < width_; first += TILE) {
       const char* tile = tile_of(values_, first / TILE, KEYS / COLUMNS);
-      multiply_vectors<Tiles, Steps>(tile, tile, blocks, KEYS, [&](int64_t row, const auto& totals) {
+      multiply_vectors<Tiles, Steps>(tile, tile, blocks, KEYS, [&](int64_t row, const auto& acc) {
         if (visible(row) == 0) return;
         for (int v = 0; v < Arithmetic::VECTORS; v++) {
           float* out = &out_[row * width_ + first + v * LANES];
-          at::vec::fmadd(Vec::loadu(out), Vec(rescale_[row]), totals[v]).store(out);
+          at::vec::fmadd(Vec::loadu(out), Vec(rescale_[row]), acc[v]).store(out);
         }
       });
     }

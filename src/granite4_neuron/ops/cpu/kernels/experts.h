@@ -63,7 +63,7 @@ inline void multiply_groups(
     const std::vector<Group>& groups, const Weight& weight, const T* inputs, int64_t per_input, float* out) {
   using Arithmetic = typename Tiles::Arithmetic;
   using Input = typename Arithmetic::Input;
-  using Blocks = Vectors<Arithmetic>;
+  using Blocks = ActivationPanel<Arithmetic>;
   int64_t columns = weight.columns, rows = weight.rows, tiles = tiles_of(rows), size = 0;
   std::vector<int64_t> begins;
   for (const auto& group : groups) {
@@ -75,17 +75,17 @@ inline void multiply_groups(
   parallel_tasks(groups.size(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; g++) {
       auto row = [&](int64_t v) { return inputs + groups[g].choices[v] / per_input * columns; };
-      vectors[g] = fill_blocks<Arithmetic>(row, groups[g].choices.size(), columns, scratch.data() + begins[g]);
+      vectors[g] = fill_panel<Arithmetic>(row, groups[g].choices.size(), columns, scratch.data() + begins[g]);
     }
   });
-  parallel_tasks(groups.size() * tiles, TOGETHER, [&](int64_t begin, int64_t end) {
+  parallel_tasks(groups.size() * tiles, TILE_UNROLL, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin, next = 0; task < end; task = next) {
       int64_t g = task / tiles;
       const auto& [expert, choices] = groups[g];
       next = std::min(end, (g + 1) * tiles);
-      auto store = [&](int64_t number, int64_t v, const auto& totals) {
+      auto store = [&](int64_t number, int64_t v, const auto& acc) {
         int64_t row = number * TILE, count = std::min(TILE, rows - row);
-        store_totals<T>(totals, 1.0f, nullptr, out + choices[v] * rows + row, count);
+        store_acc<T>(acc, 1.0f, nullptr, out + choices[v] * rows + row, count);
       };
       multiply_tiles<Tiles>(weight, expert, task - g * tiles, next - g * tiles, vectors[g], store);
     }

@@ -46,11 +46,11 @@ inline Weight weight_of(at::IntArrayRef shape, const std::string& format, at::Sc
   weight.experts = shape.size() == 3 ? shape[0] : 1;
   weight.rows = shape[shape.size() - 2];
   weight.columns = shape[shape.size() - 1];
-  constexpr double MOST = 0x1p48;  // values
+  constexpr double MAX_VALUES = 0x1p48;  // values
   TORCH_CHECK(
       weight.experts >= 0 && weight.rows >= 0 && weight.columns > 0 &&
           static_cast<double>(std::max<int64_t>(1, weight.experts)) * std::max<int64_t>(1, weight.rows) *
-                  weight.columns <= MOST,
+                  weight.columns <= MAX_VALUES,
       "a weight has the shape ", shape);
   GRANITE4_DISPATCH_WEIGHT(weight, "weight_of", [&] { weight.tile_bytes = tiles_t::tile_bytes(weight.columns); });
   return weight;

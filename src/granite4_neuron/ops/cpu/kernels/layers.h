@@ -40,8 +40,9 @@ struct Linear {
   }
 };
 
-// That a matrix has this shape, for vectors of the dtype that the half's norm gives; -1 is any size.
-inline void check_matrix_is(const Matrix& matrix, const char* name, const at::Tensor& norm, int64_t rows, int64_t columns) {
+// Checks that a matrix has this shape and is for vectors in the norm's dtype; -1 is any size.
+inline void check_matrix_is(
+    const Matrix& matrix, const char* name, const at::Tensor& norm, int64_t rows, int64_t columns) {
   const Weight& weight = matrix.weight;
   TORCH_CHECK(
       weight.dtype == norm.scalar_type(), name, " is for vectors of ", weight.dtype, ", and the norm is ",

@@ -2,17 +2,17 @@
 #pragma once
 
 #include "formats.h"
-#include "products.h"
+#include "matmul.h"
 
 namespace granite4_neuron {
 
-// to[i] = factor * totals[i] + bias[i] for `count` rows of a tile. bias: null for none.
+// to[i] = factor * acc[i] + bias[i] for `count` rows of a tile. bias: null for none.
 template <typename T, typename Out>
-inline void store_totals(
-    const std::array<Vec, TILE / LANES>& totals, float factor, const T* bias, Out* to, int64_t count) {
+inline void store_acc(
+    const std::array<Vec, TILE / LANES>& acc, float factor, const T* bias, Out* to, int64_t count) {
   if (count == TILE) {
     for (int v = 0; v < TILE / LANES; v += 2) {
-      Vec first = totals[v] * Vec(factor), second = totals[v + 1] * Vec(factor);
+      Vec first = acc[v] * Vec(factor), second = acc[v + 1] * Vec(factor);
       if (bias != nullptr) {
         auto [b_first, b_second] = load_pair(bias + v * LANES);
         first = first + b_first;
@@ -23,16 +23,16 @@ inline void store_totals(
     return;
   }
   float values[TILE];
-  for (int v = 0; v < TILE / LANES; v++) totals[v].store(values + v * LANES);
+  for (int v = 0; v < TILE / LANES; v++) acc[v].store(values + v * LANES);
   for (int64_t i = 0; i < count; i++) {
     float value = values[i] * factor;
     to[i] = static_cast<Out>(bias != nullptr ? value + static_cast<float>(bias[i]) : value);
   }
 }
 
-// Have the weights fetched, as soon as threads are idle, that followed these the last time: likely they will again.
-// Where many are in use some are forgotten.
-inline void fetch_follower(const Weight& weight) {
+// Prefetches on idle threads the weights that were used next in the previous step. With more than 1024 weights some are
+// forgotten.
+inline void prefetch_follower(const Weight& weight) {
   struct Follower {
     const char* tiles;
     int64_t bytes;
@@ -43,20 +43,20 @@ inline void fetch_follower(const Weight& weight) {
   auto hash = reinterpret_cast<uintptr_t>(weight.tiles) / 64 * uint64_t{0x9E3779B97F4A7C15};
   *of_last = {weight.tiles, weight.num_bytes()};
   of_last = &followers[hash >> (64 - BITS)];
-  ThreadPool::instance().fetch_when_idle(of_last->tiles, of_last->bytes);
+  ThreadPool::instance().prefetch_when_idle(of_last->tiles, of_last->bytes);
 }
 
 // y = factor * (weight . x) + bias. x: [vectors, columns]; bias: [rows], or null; y: [vectors, rows].
 template <typename Tiles, typename T, typename Out>
 inline void multiply_all(const Weight& weight, const T* x, int64_t vectors, const T* bias, float factor, Out* y) {
   using Arithmetic = typename Tiles::Arithmetic;
-  Scratch<typename Arithmetic::Input> scratch(Vectors<Arithmetic>::size(vectors, weight.columns));
-  auto inputs = as_vectors<Arithmetic>(x, vectors, weight.columns, scratch.data());
-  fetch_follower(weight);
-  parallel_tasks(tiles_of(weight.rows), vectors <= FEW ? TOGETHER : 1, [&](int64_t begin, int64_t end) {
-    multiply_tiles<Tiles>(weight, 0, begin, end, inputs, [&](int64_t number, int64_t v, const auto& totals) {
+  Scratch<typename Arithmetic::Input> scratch(ActivationPanel<Arithmetic>::size(vectors, weight.columns));
+  auto inputs = as_panel<Arithmetic>(x, vectors, weight.columns, scratch.data());
+  prefetch_follower(weight);
+  parallel_tasks(tiles_of(weight.rows), vectors <= SMALL_BATCH ? TILE_UNROLL : 1, [&](int64_t begin, int64_t end) {
+    multiply_tiles<Tiles>(weight, 0, begin, end, inputs, [&](int64_t number, int64_t v, const auto& acc) {
       int64_t row = number * TILE, count = std::min(TILE, weight.rows - row);
-      store_totals(totals, factor, bias ? bias + row : nullptr, y + v * weight.rows + row, count);
+      store_acc(acc, factor, bias ? bias + row : nullptr, y + v * weight.rows + row, count);
     });
   });
 }

@@ -8,7 +8,7 @@
 namespace granite4_neuron {
 
 // Values that one thread has done by the time that others have noticed.
-constexpr int64_t ALONE = 16384;
+constexpr int64_t MIN_VALUES_PER_TASK = 16384;
 
 // to = x * silu(z) for `count` channels, or x where z is null; returns the sum of squares.
 template <typename X, typename Z>
@@ -68,7 +68,7 @@ inline at::Tensor rms_norm(
       const auto* w = weight.const_data_ptr<scalar_t>();
       auto* out = y.mutable_data_ptr<scalar_t>();
       int64_t x_stride = x.stride(0), z_stride = z.has_value() ? z->stride(0) : 0;
-      parallel_tasks(rows, std::max<int64_t>(1, ALONE / channels), [&](int64_t begin, int64_t end) {
+      parallel_tasks(rows, std::max<int64_t>(1, MIN_VALUES_PER_TASK / channels), [&](int64_t begin, int64_t end) {
         std::vector<float> gated(width);
         for (int64_t row = begin; row < end; row++) {
           for (int64_t from = 0; from < channels; from += width) {
@@ -111,7 +111,7 @@ inline at::Tensor silu_and_mul(const at::Tensor& x) {
   GRANITE4_DISPATCH(x.scalar_type(), "silu_and_mul", [&] {
     const auto* from = x.const_data_ptr<scalar_t>();
     auto* to = y.mutable_data_ptr<scalar_t>();
-    parallel_tasks(rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {
+    parallel_tasks(rows, std::max<int64_t>(1, MIN_VALUES_PER_TASK / width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
         const scalar_t* gate = from + row * 2 * width;
         silu_and_mul(gate, gate + width, to + row * width, width);
@@ -129,7 +129,7 @@ inline at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double 
   at::Tensor sum = empty(x.sizes(), x.options());
   float factor = static_cast<float>(alpha);
   GRANITE4_DISPATCH(y.scalar_type(), "residual_add", [&] {
-    parallel_tasks(rows, std::max<int64_t>(1, ALONE / width), [&](int64_t begin, int64_t end) {
+    parallel_tasks(rows, std::max<int64_t>(1, MIN_VALUES_PER_TASK / width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
         const float* a = x.const_data_ptr<float>() + row * width;
         const scalar_t* b = y.const_data_ptr<scalar_t>() + row * width;

@@ -4,8 +4,8 @@
 // then holds up everything, in each loop anew: beside a single busy process a step takes fifty times as long. Here a
 // thread that is done with its share takes from the others', and nobody waits for a thread that has begun nothing.
 //
-// Between two loops, while one thread does what is not worth sharing, the others may fetch what the next loop will
-// read.
+// Between two loops, while one thread does work that is too short to share, the others may prefetch what the next loop
+// will read.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -40,33 +40,33 @@ class ThreadPool {
     grain_ = grain;
     helpers_.store(helpers, std::memory_order_relaxed);
     for (int64_t share = 0; share <= helpers; share++) shares_[share].next = share_begin(share);
-    visitors_.fetch_and(~CLOSED, std::memory_order_release);
+    workers_.fetch_and(~CLOSED, std::memory_order_release);
     loop_.fetch_add(1, std::memory_order_release);
     loop_.notify_all();
     work(helpers);
-    visitors_.fetch_or(CLOSED, std::memory_order_acquire);
-    while (visitors_.load(std::memory_order_acquire) != CLOSED) relax();
+    workers_.fetch_or(CLOSED, std::memory_order_acquire);
+    while (workers_.load(std::memory_order_acquire) != CLOSED) relax();
   }
 
-  // What a later loop will read, its tasks in the order of addresses: idle helpers fetch the beginnings of their
-  // shares. Nothing is read but into caches, and so the memory may be gone by then.
-  void fetch_when_idle(const char* data, int64_t bytes) {
-    fetch_data_.store(data, std::memory_order_relaxed);
-    fetch_bytes_.store(bytes, std::memory_order_relaxed);
+  // Names the memory that a later loop will read, its tasks in the order of addresses. Idle helpers prefetch the
+  // beginnings of their shares. A prefetch reads into caches only, so the memory may be freed by then.
+  void prefetch_when_idle(const char* data, int64_t bytes) {
+    prefetch_data_.store(data, std::memory_order_relaxed);
+    prefetch_bytes_.store(bytes, std::memory_order_relaxed);
   }
 
  private:
   static constexpr int64_t MAX_THREADS = 256;
-  // What a helper fetches at most: more than that would push out what it fetched first.
-  static constexpr int64_t MOST_FETCHED = 1 << 20;
+  // Per helper: more than that would evict what it prefetched first.
+  static constexpr int64_t MAX_PREFETCH_BYTES = 1 << 20;
   static constexpr int64_t CLOSED = int64_t{1} << 32;
-  // How long a helper that finds nothing to do looks on before it sleeps: longer than Python takes between two calls.
-  static constexpr std::chrono::microseconds PATIENCE{200};
+  // How long a helper without work spins before it sleeps: longer than Python takes between two calls.
+  static constexpr std::chrono::microseconds SPIN_TIME{200};
 
   std::mutex in_use_;
   int64_t started_ = 0;
-  std::atomic<const char*> fetch_data_{nullptr};
-  std::atomic<int64_t> fetch_bytes_{0};
+  std::atomic<const char*> prefetch_data_{nullptr};
+  std::atomic<int64_t> prefetch_bytes_{0};
   // One loop's facts: written while no helper is inside.
   void (*run_)(const void*, int64_t, int64_t) = nullptr;
   const void* context_ = nullptr;
@@ -76,8 +76,9 @@ class ThreadPool {
     std::atomic<int64_t> next{0};
   };
   Share shares_[MAX_THREADS];
-  // Helpers inside, and whether the door is closed. The counter of loops tells helpers that it has been opened.
-  alignas(64) std::atomic<int64_t> visitors_{CLOSED};
+  // The number of helpers at work; the CLOSED bit: no new ones may enter. The counter of loops tells helpers that the
+  // bit was cleared.
+  alignas(64) std::atomic<int64_t> workers_{CLOSED};
   alignas(64) std::atomic<uint32_t> loop_{0};
 
   int64_t share_begin(int64_t share) const {
@@ -102,14 +103,14 @@ class ThreadPool {
     for (uint32_t seen = 0;;) {
       seen = wait_for_loop_after(seen, number);
       if (number >= helpers_.load(std::memory_order_relaxed)) continue;
-      if ((visitors_.fetch_add(1, std::memory_order_acquire) & CLOSED) == 0) work(number);
-      visitors_.fetch_sub(1, std::memory_order_release);
+      if ((workers_.fetch_add(1, std::memory_order_acquire) & CLOSED) == 0) work(number);
+      workers_.fetch_sub(1, std::memory_order_release);
     }
   }
 
   uint32_t wait_for_loop_after(uint32_t seen, int64_t number) {
-    auto until = std::chrono::steady_clock::now() + PATIENCE;
-    auto [data, bytes] = share_to_fetch(number);
+    auto until = std::chrono::steady_clock::now() + SPIN_TIME;
+    auto [data, bytes] = share_to_prefetch(number);
     for (int64_t turn = 1;; turn++) {
       uint32_t now = loop_.load(std::memory_order_acquire);
       if (now != seen) return now;
@@ -124,10 +125,11 @@ class ThreadPool {
     }
   }
 
-  std::pair<const char*, int64_t> share_to_fetch(int64_t number) const {
-    int64_t bytes = fetch_bytes_.load(std::memory_order_relaxed), shares = helpers_.load(std::memory_order_relaxed) + 1;
-    const char* data = fetch_data_.load(std::memory_order_relaxed);
-    return {data + bytes * number / shares, number + 1 < shares ? std::min(bytes / shares, MOST_FETCHED) : 0};
+  std::pair<const char*, int64_t> share_to_prefetch(int64_t number) const {
+    int64_t bytes = prefetch_bytes_.load(std::memory_order_relaxed);
+    int64_t shares = helpers_.load(std::memory_order_relaxed) + 1;
+    const char* data = prefetch_data_.load(std::memory_order_relaxed);
+    return {data + bytes * number / shares, number + 1 < shares ? std::min(bytes / shares, MAX_PREFETCH_BYTES) : 0};
   }
 
   static void relax() {

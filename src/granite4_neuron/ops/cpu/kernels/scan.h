@@ -85,18 +85,18 @@ inline void scan_in_registers(const HeadTokens& tokens, const float* decays, Hea
   for (int64_t t = 0; t < tokens.length; t++) {
     const float *B = tokens.B.row(t), *C = tokens.C.row(t), *x = tokens.x.row(t) + p;
     float dt = *tokens.dt.row(t);
-    Vec decay(decays[t]), totals[CHANNELS];
+    Vec decay(decays[t]), acc[CHANNELS];
 #pragma GCC unroll 2
     for (int c = 0; c < CHANNELS; c++) {
-      totals[c] = Vec(0.0f);
+      acc[c] = Vec(0.0f);
       Vec dt_x(dt * x[c]);
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++)
-        now[c][v] = advance(now[c][v], decay, dt_x, Vec::loadu(B + v * LANES), Vec::loadu(C + v * LANES), totals[c]);
+        now[c][v] = advance(now[c][v], decay, dt_x, Vec::loadu(B + v * LANES), Vec::loadu(C + v * LANES), acc[c]);
     }
     if (tokens.y.data == nullptr) continue;
 #pragma GCC unroll 2
-    for (int c = 0; c < CHANNELS; c++) tokens.y.row(t)[p + c] = output(totals[c], tokens.D, x[c]);
+    for (int c = 0; c < CHANNELS; c++) tokens.y.row(t)[p + c] = output(acc[c], tokens.D, x[c]);
   }
 #pragma GCC unroll 2
   for (int c = 0; c < CHANNELS; c++)
@@ -247,16 +247,16 @@ class RoundedScan {
     for (int64_t t = 0; t < tokens.length; t++) {
       const float *B = tokens.B.row(t) + n, *C = tokens.C.row(t) + n;
       const uint32_t* words = words_of(t) + n / WORD_COLUMNS * WORDS;
-      Vec decay(decays_[t]), totals[ROWS];
-      for_each<ROWS>([&](auto r) { totals[r] = Vec::loadu(total_of(t, r)); });
+      Vec decay(decays_[t]), acc[ROWS];
+      for_each<ROWS>([&](auto r) { acc[r] = Vec::loadu(total_of(t, r)); });
       for_each<VECTORS>([&](auto v) {
         Vec of_B = Vec::loadu(B + v * LANES, count), of_C = Vec::loadu(C + v * LANES, count);
         for_each<ROWS>([&](auto r) {
-          Vec exact = advance(now[r][v], decay, Vec(dt_x_[t][r]), of_B, of_C, totals[r]);
+          Vec exact = advance(now[r][v], decay, Vec(dt_x_[t][r]), of_B, of_C, acc[r]);
           now[r][v] = round_to<S>(exact, random_bits(words, first_row + r, column + v * LANES));
         });
       });
-      for_each<ROWS>([&](auto r) { totals[r].store(total_of(t, r)); });
+      for_each<ROWS>([&](auto r) { acc[r].store(total_of(t, r)); });
     }
     for_each<ROWS>([&](auto r) {
       S* to = state.to + at + r * d_state;

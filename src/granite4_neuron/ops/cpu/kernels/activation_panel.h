@@ -1,4 +1,4 @@
-// The other side of products with tiles: any number of vectors, side by side as a tile's steps meet them.
+// Any number of vectors, packed side by side in the order in which products with tiles read them.
 #pragma once
 
 #include "buffers.h"
@@ -8,14 +8,15 @@ namespace granite4_neuron {
 
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
-// Vectors that a tile is multiplied by at a time: their sums, a step of weights and one of a vector fit the registers.
-constexpr int64_t AT_ONCE = LANES == 16 ? 14 : 3;
+// How many vectors a tile is multiplied by at a time: their accumulators, a step of weights and one of a vector fit the
+// registers.
+constexpr int64_t MR = LANES == 16 ? 14 : 3;
 
 // Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
 // room for LANES of them, of which the rest is not read; a block of one is that vector. Behind the last column there are
 // zeros up to a whole step.
 template <typename Arithmetic>
-struct Vectors {
+struct ActivationPanel {
   using Input = typename Arithmetic::Input;
   static constexpr int64_t PLACES = LANES * Arithmetic::COLUMNS;  // inputs of a step
 
@@ -32,12 +33,12 @@ struct Vectors {
   }
   // How many of `count` vectors are multiplied at a time.
   static int64_t share_of(int64_t count) {
-    int64_t blocks = std::max<int64_t>(1, (count + AT_ONCE - 1) / AT_ONCE);
+    int64_t blocks = std::max<int64_t>(1, (count + MR - 1) / MR);
     return std::max<int64_t>(1, (count + blocks - 1) / blocks);
   }
 };
 
-// One block of `Vectors` at `to`, of `width` vectors: row(v) is the v-th, of T.
+// One block of `ActivationPanel` at `to`, of `width` vectors: row(v) is the v-th, of T.
 template <typename Arithmetic, typename Row>
 inline void fill_block(const Row& row, int64_t width, int64_t columns, typename Arithmetic::Input* to) {
   using Input = typename Arithmetic::Input;
@@ -55,21 +56,21 @@ inline void fill_block(const Row& row, int64_t width, int64_t columns, typename 
     at::vec::transpose_mxn<float>(from + s, steps, reinterpret_cast<float*>(to) + s * LANES, LANES, LANES, LANES);
 }
 
-// `Vectors` of row(0) to row(count - 1) in `scratch`, which has room for them.
+// `ActivationPanel` of row(0) to row(count - 1) in `scratch`, which has room for them.
 template <typename Arithmetic, typename Row>
-inline Vectors<Arithmetic> fill_blocks(
+inline ActivationPanel<Arithmetic> fill_panel(
     const Row& row, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
-  int64_t share = Vectors<Arithmetic>::share_of(count), size = Vectors<Arithmetic>::block_size(columns);
+  int64_t share = ActivationPanel<Arithmetic>::share_of(count), size = ActivationPanel<Arithmetic>::block_size(columns);
   for (int64_t first = 0; first < count; first += share, scratch += size)
     fill_block<Arithmetic>([&](int64_t v) { return row(first + v); }, std::min(share, count - first), columns, scratch);
   return {scratch - (count + share - 1) / share * size, count, share};
 }
 
-// `Vectors` of x, [count, columns], in `scratch`, which has room for them.
+// `ActivationPanel` of x, [count, columns], in `scratch`, which has room for them.
 template <typename Arithmetic, typename T>
-inline Vectors<Arithmetic> as_vectors(
+inline ActivationPanel<Arithmetic> as_panel(
     const T* x, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
-  int64_t share = Vectors<Arithmetic>::share_of(count), size = Vectors<Arithmetic>::block_size(columns);
+  int64_t share = ActivationPanel<Arithmetic>::share_of(count), size = ActivationPanel<Arithmetic>::block_size(columns);
   if constexpr (std::is_same_v<T, typename Arithmetic::Input>) {
     if (count == 1 && columns % Arithmetic::COLUMNS == 0) return {x, count, share};
   }
