@@ -106,9 +106,9 @@ def compare_layers(
 
 
 def operators_of_layer(operators: Operators, kind: str, has_experts: bool) -> list[str]:
-    """The functions and classes that compute a layer of a kind, such as "ops.norm.rms_norm"."""
-    if operators.decoder_layers is not None:
-        return [_name(operators.decoder_layers)]
+    """The functions that compute a layer of a kind, such as "ops.norm.rms_norm", or the module of fused layers."""
+    if operators.fused_layers is not None:
+        return [operators.fused_layers.__name__.removeprefix("granite4_neuron.")]
     names = ["rms_norm", "linear", "residual_add", "mlp"]
     names += ["router_logits", "topk_softmax", "fused_experts"] if has_experts else []
     names += ["rms_norm_gated"] if kind == MAMBA else ["write_cache", "cached_attention"]
