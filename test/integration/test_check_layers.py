@@ -115,7 +115,7 @@ class TestCommand:
     def test_fused_layers(self, check, texting_folder):
         status, output, _ = check(texting_folder)
         assert status == 0 and "passed (no layer is off)" in output and "the first" not in output
-        assert "mamba layers: ops.cpu.decoder.DecoderLayers" in output
+        assert "mamba layers: ops.cpu.layers" in output
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_fallbacks_have_their_reasons(self, check, texting_folder):
