@@ -1,5 +1,7 @@
 """The one exception type that is meant for a person to read."""
 
+from collections.abc import Collection
+
 _MOST_CHARACTERS = 1600
 _LAST_CHARACTERS = 400  # of them, from the end, where it says what would be right
 
@@ -12,6 +14,16 @@ class UserError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Check an option that has only so many values.
+
+    Raises:
+        UserError: the value is none of them.
+    """
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
@@ -63,8 +63,7 @@ def load(
         ("cpu_kernels", cpu_kernels, CPU_KERNELS),
         ("quantize", quantize, (None, *QUANTIZATIONS)),
     ):
-        if value not in choices:
-            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
+        check_choice(name, value, choices)
     folder = find(model if model is not None else bundled_checkpoint())
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from granite4_neuron.choices import DECODE_KERNELS, NKI_PREFILL_SCANS, PREFILL_SCANS
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import MambaKernels, with_layout
 from granite4_neuron.ops.operators import Operators
@@ -37,10 +37,8 @@ def select_operators(
         UserError: there is no such implementation; or it needs the package nki, which is not installed, or does not
             take the model's dimensions.
     """
-    if prefill_scan not in PREFILL_SCANS:
-        raise UserError(f"prefill_scan is {prefill_scan!r}; it must be one of {', '.join(PREFILL_SCANS)}.")
-    if decode_kernel not in DECODE_KERNELS:
-        raise UserError(f"decode_kernel is {decode_kernel!r}; it must be one of {', '.join(DECODE_KERNELS)}.")
+    check_choice("prefill_scan", prefill_scan, PREFILL_SCANS)
+    check_choice("decode_kernel", decode_kernel, DECODE_KERNELS)
     operators = base
     if (prefill_scan, decode_kernel) != (PREFILL_SCANS[0], DECODE_KERNELS[0]):
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)

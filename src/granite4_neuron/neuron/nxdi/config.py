@@ -6,7 +6,7 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 
 from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import Operators, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
@@ -186,8 +186,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             "state_dtype": COMPILED_STATE_DTYPES,
         }
         for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
+            check_choice(name, getattr(self, name), choices)
         if self.state_dtype != "float32" and self.decode_kernel != "nki":
             raise UserError(
                 f"SSM states in {self.state_dtype} need decode_kernel='nki', which rounds them as the hardware does."

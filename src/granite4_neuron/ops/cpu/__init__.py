@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from granite4_neuron.choices import CPU_KERNELS
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import check_choice
 from granite4_neuron.ops.cpu import layers
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.functions import (
@@ -59,8 +59,7 @@ def operators(kernels: str = "fused") -> Operators:
     Raises:
         UserError: there are no such kernels.
     """
-    if kernels not in CPU_KERNELS:
-        raise UserError(f"kernels is {kernels!r}; it must be one of {', '.join(CPU_KERNELS)}.")
+    check_choice("kernels", kernels, CPU_KERNELS)
     if kernels == "torch":
         return TORCH
     reason = load_kernels()
