@@ -13,7 +13,7 @@ from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import FewTokens, MambaKernels, MixerConstants, Rounding
+from granite4_neuron.ops import FusedMixer, MambaKernels, MixerConstants, Rounding
 
 
 class Mamba2(Module):
@@ -52,10 +52,10 @@ class Mamba2(Module):
         """
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
-        few_tokens = self._few_tokens(xBC_dt)
-        if few_tokens is None:
+        fused_mixer = self._fused_mixer(xBC_dt)
+        if fused_mixer is None:
             return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm), xBC_dt
-        gated = self._mix_few(few_tokens, xBC_dt, z, step, state)
+        gated = self._mix_fused(fused_mixer, xBC_dt, z, step, state)
         return self.out_proj(gated, None, self.norm), xBC_dt
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
@@ -63,25 +63,25 @@ class Mamba2(Module):
 
         Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
-        few_tokens = self._few_tokens(inputs)
-        if few_tokens is None:
+        fused_mixer = self._fused_mixer(inputs)
+        if fused_mixer is None:
             self._mix(inputs, step, state)
         else:
-            self._mix_few(few_tokens, inputs, None, step, state)
+            self._mix_fused(fused_mixer, inputs, None, step, state)
 
-    def _few_tokens(self, xBC_dt: torch.Tensor) -> FewTokens | None:
-        few_tokens = self.operators.mamba_decode.few_tokens
-        return few_tokens if few_tokens is not None and xBC_dt.shape[1] <= few_tokens.max_tokens else None
+    def _fused_mixer(self, xBC_dt: torch.Tensor) -> FusedMixer | None:
+        fused_mixer = self.operators.mamba_decode.fused_mixer
+        return fused_mixer if fused_mixer is not None and xBC_dt.shape[1] <= fused_mixer.max_tokens else None
 
-    def _mix_few(
-        self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
+    def _mix_fused(
+        self, fused_mixer: FusedMixer, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
     ) -> torch.Tensor | None:
         """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state unless verifying."""
         xBC, dt = self._inputs(xBC_dt, step)
         constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
         before = step.read(state.conv_state), step.read(state.ssm_state)
         accepted = None if step.verifies else step.lengths
-        results = few_tokens.mix(xBC, dt, constants, *before, z, accepted)
+        results = fused_mixer.mix(xBC, dt, constants, *before, z, accepted)
         if accepted is not None:
             step.write(state.ssm_state, results[-2])
             step.write(state.conv_state, results[-1])

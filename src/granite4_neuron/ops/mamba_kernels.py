@@ -28,7 +28,7 @@ class MixerConstants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FewTokens:
+class FusedMixer:
     """Convolution, recurrence and gate of a few tokens of each sequence as one kernel.
 
     mix: of xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
@@ -51,13 +51,13 @@ class MambaKernels:
     convolve: as `causal_conv1d`; y may be in x's dtype.
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
-    few_tokens: what takes the place of both where a step has no more tokens than that takes; None if nothing does.
+    fused_mixer: what takes the place of both where a step has no more tokens than that takes; None if nothing does.
     """
 
     scan: Callable[..., Results]
     convolve: Callable[..., Results] = causal_conv1d
     has_kernel_layout: bool = False
-    few_tokens: FewTokens | None = None
+    fused_mixer: FusedMixer | None = None
 
 
 def chunked_scan(

@@ -53,7 +53,7 @@ class Operators:
     quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
-    refusals: a sentence for each faster way that is not taken: which it is, and why.
+    fallbacks: a sentence for each faster way that is not taken: which it is, and why.
     """
 
     linear: Operator = linear
@@ -77,7 +77,7 @@ class Operators:
     launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None
-    refusals: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
 
 TORCH = Operators()

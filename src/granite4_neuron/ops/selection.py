@@ -95,12 +95,12 @@ def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: s
 
 def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_degree: int) -> Operators:
     # Not at the top: the package works without nki.
-    from granite4_neuron.ops.nki.mamba import few_tokens, round_in_hardware
+    from granite4_neuron.ops.nki.mamba import fused_mixer, round_in_hardware
 
     if MAMBA not in config.layer_types:
         return operators
     decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
-    decode = replace(decode, few_tokens=few_tokens(*_scan_dimensions(config, tp_degree)))
+    decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
     return replace(operators, mamba_decode=decode, round_state=round_in_hardware)
 
 
@@ -113,5 +113,5 @@ def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[in
 def _without_fused_layers(operators: Operators, reason: str) -> Operators:
     if operators.fused_layers is None:
         return operators
-    refusal = f"the fused decoder layers are not used: {reason}."
-    return replace(operators, fused_layers=None, refusals=(*operators.refusals, refusal))
+    fallback = f"the fused decoder layers are not used: {reason}."
+    return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))

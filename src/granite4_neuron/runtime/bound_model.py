@@ -37,9 +37,9 @@ class BoundModel:
         return self.model.is_quantized
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
-        return self.model.operators.refusals
+        return self.model.operators.fallbacks
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """As `Runtime.slot_layout`: that of a state which takes no memory."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron import memory
+from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
@@ -92,7 +92,7 @@ class CPURuntime(BoundModel):
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """As `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
-        with memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
+        with available_memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
             return HybridState.allocate(
                 self.config,
                 num_sequences,

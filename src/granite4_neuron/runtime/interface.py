@@ -87,7 +87,7 @@ class Runtime(Protocol):
         """Whether the large weights are quantized."""
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that it does not take."""
 
     @property

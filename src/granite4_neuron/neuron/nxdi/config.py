@@ -84,8 +84,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     def notes(self, tokens: int) -> tuple[str, ...]:
         """A sentence for each choice made for a graph of that many tokens, with the reason."""
         if not self.granite.num_local_experts:
-            return self.operators.refusals
-        return (*self.operators.refusals, f"experts: {self._path_of_experts(tokens)}.")
+            return self.operators.fallbacks
+        return (*self.operators.fallbacks, f"experts: {self._path_of_experts(tokens)}.")
 
     def _path_of_experts(self, tokens: int) -> str:
         if self.expert_path == "nxd":

@@ -77,8 +77,8 @@ class NeuronRuntime:
         return False  # `compile_model` does not use NxD Inference's int8
 
     @property
-    def refusals(self) -> tuple[str, ...]:
-        return self.model.config.operators.refusals
+    def fallbacks(self) -> tuple[str, ...]:
+        return self.model.config.operators.fallbacks
 
     @property
     def fingerprint(self) -> NoReturn:

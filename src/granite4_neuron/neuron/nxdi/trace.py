@@ -25,7 +25,7 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
-from granite4_neuron.neuron.nxdi import closed_operators
+from granite4_neuron.neuron.nxdi import sdk_custom_calls
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 
 # Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
@@ -67,7 +67,7 @@ def trace(
         with_components: trace the graph's modules alone as well.
     """
     set_compile_env_vars(application.neuron_config)
-    with _one_rank(application.neuron_config), closed_operators.as_custom_calls():
+    with _one_rank(application.neuron_config), sdk_custom_calls.as_custom_calls():
         instance = wrapper.get_model_instance()
         with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
             instance.load_module()

@@ -65,7 +65,7 @@ def operators(kernels: str = "fused") -> Operators:
         return TORCH
     reason = load_kernels()
     if reason is not None:
-        return replace(TORCH, refusals=(f"the fused kernels are not used: {reason}.",))
+        return replace(TORCH, fallbacks=(f"the fused kernels are not used: {reason}.",))
     return Operators(
         linear=linear,
         rms_norm=rms_norm,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
-from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants, Results
+from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants, Results
 from granite4_neuron.ops.nki.common import PSUM_BANK
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.ops.nki.launch import launch
@@ -40,7 +40,7 @@ def mix(
     z: torch.Tensor | None,
     accepted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """As `FewTokens.mix`."""
+    """As `FusedMixer.mix`."""
     weight, bias = constants.weight, constants.bias
     taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
     A_D = torch.stack([constants.A, constants.D])
@@ -48,14 +48,14 @@ def mix(
     return launch(mamba_decode, ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
 
 
-def few_tokens(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FewTokens:
+def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FusedMixer:
     """What advances a layer of these dimensions by one or a few tokens.
 
     Raises:
         UserError: the kernel does not take them.
     """
     check_mamba_decode(1, num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
-    return FewTokens(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
+    return FusedMixer(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
 
 
 def round_in_hardware(

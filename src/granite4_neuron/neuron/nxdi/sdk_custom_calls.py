@@ -17,8 +17,8 @@ import torch_xla
 
 @contextmanager
 def as_custom_calls() -> Iterator[None]:
-    """Within it, every closed operator that a graph of this model may reach in NxD and NxD Inference is a custom
-    call.
+    """Trace as a custom call, within it, each of these operators that a graph of this model may reach in NxD and NxD
+    Inference.
     """
     with ExitStack() as patches:
         for module, name, stand_in in _STAND_INS:
