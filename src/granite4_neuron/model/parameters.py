@@ -64,8 +64,8 @@ def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, 
         parts = {"input_layernorm", "post_attention_layernorm", "shared_mlp", "mamba" if kind == MAMBA else "self_attn"}
         if config.num_local_experts:
             parts.add("block_sparse_moe")
-        of_layer = {name: one for name, one in table.items() if name.partition(".")[0] in parts}
-        found |= {f"model.layers.{number}.{name}": one for name, one in of_layer.items()}
+        layer_table = {name: one for name, one in table.items() if name.partition(".")[0] in parts}
+        found |= {f"model.layers.{number}.{name}": one for name, one in layer_table.items()}
     found[NORM] = table[NORM]
     if not config.tie_word_embeddings:
         found[HEAD] = table[HEAD]

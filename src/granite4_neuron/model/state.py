@@ -117,7 +117,7 @@ class HybridState:
         """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
         for layer in self.layers:
             first = self._first_slot(layer)
-            for tensor in _of_positions(layer, 0, length).values():
+            for tensor in _layer_tensors(layer, 0, length).values():
                 tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
 
     def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ class HybridState:
         return {
             f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
             for index, layer in enumerate(self.layers)
-            for field, tensor in _of_positions(layer, start, length).items()
+            for field, tensor in _layer_tensors(layer, start, length).items()
         }
 
     def set_slot_tensors(
@@ -135,7 +135,7 @@ class HybridState:
     ) -> None:
         """The reverse of `slot_tensors`. What is not among `tensors` stays."""
         for index, layer in enumerate(self.layers):
-            for field, tensor in _of_positions(layer, start, length).items():
+            for field, tensor in _layer_tensors(layer, start, length).items():
                 name = f"layers.{index}.{field}"
                 if name in tensors:
                     tensor.index_copy_(0, slot - self._first_slot(layer), tensors[name][None])
@@ -154,7 +154,7 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
+def _layer_tensors(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
     """A layer's tensors by field; of keys and values, the part of positions start to length - 1.
 
     The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.

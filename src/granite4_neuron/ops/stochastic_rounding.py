@@ -49,9 +49,9 @@ def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(rounds):
         # A product takes 64 bits and wraps to a negative number; its halves are right all the same.
-        of_a, of_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b = (of_c >> 32 & _WORD) ^ b ^ low, of_c & _WORD
-        c, d = (of_a >> 32 & _WORD) ^ d ^ high, of_a & _WORD
+        a_product, c_product = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b = (c_product >> 32 & _WORD) ^ b ^ low, c_product & _WORD
+        c, d = (a_product >> 32 & _WORD) ^ d ^ high, a_product & _WORD
         low, high = low + _INCREMENTS[0] & _WORD, high + _INCREMENTS[1] & _WORD
     return torch.stack([a, b, c, d], -1)
 

@@ -280,5 +280,5 @@ def with_counted_graphs(
         seconds = [counted_bound(report.cost) for report in reports]
         last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
         seconds[last:] = [sum(seconds[last:])]
-        counted |= {(name, batch_size): of_graph for name, of_graph in zip(names, seconds, strict=True)}
+        counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}
     return [replace(line, counted=counted[line.step, line.batch_size]) for line in lines]

@@ -160,5 +160,5 @@ def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -
         (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
     except ToolsMissing:
         return None
-    of_a_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
-    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * of_a_sequence, of_a_sequence)
+    per_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
+    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * per_sequence, per_sequence)

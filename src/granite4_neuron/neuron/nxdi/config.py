@@ -179,13 +179,13 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 raise UserError(f"neuron_config.{name} is set; enable_fused_speculation gives tokens only.")
 
     def _check_kernels(self) -> None:
-        choices_of = {
+        option_choices = {
             "prefill_scan": PREFILL_SCANS,
             "decode_kernel": DECODE_KERNELS,
             "expert_path": EXPERT_PATHS,
             "state_dtype": COMPILED_STATE_DTYPES,
         }
-        for name, choices in choices_of.items():
+        for name, choices in option_choices.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}.")
         if self.state_dtype != "float32" and self.decode_kernel != "nki":

@@ -69,8 +69,8 @@ class NeuronExperts(nn.Module):
             slots = expert_slots(chosen, weights, self.num_experts)
             return sum(launch(experts_decode, x, *self._weights(), *slots))
         blocks = expert_blocks(chosen, self.num_experts)
-        (of_choices,) = launch(experts_prefill, x, *self._weights(), *blocks)
-        return combine_choices(of_choices, chosen, weights, self.num_experts)
+        (choice_outputs,) = launch(experts_prefill, x, *self._weights(), *blocks)
+        return combine_choices(choice_outputs, chosen, weights, self.num_experts)
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_experts, hidden_size, 2 * width], gate first, and [num_experts, width, hidden_size]."""

@@ -49,15 +49,15 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
         The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
-        tokens, states, of_draft = [input_ids], None, []
+        tokens, states, draft_inputs = [input_ids], None, []
         positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
         for _ in range(self.neuron_config.speculation_length):
-            place = position_ids + len(of_draft)
+            place = position_ids + len(draft_inputs)
             before = (positions < place).to(attention_mask.dtype)
             token, *states = self.draft_model(tokens[-1], before, place, seq_ids, sampling_params, kv_cache=states)
             tokens.append(token.view(-1, 1).to(input_ids.dtype))
-            of_draft.append(self.draft_model.kept_inputs)
-        self._inputs_of_draft = [torch.cat(of_layer, dim=1) for of_layer in zip(*of_draft, strict=True)]
+            draft_inputs.append(self.draft_model.kept_inputs)
+        self._draft_inputs = [torch.cat(layer_inputs, dim=1) for layer_inputs in zip(*draft_inputs, strict=True)]
         self._is_there = seq_ids >= 0
 
         candidates = torch.cat(tokens[:-1], dim=1)
@@ -89,7 +89,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         accepted = accepted.where(self._is_there, 0)
         first = 2
         for model, inputs in (
-            (self.draft_model, self._inputs_of_draft),
+            (self.draft_model, self._draft_inputs),
             (self.target_model, self.target_model.kept_inputs),
         ):
             self._commit(model, inputs, position_ids, accepted, token_gen_outs, first)
@@ -169,20 +169,20 @@ class FusedSpeculation:
         results = []
         for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
             outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
-            of_row, state = self._results_and_state(outputs, is_run_on_neuron)
-            self._copy_past_key_values([*of_row, *state])
-            results.append(of_row)
-        results = [torch.cat(of_rows) for of_rows in zip(*results, strict=True)]
+            row_results, state = self._results_and_state(outputs, is_run_on_neuron)
+            self._copy_past_key_values([*row_results, *state])
+            results.append(row_results)
+        results = [torch.cat(parts) for parts in zip(*results, strict=True)]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _decode_all_slots(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
         """As `_decode`, of a graph with several results; NxD Inference fills a batch for those with one only."""
         *_, seq_ids, _ = per_row
         slots = torch.arange(self.neuron_config.max_batch_size)
-        row_of = torch.zeros_like(slots)
-        row_of[seq_ids.long()] = torch.arange(len(seq_ids))
+        row_indices = torch.zeros_like(slots)
+        row_indices[seq_ids.long()] = torch.arange(len(seq_ids))
         is_there = torch.isin(slots, seq_ids)
-        input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_of] for tensor in per_row)
+        input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_indices] for tensor in per_row)
         full = (input_ids, attention_mask, position_ids, slots.where(is_there, -1), sampling_params)
         outputs, is_run_on_neuron = super()._get_model_outputs(*full, *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)

@@ -131,9 +131,9 @@ class NeuronRuntime:
         first = {row.slot: self._logits([Row(row.slot, 0, row.tokens[:1])]) for row in rows if not row.start}
         tokens = torch.zeros(self.own_slots, self.tokens_per_verification, dtype=torch.int64)
         is_there = torch.zeros(self.own_slots, dtype=torch.bool)
-        for slot, (_, of_row) in _begun(rows).items():
-            tokens[slot - 1, : len(of_row)] = torch.tensor(of_row)
-            is_there[slot - 1] = len(of_row) > 0
+        for slot, (_, row_tokens) in _begun(rows).items():
+            tokens[slot - 1, : len(row_tokens)] = torch.tensor(row_tokens)
+            is_there[slot - 1] = len(row_tokens) > 0
         by_slot, kept_inputs = self.model.verify(tokens, self._starts(rows), is_there)
         for slot, logits in first.items():
             by_slot[slot - 1] = torch.cat([logits, by_slot[slot - 1, :-1]])
@@ -146,8 +146,8 @@ class NeuronRuntime:
         """As `Runtime.commit`, on the device."""
         require(self, "verify")
         counts = torch.zeros(self.own_slots, dtype=torch.int64)
-        for slot, (_, of_row) in _begun(accepted_rows(verification.rows, accepted)).items():
-            counts[slot - 1] = len(of_row)
+        for slot, (_, row_tokens) in _begun(accepted_rows(verification.rows, accepted)).items():
+            counts[slot - 1] = len(row_tokens)
         self.model.commit(verification.kept_inputs, self._starts(verification.rows), counts)
 
     @torch.inference_mode()

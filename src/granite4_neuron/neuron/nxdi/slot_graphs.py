@@ -124,8 +124,8 @@ class SlotGraph(ModelWrapper):
                 state.data = new
             return outputs[: self.model.num_results]
         ranks = range(self.neuron_config.local_ranks_size)
-        of_ranks = [[value if torch.is_tensor(value) else value[rank] for value in inputs] for rank in ranks]
-        return [list(of_all) for of_all in zip(*self.model.nxd_model.forward_ranked(of_ranks), strict=True)]
+        rank_inputs = [[value if torch.is_tensor(value) else value[rank] for value in inputs] for rank in ranks]
+        return [list(per_rank) for per_rank in zip(*self.model.nxd_model.forward_ranked(rank_inputs), strict=True)]
 
 
 def to_host(result: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -59,10 +59,10 @@ def mamba_decode_torch(
     if z is not None:
         results.append((torch.stack(outputs, 1) * F.silu(z.float())).to(xBC.dtype))
     if accepted is not None:
-        of_rows = torch.arange(batch, device=states.device), accepted.long()
+        kept_index = torch.arange(batch, device=states.device), accepted.long()
         places = accepted.long()[:, None] + torch.arange(reach, device=states.device)
         windows = history.gather(2, places[:, None].expand(-1, history.shape[1], -1))
-        new_states = torch.stack(kept, 1)[of_rows].permute(0, 3, 1, 2)
+        new_states = torch.stack(kept, 1)[kept_index].permute(0, 3, 1, 2)
         results += [new_states.to(states.dtype), windows.to(conv_states.dtype)]
     return tuple(results)
 

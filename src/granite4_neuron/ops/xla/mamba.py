@@ -91,8 +91,8 @@ def _pass_on(
     rows = batch * n_groups
     initial_states = initial_states.reshape(rows, num_heads // n_groups, head_dim, d_state)
     by_row = zip(*(_by_row(values, rows) for values in (initial_states, added, log_decay)), strict=True)
-    passed = [_pass_on_in_a_row(*of_row) for of_row in by_row]
-    before, after = (of_rows[0] if rows == 1 else torch.cat(of_rows) for of_rows in zip(*passed, strict=True))
+    passed = [_pass_on_in_a_row(*row_values) for row_values in by_row]
+    before, after = (row_states[0] if rows == 1 else torch.cat(row_states) for row_states in zip(*passed, strict=True))
     return before, after.reshape(batch, num_heads, head_dim, d_state)
 
 

@@ -155,8 +155,8 @@ def _chosen_experts(
 def _all_experts(
     hidden_states: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
-    of_experts = (topk_weights[..., None] * _one_hot(topk_ids, weights.num_experts)).sum(1)  # [tokens, num_experts]
-    activated = weights.first_of_all(hidden_states).float() * of_experts.T[..., None]
+    expert_weights = (topk_weights[..., None] * _one_hot(topk_ids, weights.num_experts)).sum(1)  # [tokens, num_experts]
+    activated = weights.first_of_all(hidden_states).float() * expert_weights.T[..., None]
     return weights.sum_of_second(activated.to(hidden_states.dtype))
 
 
