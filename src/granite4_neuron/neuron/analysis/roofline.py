@@ -42,7 +42,7 @@ def minimum(
     verifies: bool = False,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of a step of `tokens` tokens in each of `batch_size` sequences.
+    """Return the minimum cost of a step of `tokens` tokens in each of `batch_size` sequences.
 
     Assumptions:
 
@@ -109,7 +109,7 @@ def minimum_of_commit(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of a commit; arguments as in `minimum`.
+    """Return the minimum cost of a commit; arguments as in `minimum`.
 
     The state is read and written once, and the kept inputs are read: x, B, C and dt of each token. An entry of the
     state takes two FLOPs for its decay and two for each token.
@@ -134,7 +134,7 @@ def minimum_of_copy(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of copying a slot of `length` tokens: reading and writing it once."""
+    """Return the minimum cost of copying a slot of `length` tokens: reading and writing it once."""
     return Minimum(
         flops=0,
         weights=0,

@@ -14,7 +14,7 @@ from granite4_neuron.neuron.nxdi.state import HybridCacheManager
 
 Outputs = torch.Tensor | list[torch.Tensor]
 
-# What the graph gives: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
+# Results of the graph: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
 # step's input; its attention mask; its position, [batch, 1]. The draft's state and the target's follow.
 NUM_RESULTS = 4
 
@@ -44,8 +44,8 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         *args: object,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """Drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch, tokens],
-        and all states; recurrent ones have not yet been advanced by the accepted tokens.
+        """Return drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch,
+        tokens], and all states; recurrent ones have not yet been advanced by the accepted tokens.
 
         The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
@@ -68,7 +68,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     def _tkg_postprocessor(
         self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
+        """Return the graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
 
         The choice is greedy: the target's tokens as long as the drafts equal them, and the one after those.
         """
@@ -113,10 +113,10 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
 
 class FusedSpeculation:
-    """What an application of NxD Inference has to do otherwise where such a model is its graphs'."""
+    """Differences of an application of NxD Inference whose graphs have such a model."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
-        """The weights; of fused speculation those of both models."""
+        """Return the weights; of fused speculation those of both models."""
         try:
             return super().checkpoint_loader_fn(mmap)
         finally:
@@ -124,7 +124,7 @@ class FusedSpeculation:
 
     @classmethod
     def validate_config(cls, config: GraniteMoeHybridInferenceConfig) -> None:
-        """Check what a config can only tell with its draft model's.
+        """Check the parts of a config that depend on its draft model's.
 
         Raises:
             UserError: fused speculation has no draft model, or one that does not fit.
@@ -165,7 +165,7 @@ class FusedSpeculation:
         super().enable_context_encoding(**model_init_kwargs)
 
     def _prefill_one_by_one(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Of graphs with several results and one row; NxD Inference cuts a batch for those with one result only."""
+        """Prefill each row alone, for graphs with several results; NxD Inference does so for one result only."""
         results = []
         for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
             outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
@@ -176,7 +176,7 @@ class FusedSpeculation:
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _decode_all_slots(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """As `_decode`, of a graph with several results; NxD Inference fills a batch for those with one only."""
+        """Do as `_decode`, for a graph with several results; NxD Inference fills a batch for those with one only."""
         *_, seq_ids, _ = per_row
         slots = torch.arange(self.neuron_config.max_batch_size)
         row_indices = torch.zeros_like(slots)
@@ -195,6 +195,6 @@ class FusedSpeculation:
 
 
 def cache_managers(model: torch.nn.Module) -> list[HybridCacheManager]:
-    """Those of a graph's model, or of the two that fused speculation has, in the order of the graph's outputs."""
+    """Return those of a graph's model, or of fused speculation's two, in the order of the graph's outputs."""
     is_fused = isinstance(model, FusedSpeculationModel)
     return [each.kv_mgr for each in ((model.draft_model, model.target_model) if is_fused else (model,))]
