@@ -93,7 +93,7 @@ def hlo_text(traced):
     return torch_xla._XLAC._get_xla_tensors_hlo(traced.outputs)
 
 
-def closed_operators(text):
+def sdk_custom_calls(text):
     """Names of what only the Neuron SDK has."""
     calls = [instruction for instruction in instructions(text).values() if instruction.opcode == "custom-call"]
     return sorted(call.attributes.split('custom_call_target="')[1].split('"')[0] for call in calls)
@@ -136,7 +136,7 @@ def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
     assert findings(text) == []
     layers = app.config.granite.layer_types.count(ATTENTION)
     is_flash = kind == "prefill_continuation_model" or (kind, bucket) == ("context_encoding_model", 512)
-    assert closed_operators(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
+    assert sdk_custom_calls(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
 
 
 @pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 2), (4, 4)])
@@ -159,7 +159,7 @@ def test_graphs_of_slots(name, tp_degree, batch_size, tmp_path):
         check_state(traced, unchanged)
         assert (len(traced.results), len(traced.states)) == (results, states)
         text = hlo_text(traced)
-        assert findings(text) == [] and closed_operators(text) == []
+        assert findings(text) == [] and sdk_custom_calls(text) == []
 
 
 @pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 1), (4, 4)])
@@ -186,7 +186,7 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
         found = findings(text)
         assert len(found) == (choices if tp_degree > 1 else 0)
         assert all("is a gather at places in a sequence" in finding for finding in found)
-        choosing = [operator for operator in closed_operators(text) if operator != FLASH_ATTENTION]
+        choosing = [operator for operator in sdk_custom_calls(text) if operator != FLASH_ATTENTION]
         of_ranks = choices + unasked if tp_degree > 1 else 0
         assert choosing == ["argmax"] * choices + ["cascaded_max"] * of_ranks
 
@@ -195,7 +195,7 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
 @pytest.mark.parametrize("name", ["h-1b"])
 def test_what_a_verification_costs(name, batch_size):
     """Of three drafts, beside decode, with dense models: experts that more tokens choose are not read for nothing."""
-    from granite4_neuron.neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graph_costs import report
 
     config = GraniteMoeHybridConfig.from_family(name)
     reports = report(config, torch.bfloat16, 4, batch_size, [128], 2048, verified_tokens=4)
@@ -214,7 +214,7 @@ def test_sampling_on_the_device(do_sample, expected, tmp_path):
     )
     traced = trace(app, "token_generation_model", 1024)
     check_state(traced)
-    assert closed_operators(hlo_text(traced)) == expected
+    assert sdk_custom_calls(hlo_text(traced)) == expected
 
 
 def test_kernels_of_this_package(tmp_path):
@@ -236,12 +236,12 @@ def test_kernels_of_this_package(tmp_path):
         check_state(traced, expected_to_pass=2 if kind == "verification_model" else 0)
         text = hlo_text(traced)
         assert findings(text) == []
-        assert closed_operators(text) == expected
+        assert sdk_custom_calls(text) == expected
 
 
 def test_the_kernel_moves_states_as_often_as_it_must():
     """Four tokens' verification, which writes none, moves no more than a token's decode; a commit moves little else."""
-    from granite4_neuron.neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graph_costs import report
 
     config = GraniteMoeHybridConfig.from_family("h-1b")
     config = replace(config, layer_types=(MAMBA,) * 2, num_hidden_layers=2)
@@ -275,7 +275,7 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
     app = application(folder, config_options={"expert_path": "nxd"}, blockwise_matmul_config=EXPERT_KERNELS[kernel])
     traced = trace(app, "context_encoding_model", 128)
     check_state(traced)
-    assert closed_operators(hlo_text(traced)) == [kernel] * 2
+    assert sdk_custom_calls(hlo_text(traced)) == [kernel] * 2
 
 
 def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):

@@ -153,7 +153,7 @@ class TestVerification:
         assert {name for name, *_ in launches} == {"conv1d_prefill", "ssd_chunk_scan", "mamba_decode"}
         forms = {(has_outputs, counts) for name, has_outputs, counts in launches if name == "mamba_decode"}
         assert forms == {(True, True), (True, False), (False, True)}
-        assert runtime.refusals == ()
+        assert runtime.fallbacks == ()
 
     def test_states_of_16_bits(self, random_checkpoints, with_kernels, monkeypatch):
         """Rounded as the hardware does, by chance, at each step and commit: near the exact logits, and not at them."""

@@ -177,19 +177,19 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
     assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-5
 
 
-class TestRefusals:
+class TestFallbacks:
     """What a runtime says about faster ways that it does not take."""
 
     @needs_compiler
-    def test_nothing_is_refused_by_default(self, model):
-        assert CPURuntime(model, GenerationConfig()).refusals == ()
-        assert CPURuntime(model, GenerationConfig(), kernels="torch").refusals == ()
+    def test_nothing_falls_back_by_default(self, model):
+        assert CPURuntime(model, GenerationConfig()).fallbacks == ()
+        assert CPURuntime(model, GenerationConfig(), kernels="torch").fallbacks == ()
 
     @needs_compiler
     def test_another_scan(self, model):
         runtime = CPURuntime(model, GenerationConfig(), prefill_scan="quadratic")
-        (refusal,) = runtime.refusals
-        assert refusal == (
+        (fallback,) = runtime.fallbacks
+        assert fallback == (
             "the fused decoder layers are not used: they have their own scan, and the prefill scan quadratic and the "
             "decode kernel torch are asked for."
         )
@@ -201,20 +201,20 @@ class TestRefusals:
         config = small_config()
         operators = select_operators(cpu.operators(), config, tp_degree=2)
         assert operators.fused_layers is None
-        (refusal,) = operators.refusals
-        assert refusal.startswith("the fused decoder layers are not used: ") and "a part of 2" in refusal
+        (fallback,) = operators.fallbacks
+        assert fallback.startswith("the fused decoder layers are not used: ") and "a part of 2" in fallback
         part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
         assert part.bind(operators).model.fused_layers is None
 
     def test_no_compiler(self, model, monkeypatch):
         monkeypatch.setattr(cpu, "load_kernels", lambda: "no C++ compiler (c++) was found")
         runtime = CPURuntime(model, GenerationConfig())
-        assert runtime.refusals == ("the fused kernels are not used: no C++ compiler (c++) was found.",)
-        assert dataclasses.replace(runtime.model.operators, refusals=()) == TORCH
+        assert runtime.fallbacks == ("the fused kernels are not used: no C++ compiler (c++) was found.",)
+        assert dataclasses.replace(runtime.model.operators, fallbacks=()) == TORCH
 
-    def test_what_has_no_faster_way_refuses_none(self):
-        assert select_operators(TORCH, small_config(), 2, prefill_scan="quadratic").refusals == ()
-        assert select_operators(XLA, small_config(), 2, prefill_scan="quadratic").refusals == ()
+    def test_no_fallback_where_there_is_no_faster_way(self):
+        assert select_operators(TORCH, small_config(), 2, prefill_scan="quadratic").fallbacks == ()
+        assert select_operators(XLA, small_config(), 2, prefill_scan="quadratic").fallbacks == ()
 
 
 def test_every_field_of_the_backends_has_the_definitions_arguments():

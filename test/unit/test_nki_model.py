@@ -96,7 +96,7 @@ def test_a_row_without_tokens_keeps_its_state():
 
 
 def test_a_row_without_tokens_keeps_its_state_in_decode():
-    decode = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_decode.few_tokens
+    decode = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_decode.fused_mixer
     inputs = mamba_decode_inputs(2, 1, heads=2, head_dim=32, accepted=[1, 0])
     states, conv_states, xBC, dt, taps, A_D, z, accepted = inputs.values()
     results = decode.mix(xBC, dt, MixerConstants(taps[:, :-1], taps[:, -1], *A_D), conv_states, states, z, accepted)
@@ -122,7 +122,7 @@ def test_dimensions_that_no_kernel_takes():
 
 def test_steps_of_a_few_tokens_are_one_kernel():
     taken = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki")
-    assert taken.mamba_decode.few_tokens.max_tokens == 16 and taken.refusals == ()
+    assert taken.mamba_decode.fused_mixer.max_tokens == 16 and taken.fallbacks == ()
 
 
 def test_names_that_are_none():

@@ -13,7 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 
-from granite4_neuron import memory
+from granite4_neuron import available_memory
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.quantized import quantized_weights
 from granite4_neuron.checkpoint.stored_tensors import INDEX, StoredTensors
@@ -95,8 +95,8 @@ def load_model(
     stored_formats = {name: each.format for name, each in quantized.items()}
     formats = formats_for(model, quantize) if quantization is None else stored_formats
     plan = WeightPlan(model, dtype, formats, operators)
-    memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
-    with memory.enough_for(f"the weights in {folder}"):
+    available_memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
+    with available_memory.enough_for(f"the weights in {folder}"):
         block, done = WeightMemory(plan.tensors()), 0
         for name in plan.largest_first():
             if name in quantized:

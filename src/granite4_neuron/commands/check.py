@@ -144,7 +144,7 @@ def _print_layers(reports: Sequence[LayerReport], runtime: BoundModel) -> int:
     for kind in dict.fromkeys(runtime.config.layer_types):
         operators = operators_of_layer(runtime.model.operators, kind, runtime.config.num_local_experts > 0)
         write(f"{kind} layers: {', '.join(operators)}")
-    for sentence in runtime.refusals:
+    for sentence in runtime.fallbacks:
         write(sentence)
     if first_off is not None:
         write(f"FAILED (layer {first_off}, {reports[first_off].kind}, is the first that is off)")

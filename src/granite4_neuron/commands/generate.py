@@ -96,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
         save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
     if options.verbose:
         _print_stats(stats, cache)
-        for refusal in runtime.refusals:
-            print(refusal, file=sys.stderr)
+        for fallback in runtime.fallbacks:
+            print(fallback, file=sys.stderr)
     return 0
 
 

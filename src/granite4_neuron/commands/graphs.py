@@ -119,7 +119,7 @@ def _reports(
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")
-    from granite4_neuron.neuron.nxdi.graphs import report
+    from granite4_neuron.neuron.nxdi.graph_costs import report
 
     return report(config, dtype, *sizes, kernels, options.verify)
 

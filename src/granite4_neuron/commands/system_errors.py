@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from granite4_neuron import memory
+from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 
 
@@ -17,7 +17,7 @@ def as_user_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (OSError, MemoryError, RuntimeError) as error:
-        if memory.is_exhausted(error):
+        if available_memory.is_exhausted(error):
             raise UserError("there is not enough memory.") from None
         if not isinstance(error, OSError):
             raise

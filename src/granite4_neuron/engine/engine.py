@@ -21,12 +21,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.drafters import Drafter, DraftRequest
-from granite4_neuron.engine.memory import Slots
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
+from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require

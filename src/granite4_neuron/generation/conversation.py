@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from granite4_neuron import memory
+from granite4_neuron import available_memory
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
@@ -162,7 +162,7 @@ class Conversation:
             raise UserError(f"{file} is damaged ({error}); save the conversation again.") from None
         # A turn has all tokens before it too: a short file may stand for more than there is room for.
         num_bytes = _POINTER_BYTES * sum(turn["start"] + len(turn["prompt"]) for turn in saved["turns"])
-        memory.check_available(num_bytes, f"the turns in {file}", "take another conversation")
+        available_memory.check_available(num_bytes, f"the turns in {file}", "take another conversation")
         turns = _loaded_turns(saved["turns"])
         if turns[-1].stored != list(snapshot.tokens):
             raise UserError(f"{file} is damaged (its state is of other tokens); save the conversation again.")

@@ -36,7 +36,7 @@ class Attention(Module):
     def forward(
         self, hidden_states: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
     ) -> torch.Tensor:
-        """[batch, tokens, hidden_size] to the same shape; the step's keys and values are added to `state` in place."""
+        """Map [batch, tokens, hidden_size] to the same shape; add the step's keys and values to `state` in place."""
         heads = (-1, self.head_dim)
         query = self.q_proj(hidden_states).unflatten(-1, heads)
         key = self.k_proj(hidden_states).unflatten(-1, heads)

@@ -1,4 +1,4 @@
-"""What all modules of the model have in common: operators, and weights that are fixed once these are chosen."""
+"""Operators of a module, and weights that are fixed once operators are chosen: the base of all modules of the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def use(module: nn.Module, operators: Operators) -> None:
 
 
 def second_tree(module: AnyModule) -> AnyModule:
-    """A tree of modules of its own over the same parameters, buffers and hooks, which is not bound."""
+    """Return a tree of modules of its own over the same parameters, buffers and hooks, which is not bound."""
     copied = copy.copy(module)
     copied.__dict__["_is_bound"] = False
     copied._parameters = dict(module._parameters)

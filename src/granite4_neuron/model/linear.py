@@ -17,7 +17,7 @@ class Matrix(Module):
     may_be_quantized: ClassVar[bool] = True
 
     def set_compact_weight(self, weight: CompactWeight) -> None:
-        """Put it in the parameter's place."""
+        """Put a compact weight in the parameter's place."""
         if "weight" in self._parameters and not self._is_bound:
             del self.weight
         self.weight = weight
@@ -30,7 +30,7 @@ class Linear(Matrix, nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Nothing: weights come from a checkpoint. Torch's own would import its compiler for weights on "meta"."""
+        """Do nothing: weights come from a checkpoint. Torch's own would import its compiler for weights on "meta"."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.operators.linear(x, self.weight, self.bias)

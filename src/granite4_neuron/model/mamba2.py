@@ -13,7 +13,7 @@ from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import FewTokens, MambaKernels, MixerConstants, Rounding
+from granite4_neuron.ops import FusedMixer, MambaKernels, MixerConstants, Rounding
 
 
 class Mamba2(Module):
@@ -47,15 +47,15 @@ class Mamba2(Module):
         self.out_proj = _NormedProjection(config, self.d_inner, parallel)
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> tuple[torch.Tensor, torch.Tensor]:
-        """[batch, tokens, hidden_size] to the same shape, and the inputs of `advance`, [batch, tokens, conv_dim +
-        num_heads]. `state` is advanced in place by the step's real tokens, unless the step verifies.
+        """Map [batch, tokens, hidden_size] to the same shape, and return also the inputs of `advance`, [batch, tokens,
+        conv_dim + num_heads]. `state` is advanced in place by the step's real tokens, unless the step verifies.
         """
         projected = self.in_proj(hidden_states)
         z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
-        few_tokens = self._few_tokens(xBC_dt)
-        if few_tokens is None:
+        fused_mixer = self._fused_mixer(xBC_dt)
+        if fused_mixer is None:
             return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm), xBC_dt
-        gated = self._mix_few(few_tokens, xBC_dt, z, step, state)
+        gated = self._mix_fused(fused_mixer, xBC_dt, z, step, state)
         return self.out_proj(gated, None, self.norm), xBC_dt
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
@@ -63,32 +63,32 @@ class Mamba2(Module):
 
         Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
-        few_tokens = self._few_tokens(inputs)
-        if few_tokens is None:
+        fused_mixer = self._fused_mixer(inputs)
+        if fused_mixer is None:
             self._mix(inputs, step, state)
         else:
-            self._mix_few(few_tokens, inputs, None, step, state)
+            self._mix_fused(fused_mixer, inputs, None, step, state)
 
-    def _few_tokens(self, xBC_dt: torch.Tensor) -> FewTokens | None:
-        few_tokens = self.operators.mamba_decode.few_tokens
-        return few_tokens if few_tokens is not None and xBC_dt.shape[1] <= few_tokens.max_tokens else None
+    def _fused_mixer(self, xBC_dt: torch.Tensor) -> FusedMixer | None:
+        fused_mixer = self.operators.mamba_decode.fused_mixer
+        return fused_mixer if fused_mixer is not None and xBC_dt.shape[1] <= fused_mixer.max_tokens else None
 
-    def _mix_few(
-        self, few_tokens: FewTokens, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
+    def _mix_fused(
+        self, fused_mixer: FusedMixer, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
     ) -> torch.Tensor | None:
-        """Convolution, scan and gate: [batch, tokens, d_inner]; None without z. Advances the state unless verifying."""
+        """Apply convolution, scan and gate: [batch, tokens, d_inner]; None without z. Verification keeps the state."""
         xBC, dt = self._inputs(xBC_dt, step)
         constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
         before = step.read(state.conv_state), step.read(state.ssm_state)
         accepted = None if step.verifies else step.lengths
-        results = few_tokens.mix(xBC, dt, constants, *before, z, accepted)
+        results = fused_mixer.mix(xBC, dt, constants, *before, z, accepted)
         if accepted is not None:
             step.write(state.ssm_state, results[-2])
             step.write(state.conv_state, results[-1])
         return None if z is None else results[0]
 
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        """Convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
+        """Apply convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
         xBC, dt = self._inputs(xBC_dt, step)
         kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
         weight = self.conv1d.weight.squeeze(1)
@@ -98,7 +98,7 @@ class Mamba2(Module):
         return self._scan(kernels, xBC, dt, step, state)
 
     def _inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """The convolution's input, and the scan's dt, [batch, tokens, num_heads], float32."""
+        """Return the convolution's input, and the scan's dt, [batch, tokens, num_heads], float32."""
         dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
         dt = F.softplus(dt).clamp(*self.time_step_limit)
         # A padded token must not change the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
@@ -147,7 +147,7 @@ class _NormedProjection(Linear):
         self.norm_channels = config.mamba_intermediate_size
 
     def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
-        """y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
+        """Map y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
         if self.parallel.degree == 1:
             return super().forward(norm(y, z))
         if not self.norm_is_split:

@@ -49,7 +49,7 @@ class GraniteMoeHybridForCausalLM(Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, of the KV cache, and of all weights that are not quantized."""
+        """The dtype of activations, of the KV cache, and of all weights that are not quantized."""
         return self.model.norm.weight.dtype
 
     @property
@@ -71,21 +71,21 @@ class GraniteMoeHybridForCausalLM(Module):
             self.lm_head.set_compact_weight(weight)
 
     def matrices(self) -> dict[str, Matrix]:
-        """The modules whose weights operators multiply by, by name. A head that is the embedding is there as that."""
+        """Return the modules with the matrices of products, by name. A head that is the embedding is there as that."""
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         left_out = self.lm_head if tied else self.model.embed_tokens
         modules = self.named_modules()
         return {name: module for name, module in modules if isinstance(module, Matrix) and module is not left_out}
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """All weights by the checkpoint's names, also those that are no parameters."""
+        """Return all weights by the checkpoint's names, also those that are no parameters."""
         yield from self.named_parameters()
         for name, module in self.matrices().items():
             if not isinstance(module.weight, nn.Parameter):
                 yield f"{name}.weight", module.weight
 
     def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
-        """A model with the weights that this one has now, which computes with `operators`; this one is not changed.
+        """Return a model with this one's present weights, which computes with `operators`; this one is not changed.
 
         Its weights are fixed. It shares tensors with this model, but for two cases. With a device other than theirs
         they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
@@ -102,7 +102,7 @@ class GraniteMoeHybridForCausalLM(Module):
         return bound
 
     def _pack(self, pack: Pack) -> None:
-        """Have all matrices as products read them, and copies of the other weights."""
+        """Lay out all matrices as products read them, and copy the other weights."""
         matrices = self.matrices().values()
         is_packed = not any(isinstance(module.weight, nn.Parameter) for module in matrices)
         for module in matrices:
@@ -148,7 +148,7 @@ class GraniteMoeHybridForCausalLM(Module):
         step = step_of(positions, lengths, slots, state, kv_length=kv_length)
         hidden_states, _ = self.model(input_ids, step, state)
         if not all_logits:
-            # Selected by a mask and not by an index: what a compiler for static shapes handles well.
+            # Selected by a mask and not by an index, which suits a compiler for static shapes.
             hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
         return self.head(hidden_states)
 
@@ -162,7 +162,7 @@ class GraniteMoeHybridForCausalLM(Module):
         *,
         kv_length: int | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """`forward` for tokens that may be taken back: keys and values are written, recurrent state is left as it is.
+        """Run `forward` for tokens that may be taken back: keys and values are written, recurrent state is not.
 
         Returns:
             Logits of every token, [batch, tokens, vocab_size] in float32; and the inputs of each Mamba layer's
@@ -173,7 +173,7 @@ class GraniteMoeHybridForCausalLM(Module):
         return self.head(hidden_states), inputs
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits: [..., hidden_size] to [..., vocab_size], float32."""
+        """Compute logits: [..., hidden_size] to [..., vocab_size], float32."""
         part = self.operators.logits(hidden_states, self.lm_head.weight, self.config.logits_scaling)
         return self.parallel.all_gather(part)
 
@@ -211,7 +211,7 @@ def step_of(
     kv_length: int | None = None,
     verifies: bool = False,
 ) -> Step:
-    """The step of the kind that goes with the state; arguments as `GraniteMoeHybridForCausalLM.forward` has them."""
+    """Return the step of the kind that the state needs; arguments as in `GraniteMoeHybridForCausalLM.forward`."""
     in_order = slots is None
     if in_order:
         slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
@@ -238,18 +238,18 @@ class _Decoder(Module):
         self.fused_layers: FusedLayers | None = None
 
     def fuse_layers(self) -> None:
-        """Take the one call for all layers if the operators have it, and none if not."""
+        """Use the one call for all layers if the operators have it, and none if not."""
         operators = self.operators
         self.fused_layers = operators.fused_layers and FusedLayers(operators, self.layers, self.config)
 
     def fuses(self, step: Step) -> bool:
-        """Whether that call takes the step."""
+        """Return whether the call for all layers takes the step."""
         return self.fused_layers is not None and step.has_null_slot
 
     def forward(
         self, input_ids: torch.Tensor, step: Step, state: HybridState
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final hidden states, [batch, tokens, hidden_size]; and if the step verifies, each Mamba layer's inputs."""
+        """Return final hidden states, [batch, tokens, hidden_size]; for a verification, Mamba layers' inputs too."""
         # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
         hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
         # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
@@ -266,7 +266,7 @@ class _Decoder(Module):
         return self.norm(hidden_states), kept_inputs
 
     def rotary(self, step: Step) -> RotaryTables | None:
-        """For the step's positions; None for a model without rotary positions."""
+        """Return rotary tables for the step's positions; None for a model without rotary positions."""
         if not self.config.uses_rope:
             return None
         return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
@@ -300,7 +300,7 @@ class DecoderLayer(Module):
         state: MambaState | KeyValueState,
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What becomes of hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
+        """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
         residual_add, inputs = self.operators.residual_add, None
         x = self.input_layernorm(hidden_states)
         if self.is_mamba:
@@ -314,11 +314,11 @@ class DecoderLayer(Module):
         return hidden_states, inputs
 
     def attend(self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None) -> torch.Tensor:
-        """As `Attention`."""
+        """Apply the layer's `Attention`."""
         return self.self_attn(x, step, state, rotary)
 
     def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        """What is added one after the other, each [batch, tokens, hidden_size]."""
+        """Return the terms that are added one after the other, each [batch, tokens, hidden_size]."""
         yield self.shared_mlp(x)
         if self.block_sparse_moe is not None:
             yield self.block_sparse_moe(x)

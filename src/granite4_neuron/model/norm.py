@@ -31,7 +31,7 @@ class RMSNormGated(Module):
         self.n_groups = n_groups
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
-        """Normalised [..., channels]; without a gate, hidden_states are already gated."""
+        """Normalise [..., channels]; without a gate, hidden_states are already gated."""
         if gate is None:
             return rms_norm(hidden_states, self.weight, self.eps, self.n_groups)
         return self.operators.rms_norm_gated(hidden_states, gate, self.weight, self.eps, self.n_groups)

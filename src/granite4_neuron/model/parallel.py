@@ -25,13 +25,13 @@ class Parallel:
     group: torch.distributed.ProcessGroup | None = None
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks; `partial` may be overwritten."""
+        """Return the sum over all ranks; `partial` may be overwritten."""
         if self.group is not None:
             torch.distributed.all_reduce(partial, group=self.group)
         return partial
 
     def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The sums of several tensors of one dtype, in one message."""
+        """Return the sums of several tensors of one dtype, in one message."""
         if self.group is None:
             return partials
         total = self.all_reduce(torch.cat([partial.flatten() for partial in partials]))
@@ -39,7 +39,7 @@ class Parallel:
         return [part.view_as(partial) for part, partial in zip(parts, partials, strict=True)]
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts side by side on the last axis."""
+        """Return all ranks' parts side by side on the last axis."""
         if self.group is None:
             return part
         parts = [torch.empty_like(part) for _ in range(self.degree)]
@@ -55,7 +55,7 @@ class RowParallelLinear(Linear):
         self.parallel = parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features of this rank] to [..., out_features]."""
+        """Map [..., in_features of this rank] to [..., out_features]."""
         if self.parallel.degree == 1:
             return super().forward(x)
         total = self.parallel.all_reduce(self.operators.linear(x, self.weight, None).float())
@@ -72,10 +72,10 @@ class VocabParallelEmbedding(Matrix, nn.Embedding):
         self.parallel = parallel
 
     def reset_parameters(self) -> None:
-        """Nothing: see `Linear.reset_parameters`."""
+        """Do nothing: see `Linear.reset_parameters`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[...] token ids to [..., width] in float32."""
+        """Map [...] token ids to [..., width] in float32."""
         if self.parallel.degree == 1:
             return self.operators.embedding(ids, self.weight)
         local = ids - self.parallel.rank * self.num_embeddings

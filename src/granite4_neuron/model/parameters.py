@@ -23,8 +23,8 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 class Parameter:
     """A tensor of the whole model, or one rank's part of it.
 
-    axes: the size of each axis; for the axis that ranks split, the sizes of what lies along it one after another. Every
-        rank takes a part of each of these.
+    axes: the size of each axis; for the axis that ranks split, the sizes of the blocks that lie along it one after
+        another. Every rank takes a part of each of these.
     is_matrix: whether it is [rows, columns], or that for each expert, as operators multiply by it.
     may_be_quantized: whether `--quantize` does. Rounding a router would change which experts a token gets.
     """
@@ -53,7 +53,7 @@ class Parameter:
 
 
 def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, Parameter]:
-    """All of a model, as one of `tp_degree` ranks has them. A head that is the embedding is not among them.
+    """Return all parameters of a model, as one of `tp_degree` ranks has them; no head that is the embedding.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -64,8 +64,8 @@ def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, 
         parts = {"input_layernorm", "post_attention_layernorm", "shared_mlp", "mamba" if kind == MAMBA else "self_attn"}
         if config.num_local_experts:
             parts.add("block_sparse_moe")
-        of_layer = {name: one for name, one in table.items() if name.partition(".")[0] in parts}
-        found |= {f"model.layers.{number}.{name}": one for name, one in of_layer.items()}
+        layer_table = {name: one for name, one in table.items() if name.partition(".")[0] in parts}
+        found |= {f"model.layers.{number}.{name}": one for name, one in layer_table.items()}
     found[NORM] = table[NORM]
     if not config.tie_word_embeddings:
         found[HEAD] = table[HEAD]
@@ -73,18 +73,18 @@ def parameters(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, 
 
 
 def parameter(name: str, config: GraniteMoeHybridConfig, tp_degree: int = 1) -> Parameter:
-    """The one of this name, which may lack the layer's part "model.layers.3."; otherwise as `parameters`."""
+    """Return the parameter of this name, with or without the layer's part "model.layers.3."; else as `parameters`."""
     return _table(config, tp_degree)[_LAYER.sub("", name)]
 
 
 def matmul_weights(config: GraniteMoeHybridConfig, tp_degree: int = 1) -> dict[str, Parameter]:
-    """The matrices that hidden states are multiplied by: not the embedding, and always the head."""
+    """Return the matrices that multiply hidden states: not the embedding, and always the head."""
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     return {name: one for name, one in table.items() if one.is_matrix and name != EMBEDDING}
 
 
 def _table(config: GraniteMoeHybridConfig, tp_degree: int) -> dict[str, Parameter]:
-    """Those of every kind of layer by their names within a layer, and those outside of layers."""
+    """Return the parameters of every kind of layer by their names within a layer, and those outside of layers."""
     rank, hidden = config.rank_dimensions(tp_degree), config.hidden_size
     inner, heads = rank.mamba_intermediate_size, rank.mamba_heads
     states = rank.mamba_groups * config.mamba_d_state

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 
-FLOAT32_BYTES = 4  # of an SSM state's number by default, whatever the model's dtype
+FLOAT32_BYTES = 4  # a number of an SSM state by default, whatever the model's dtype
 
 
 def mamba_state_shapes(
     config: GraniteMoeHybridConfig, tp_degree: int = 1, kernel_layout: bool = False
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
+    """Return the shapes of one rank's conv_state and ssm_state of one sequence in one Mamba layer."""
     dimensions = config.rank_dimensions(tp_degree)
     conv_shape = (dimensions.mamba_conv_dim, config.mamba_d_conv - 1)
     heads, head_dim, d_state = dimensions.mamba_heads, config.mamba_d_head, config.mamba_d_state
@@ -20,7 +20,7 @@ def mamba_state_shapes(
 def sequence_bytes(
     config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1, state_itemsize: int = FLOAT32_BYTES
 ) -> int:
-    """Bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers.
+    """Return the bytes of state that a rank holds of one sequence whatever its length: all its Mamba layers.
 
     Args:
         itemsize: bytes of a number in the model's dtype.
@@ -34,7 +34,7 @@ def sequence_bytes(
 
 
 def token_bytes(config: GraniteMoeHybridConfig, itemsize: int, tp_degree: int = 1) -> int:
-    """Bytes of keys and values that each token of a sequence adds on a rank: all attention layers.
+    """Return the bytes of keys and values that each token of a sequence adds on a rank: all attention layers.
 
     Args:
         itemsize: bytes of a number in the model's dtype.

@@ -40,7 +40,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-# What a file says of a snapshot, beside its format and version.
+# Fields of a file about its snapshot, beside format and version.
 _FIELDS = {
     "start": _is_count,
     "length": _is_count,
@@ -52,7 +52,7 @@ _FIELDS = {
 
 
 class Model(Protocol):
-    """What snapshots are compared with: a `Runtime` that makes them."""
+    """The model that snapshots are compared with: a `Runtime` that makes them."""
 
     @property
     def config(self) -> GraniteMoeHybridConfig: ...
@@ -74,7 +74,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a sequence of `length` tokens leaves behind, in memory of its own on the host.
+    """The state of a sequence after `length` tokens, in memory of its own on the host.
 
     start, length: positions start to length - 1 have their keys and values here; the recurrent state is that after
         `length` tokens.
@@ -82,7 +82,7 @@ class Snapshot:
     dtype: of the model's activations and cache.
     fingerprint: of the model's weights.
     tokens: the sequence's, all `length` of them; empty if unknown.
-    note: what the caller wants to find in the file again.
+    note: any text of the caller's, kept in the file.
     """
 
     start: int
@@ -98,7 +98,7 @@ class Snapshot:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
     def check(self, model: Model) -> None:
-        """See whether it is of this model, and holds all that a sequence leaves behind there and nothing else.
+        """Check that it is of this model, and holds all of a sequence's state there and nothing else.
 
         Raises:
             UserError: it is not, or does not.
@@ -114,7 +114,7 @@ class Snapshot:
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
         about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
-        target = Path(os.path.realpath(file))  # of a link, which stays
+        target = Path(os.path.realpath(file))  # a link stays, its target is replaced
         partial = None
         try:
             with suppress(FileNotFoundError):
@@ -165,7 +165,7 @@ def check_chain(
     max_length: int,
     state_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """See whether snapshots, one after another, make a sequence that a model's state has room for.
+    """Check that snapshots, one after another, make a sequence that a model's state has room for.
 
     Raises:
         UserError: one is of another model, or they are too long.
@@ -184,14 +184,14 @@ def check_chain(
 
 
 def cut_keys_and_values(tensors: Mapping[str, torch.Tensor], start: int, length: int) -> dict[str, torch.Tensor]:
-    """A slot's tensors with those positions of its keys and values only, in memory of their own."""
+    """Return a slot's tensors with those positions of its keys and values only, in memory of their own."""
     return {
         name: tensor[:, start:length].clone() if _has_positions(name) else tensor for name, tensor in tensors.items()
     }
 
 
 def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> dict[str, torch.Tensor]:
-    """The last snapshot's tensors with the keys and values of all, [kv_heads, max_length, head_dim], zero-padded."""
+    """Return the last snapshot's tensors with all keys and values, [kv_heads, max_length, head_dim], zero-padded."""
     tensors = dict(snapshots[-1].tensors)
     for name in filter(_has_positions, tensors):
         kv_heads, _, head_dim = tensors[name].shape
@@ -202,29 +202,29 @@ def padded_keys_and_values(snapshots: Sequence[Snapshot], max_length: int) -> di
 
 
 def recurrent_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A slot's tensors without its keys and values: what is of one length only."""
+    """Return a slot's tensors without its keys and values: those that belong to one length only."""
     return {name: tensor for name, tensor in tensors.items() if not _has_positions(name)}
 
 
 def keys_and_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A slot's keys and values, [kv_heads, positions, head_dim]."""
+    """Return a slot's keys and values, [kv_heads, positions, head_dim]."""
     return {name: tensor for name, tensor in tensors.items() if _has_positions(name)}
 
 
 def _has_positions(name: str) -> bool:
-    """Whether a slot's tensor of that name is [kv_heads, positions, head_dim]."""
+    """Return whether a slot's tensor of that name is [kv_heads, positions, head_dim]."""
     return name.endswith((".key", ".value"))
 
 
 class Weights(Protocol):
-    """What `fingerprint` reads: a tensor, or a matrix that is kept otherwise."""
+    """A weight as `fingerprint` reads it: a tensor, or a matrix that is kept otherwise."""
 
     shape: torch.Size
 
 
 def fingerprint(weights: Iterable[tuple[str, Weights]], dtype: torch.dtype, *facts: object) -> str:
-    """Tells a model from others by its weights' names, shapes and some values of each, by its dtype, and by further
-    facts that states depend on: 64 hex digits.
+    """Return 64 hex digits that tell a model from others by its weights' names, shapes and some values of each, by its
+    dtype, and by further facts that states depend on.
 
     Values are evenly spaced, so that two trainings of one architecture differ; what goes unseen is a change of a few
     single weights.
@@ -246,7 +246,7 @@ def _values(weight: Weights, places: torch.Tensor) -> torch.Tensor:
 
 
 def _about(file: Path, text: str) -> dict[str, Any]:
-    """What a file says of its snapshot, each field of its type."""
+    """Read a file's facts about its snapshot, each field of its type."""
     try:
         about = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -311,5 +311,5 @@ def _check_state(what: str, its_dtype: torch.dtype | str | None, dtype: torch.dt
 
 
 def _state_dtype(layout: Layout) -> torch.dtype | str | None:
-    """Of the SSM states; None where there are none."""
+    """Return the dtype of the SSM states; None where there are none."""
     return next((dtype for name, (_, dtype) in layout.items() if name.endswith(".ssm_state")), None)

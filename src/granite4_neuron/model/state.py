@@ -1,4 +1,4 @@
-"""What a sequence leaves behind: convolution windows, SSM states, keys and values, all addressed by slot.
+"""The state of sequences: convolution windows, SSM states, keys and values, all addressed by slot.
 
 Sequences are in slots 1 and up; slot 0 is the null slot. Keys and values of padded tokens go there. Its recurrent state
 is zeros, always: rows at position 0 start from it, and rows without a sequence read it and write it back as it was. A
@@ -74,7 +74,7 @@ class HybridState:
         *,
         state_dtype: torch.dtype = torch.float32,
     ) -> HybridState:
-        """One rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots 1 to `num_sequences`.
+        """Allocate a rank's state for `num_sequences` sequences of up to `max_length` tokens, in slots from 1 on.
 
         With `kernel_layout` (the model says whether) SSM states lie as the NKI kernels read them; they are in
         `state_dtype`.
@@ -101,12 +101,12 @@ class HybridState:
         return cls(layers, num_sequences, max_length, has_null_slot)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every state tensor, layer by layer."""
+        """Return every state tensor, layer by layer."""
         for layer in self.layers:
             yield from vars(layer).values()
 
     def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
-        """Which output of a compiled step is the new value of which state tensor, and takes its memory; in their order.
+        """Return, for each state tensor in order, which output of a compiled step is its new value, in its memory.
 
         Args:
             first: the index of the first state tensor among the step's outputs, after the logits.
@@ -117,31 +117,31 @@ class HybridState:
         """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
         for layer in self.layers:
             first = self._first_slot(layer)
-            for tensor in _of_positions(layer, 0, length).values():
+            for tensor in _layer_tensors(layer, 0, length).values():
                 tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
 
     def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
-        """Copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
+        """Return copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
         length - 1; by layer and field, "layers.0.ssm_state".
         """
         return {
             f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
             for index, layer in enumerate(self.layers)
-            for field, tensor in _of_positions(layer, start, length).items()
+            for field, tensor in _layer_tensors(layer, start, length).items()
         }
 
     def set_slot_tensors(
         self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
     ) -> None:
-        """The reverse of `slot_tensors`. What is not among `tensors` stays."""
+        """Write tensors of `slot_tensors` back into a slot. Tensors that are not among them stay as they are."""
         for index, layer in enumerate(self.layers):
-            for field, tensor in _of_positions(layer, start, length).items():
+            for field, tensor in _layer_tensors(layer, start, length).items():
                 name = f"layers.{index}.{field}"
                 if name in tensors:
                     tensor.index_copy_(0, slot - self._first_slot(layer), tensors[name][None])
 
     def _first_slot(self, layer: MambaState | KeyValueState) -> int:
-        """The slot that is entry 0 of a layer's tensors."""
+        """Return the slot that is entry 0 of a layer's tensors."""
         return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
 
 
@@ -154,8 +154,8 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _of_positions(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
-    """A layer's tensors by field; of keys and values, the part of positions start to length - 1.
+def _layer_tensors(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors by field; of keys and values, the part of positions start to length - 1.
 
     The whole of a tensor is the tensor itself and no view: torch_xla donates what is written as a whole.
     """

@@ -11,7 +11,7 @@ from granite4_neuron.model.state import NULL_SLOT
 
 
 class Step(ABC):
-    """Which tokens a step adds to which sequences. Subclasses differ in the layout of the recurrent state.
+    """Tokens that a step adds, and the sequences they belong to. Subclasses differ in the recurrent state's layout.
 
     All tensors are computed when the step is made, none later: so a step can be traced whole.
 
@@ -54,7 +54,7 @@ class Step(ABC):
 
     @abstractmethod
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """Each row's part of a recurrent state, [batch, ...]; it may be overwritten if `write` follows."""
+        """Return each row's part of a recurrent state, [batch, ...]; it may be overwritten if `write` follows."""
 
     def write(self, state: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows [batch, ...] back into the state in place, unless the step verifies."""
@@ -86,7 +86,7 @@ class NullSlotStep(Step):
         return self.slots.where(begun, NULL_SLOT)
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """Arguments of fused kernels, each [batch]. write_slots is -1, for nowhere, if the step verifies."""
+        """Return arguments of fused kernels, each [batch]. write_slots is -1, for nowhere, if the step verifies."""
         write_slots = torch.full_like(self.slots, -1) if self.verifies else self.slots
         return {
             "lengths": self.lengths,
@@ -139,7 +139,7 @@ class DenseStep(Step):
         return self.sequences is None and self.positions.shape[1] == 1
 
     def rows_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Each row's part [batch, ...] of a state [sequences, ...]."""
+        """Return each row's part [batch, ...] of a state [sequences, ...]."""
         return state if self.sequences is None else state.index_select(0, self.sequences)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:

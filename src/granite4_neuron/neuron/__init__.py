@@ -1,1 +1,1 @@
-"""AWS Trainium: the port to NxD Inference, and what its graphs cost."""
+"""AWS Trainium: the port to NxD Inference, and the costs of its graphs."""

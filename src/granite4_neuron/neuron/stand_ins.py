@@ -21,7 +21,7 @@ SOURCES = ("NXDI_SRC", "NXD_SRC")
 
 
 def why_not_importable() -> str | None:
-    """Why NxD Inference cannot be used here; None after making sure that it can be imported."""
+    """Return why NxD Inference cannot be used here; None after making sure that it can be imported."""
     if importlib.util.find_spec("torch_xla") is None:
         return "torch_xla is not installed (requirements-nxdi.txt)"
     if importlib.util.find_spec("torch_neuronx") is None:
@@ -70,7 +70,7 @@ def _stand_in(name: str) -> _StandIn:
 
 
 def _answer_every_name(module: types.ModuleType) -> None:
-    """Names that a module has not are stand-ins."""
+    """Answer every name that a module does not have with a stand-in."""
     module.__getattr__ = _StandIn.__getattr__.__get__(_stand_in(module.__name__))
 
 

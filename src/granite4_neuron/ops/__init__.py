@@ -12,7 +12,7 @@ from granite4_neuron.ops.formats import FORMATS
 from granite4_neuron.ops.head import logits
 from granite4_neuron.ops.launch_parameters import LaunchParameters
 from granite4_neuron.ops.mamba_chunk_scan import mamba_chunk_scan_combined
-from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants
+from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants
 from granite4_neuron.ops.moe import fused_experts, mlp, router_logits, silu_and_mul, topk_softmax
 from granite4_neuron.ops.norm import residual_add, rms_norm, rms_norm_gated
 from granite4_neuron.ops.operators import TORCH, Operators
@@ -27,8 +27,8 @@ __all__ = [
     "FORMATS",
     "TORCH",
     "CompactWeight",
-    "FewTokens",
     "Format",
+    "FusedMixer",
     "LaunchParameters",
     "MambaKernels",
     "MixerConstants",

@@ -17,7 +17,7 @@ def cached_attention(
     *,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """Causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
+    """Compute causal grouped-query attention of new tokens over their sequence's cache, which holds them already.
 
     Keys are visited in blocks with a running softmax in float32, so that memory does not grow with the context. Cache
     entries that the sequence has not written are selected away and may hold anything, NaN too.
@@ -30,7 +30,7 @@ def cached_attention(
         slots: [batch], the cache row of each sequence.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
-        block_size: entries per block; None for what suits the number of tokens.
+        block_size: entries per block; None for a number that suits the tokens.
 
     Returns:
         [batch, tokens, num_heads, head_dim] in query's dtype; finite also for padding and for rows of length 0.
@@ -84,13 +84,13 @@ class RunningSoftmax:
         self.weighted = torch.addcmul(sums, self.weighted, rescale)
 
     def output(self) -> torch.Tensor:
-        """[batch, tokens, num_heads, head_dim] in the query's dtype."""
+        """Return [batch, tokens, num_heads, head_dim] in the query's dtype."""
         batch, tokens, num_heads, head_dim = self.shape
         return (self.weighted / self.total).view(batch, num_heads, tokens, head_dim).transpose(1, 2).to(self.dtype)
 
 
 def block_length(tokens: int) -> int:
-    """Cache entries per block: fewer blocks where few tokens look at them."""
+    """Return the cache entries per block: fewer blocks where few tokens look at them."""
     return max(1024, min(8192, 2**19 // tokens))
 
 

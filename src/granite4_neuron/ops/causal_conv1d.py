@@ -13,7 +13,7 @@ def causal_conv1d(
     bias: torch.Tensor | None,
     lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """SiLU(depthwise convolution of `conv_state` followed by `x`), for any number of new tokens, and the next window.
+    """Compute SiLU(depthwise convolution of `conv_state` then `x`), for any number of new tokens, and the next window.
 
     The convolution is d_conv shifted multiply-adds in float32: no `nn.Conv1d`, so that one token, a chunk and a whole
     prompt are the same computation.
@@ -37,8 +37,8 @@ def causal_conv1d(
     y = depthwise_convolution(inputs, weight, bias)
 
     # The window after `length` tokens is inputs[length : length + d_conv - 1]: it reaches back into the previous
-    # window when fewer than d_conv - 1 tokens are real. A product with ones and zeros picks it, exactly: an index that
-    # depends on data is what a compiler for static shapes handles badly.
+    # window when fewer than d_conv - 1 tokens are real. A product with ones and zeros picks it, exactly: a compiler
+    # for static shapes handles an index that depends on data badly.
     wanted = lengths[:, None] + torch.arange(width - 1, device=x.device)
     picked = wanted[:, :, None] == torch.arange(tokens + width - 1, device=x.device)
     new_state = (picked.to(inputs.dtype) @ inputs).transpose(1, 2)
@@ -46,7 +46,7 @@ def causal_conv1d(
 
 
 def depthwise_convolution(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[batch, d_conv - 1 + tokens, channels] to [batch, tokens, channels] in float32."""
+    """Map [batch, d_conv - 1 + tokens, channels] to [batch, tokens, channels] in float32."""
     width = weight.shape[1]
     tokens = inputs.shape[1] - width + 1
     taps = weight.float()

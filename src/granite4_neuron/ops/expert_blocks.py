@@ -1,7 +1,7 @@
 """Many tokens' choices of experts, sorted by expert into blocks of rows: a block has one expert.
 
 In plain torch with static shapes, without a sort or a running sum; there is room for the most blocks that can be. The
-blocks are in two parts, for two cores: each has half of those that have rows, and then what is left over.
+blocks are in two parts, for two cores: each has half of those that have rows, and then blocks without rows.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-BLOCK_ROWS = 128  # as many as there are partitions: a product with weights takes as long for fewer
+BLOCK_ROWS = 128  # the number of partitions: a product with weights takes as long for fewer
 PARTS = 2
 _CHUNK = 128  # tokens that are counted by one product with a triangle
 
 
 def num_blocks(tokens: int, top_k: int, num_experts: int) -> int:
-    """The most blocks there can be, rounded up to a multiple of PARTS."""
+    """Return the most blocks there can be, rounded up to a multiple of PARTS."""
     most = min((tokens * top_k + num_experts * (BLOCK_ROWS - 1)) // BLOCK_ROWS, num_experts * -(-tokens // BLOCK_ROWS))
     return -(-most // PARTS) * PARTS
 
@@ -62,7 +62,7 @@ def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
 def combine_choices(
     y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """Each token's weighted sum over its choices: [tokens, hidden], zeros for a token without choices.
+    """Return each token's weighted sum over its choices: [tokens, hidden], zeros for a token without choices.
 
     Args:
         y: [tokens * top_k or more, hidden]: the result of each choice; anything for tokens without choices.
@@ -77,12 +77,12 @@ def combine_choices(
 
 
 def _divide(rows: torch.Tensor) -> torch.Tensor:
-    """Rows in whole blocks."""
+    """Divide numbers of rows by those of a block, rounding down."""
     return rows.div(BLOCK_ROWS, rounding_mode="trunc")
 
 
 def _counts_before(is_chosen: torch.Tensor) -> torch.Tensor:
-    """[tokens, num_experts] in int32: how many earlier tokens chose an expert, as products with triangles."""
+    """Count how many earlier tokens chose each expert, as products with triangles: [tokens, num_experts] in int32."""
     tokens, num_experts = is_chosen.shape
     chunks = F.pad(is_chosen.float(), (0, 0, 0, -tokens % _CHUNK)).view(-1, _CHUNK, num_experts)
     within = _earlier(_CHUNK, chunks) @ chunks
@@ -91,13 +91,13 @@ def _counts_before(is_chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _earlier(size: int, like: torch.Tensor) -> torch.Tensor:
-    """[size, size]: 1 where the column is before the row."""
+    """Return [size, size]: 1 where the column is before the row."""
     numbers = torch.arange(size, device=like.device)
     return (numbers < numbers[:, None]).to(like.dtype)
 
 
 def _loads(blocks: torch.Tensor, first_block: torch.Tensor, in_first_part: torch.Tensor, size: int) -> torch.Tensor:
-    """`loads` of `expert_blocks`."""
+    """Return `loads` of `expert_blocks`."""
     num_experts = len(blocks)
     place = torch.arange(size, dtype=torch.int32, device=blocks.device)
     is_second_part = place >= size // PARTS

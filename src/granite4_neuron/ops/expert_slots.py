@@ -9,14 +9,14 @@ import torch
 
 
 def num_slots(tokens: int, top_k: int, num_experts: int) -> int:
-    """How many distinct experts there can be; at least 2, so that two cores can share them."""
+    """Return how many distinct experts there can be; at least 2, so that two cores can share them."""
     return max(2, min(tokens * top_k, num_experts))
 
 
 def expert_slots(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct chosen experts in ascending order, one to a slot, and every token's weight for each.
+    """Return the distinct chosen experts in ascending order, one to a slot, and every token's weight for each.
 
     Args:
         topk_ids: [tokens, top_k], integers. Those outside 0 to num_experts - 1 choose nothing: so the caller marks

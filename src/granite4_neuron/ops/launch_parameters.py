@@ -1,6 +1,6 @@
-"""How work is cut up for this machine's processor; results do not depend on it.
+"""Sizes of pieces of work for this machine's processor; results do not depend on them.
 
-The tune command measures what is the fastest for layers of one size and writes it into a JSON file, whose name says
+The tune command measures the fastest values for layers of one size and writes them into a JSON file, whose name says
 which layers and which processor:
 
     head_dim=64,d_state=128,cache_dtype=float32,device=AMD_EPYC_9R14.json
@@ -24,7 +24,7 @@ from granite4_neuron.choices import FOLDER_VARIABLE
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 
-# What each parameter may be.
+# The values that each parameter may have.
 CHOICES = {
     "chunk_size": (32, 64, 128),
     "heads_per_task": (1, 2, 4, 8, 16, 32),
@@ -34,7 +34,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class LaunchParameters:
-    """How the Mamba-2 kernels cut up a step.
+    """The sizes of the pieces into which the Mamba-2 kernels cut a step.
 
     chunk_size: tokens that the fused kernels take through a part of a state at a time.
     heads_per_task: states, of all rows together, that a thread of the fused kernels takes at a time in decode.
@@ -46,14 +46,14 @@ class LaunchParameters:
     torch_chunk_size: int
 
 
-# For layers and processors that nobody has measured.
+# For layers and processors that have not been measured.
 HEURISTIC = LaunchParameters(chunk_size=64, heads_per_task=4, torch_chunk_size=64)
 
 
 def find_launch_parameters(
     head_dim: int, d_state: int, cache_dtype: torch.dtype, folder: Path | None
 ) -> LaunchParameters:
-    """The parameters that were tuned for these layers on this processor; `HEURISTIC` if the folder has none.
+    """Return the parameters that were tuned for these layers on this processor; `HEURISTIC` if the folder has none.
 
     Args:
         head_dim, d_state: of a Mamba-2 layer.
@@ -77,7 +77,7 @@ def write_launch_parameters(file: Path, parameters: LaunchParameters) -> None:
     """Make `file` hold the parameters, at once: a reader sees the old file or the new one.
 
     Raises:
-        OSError: it cannot be written; what was there before is still there.
+        OSError: it cannot be written; the old file is still there.
     """
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         written = Path(folder) / file.name
@@ -86,7 +86,7 @@ def write_launch_parameters(file: Path, parameters: LaunchParameters) -> None:
 
 
 def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
-    """The user's folder: the argument, or else what GRANITE4_TUNED_CONFIG_FOLDER says now, or else None.
+    """Return the user's folder: the argument, or else what GRANITE4_TUNED_CONFIG_FOLDER says now, or else None.
 
     Raises:
         UserError: it is not a folder.
@@ -99,14 +99,14 @@ def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
 
 
 def file_name(head_dim: int, d_state: int, cache_dtype: torch.dtype) -> str:
-    """The name of the file for these layers on this processor."""
+    """Return the name of the file for these layers on this processor."""
     dtype = str(cache_dtype).removeprefix("torch.")
     device = re.sub(r"[^A-Za-z0-9.-]+", "_", processor_name()).strip("_")
     return f"head_dim={head_dim},d_state={d_state},cache_dtype={dtype},device={device}.json"
 
 
 def processor_name() -> str:
-    """This machine's processor, as the system names its model."""
+    """Return this machine's processor, as the system names its model."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

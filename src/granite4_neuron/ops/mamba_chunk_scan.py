@@ -27,10 +27,10 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence of `selective_state_step` over `length` tokens, chunk by chunk.
+    """Compute the recurrence of `selective_state_step` over `length` tokens, chunk by chunk.
 
     Arguments have the names, shapes and meaning of those of mamba_ssm's function of the same name, which also takes
-    seq_idx and cu_seqlens: pass what follows initial_states by keyword. Arithmetic is float32. A token with dt = 0
+    seq_idx and cu_seqlens: pass arguments after initial_states by keyword. Arithmetic is float32. A token with dt = 0
     after softplus and limit leaves the state alone, and that is how padding is expressed; its x, B and C must be
     finite.
 
@@ -101,7 +101,7 @@ def ssd_quadratic(
     C: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens of one chunk at once, through a length x length decay matrix per head.
+    """Compute all tokens of one chunk at once, through a length x length decay matrix per head.
 
         y_i = sum_{j <= i} (C_i . B_j) exp(a_{j+1} + ... + a_i) dt_j x_j  +  exp(a_1 + ... + a_i) S_0 C_i
         S   = exp(a_1 + ... + a_L) S_0 + sum_j exp(a_{j+1} + ... + a_L) dt_j x_j (outer) B_j,      a = dt * A
@@ -134,7 +134,7 @@ def ssd_quadratic(
 
 
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sums over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and 0 for j > i.
+    """Sum over segments: out[..., i, j] = values[j + 1] + ... + values[i] for j <= i, and 0 for j > i.
 
     Every entry is summed from its own terms. A difference of two cumulative sums would lose digits where the sums are
     large, and for Granite's A they are.
@@ -151,12 +151,12 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def groups_to_rows(values: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """[batch, length, heads, ...] as [batch * n_groups, length, heads of a group, ...]."""
+    """Return [batch, length, heads, ...] as [batch * n_groups, length, heads of a group, ...]."""
     by_head = values.transpose(1, 2)
     return by_head.reshape(-1, by_head.shape[1] // n_groups, *by_head.shape[2:]).transpose(1, 2)
 
 
 def rows_to_groups(values: torch.Tensor, n_groups: int) -> torch.Tensor:
-    """The inverse of `groups_to_rows`."""
+    """Invert `groups_to_rows`."""
     by_head = values.transpose(1, 2)
     return by_head.reshape(-1, by_head.shape[1] * n_groups, *by_head.shape[2:]).transpose(1, 2)

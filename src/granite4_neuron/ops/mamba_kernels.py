@@ -1,4 +1,4 @@
-"""What a Mamba-2 layer computes between its projections, as two functions that can be exchanged together."""
+"""The part of a Mamba-2 layer between its projections, as two functions that can be replaced together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 class MixerConstants(NamedTuple):
-    """What the mixer of a layer has beside its projections and its norm.
+    """Constants of a layer's mixer beside its projections and its norm.
 
     weight: [channels, d_conv], of the convolution. bias: [channels], or None. A, D: [num_heads], float32.
     """
@@ -28,7 +28,7 @@ class MixerConstants(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FewTokens:
+class FusedMixer:
     """Convolution, recurrence and gate of a few tokens of each sequence as one kernel.
 
     mix: of xBC [batch, tokens, channels], before the convolution; dt [batch, tokens, num_heads], float32, after
@@ -51,13 +51,13 @@ class MambaKernels:
     convolve: as `causal_conv1d`; y may be in x's dtype.
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
-    few_tokens: what takes the place of both where a step has no more tokens than that takes; None if nothing does.
+    fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none.
     """
 
     scan: Callable[..., Results]
     convolve: Callable[..., Results] = causal_conv1d
     has_kernel_layout: bool = False
-    few_tokens: FewTokens | None = None
+    fused_mixer: FusedMixer | None = None
 
 
 def chunked_scan(
@@ -70,7 +70,7 @@ def chunked_scan(
     ssm_state: torch.Tensor,
     chunk_size: int,
 ) -> Results:
-    """The recurrence over a step's tokens, from `ssm_state` on; linear in the number of tokens.
+    """Compute the recurrence over a step's tokens, from `ssm_state` on; linear in the number of tokens.
 
     Args:
         x, dt, A, B, C, D: as `mamba_chunk_scan_combined` takes them.
@@ -93,7 +93,7 @@ def quadratic_scan(
     ssm_state: torch.Tensor,
     chunk_size: int,
 ) -> Results:
-    """`chunked_scan` with one decay matrix over all tokens."""
+    """Compute `chunked_scan` with one decay matrix over all tokens."""
     return chunked_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 
@@ -107,7 +107,7 @@ def single_token_scan(
     ssm_state: torch.Tensor,
     chunk_size: int,
 ) -> Results:
-    """`chunked_scan` of one token, which is the recurrence itself."""
+    """Compute `chunked_scan` of one token, which is the recurrence itself."""
     y = selective_state_step(ssm_state, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D)
     return y[:, None], ssm_state
 
@@ -118,7 +118,7 @@ SINGLE_TOKEN = MambaKernels(single_token_scan)
 
 
 def with_layout(kernels: MambaKernels, has_kernel_layout: bool) -> MambaKernels:
-    """`kernels` for states of this layout. If theirs is another, states are transposed before and after the scan."""
+    """Return `kernels` for states of this layout. If theirs is another, transpose states before and after the scan."""
     if kernels.has_kernel_layout == has_kernel_layout:
         return kernels
 

@@ -13,18 +13,18 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where (gate, up) are the halves of the last axis: [..., 2 * width] to [..., width]."""
+    """Compute silu(gate) * up, where (gate, up) are the halves of the last axis: [..., 2 * width] to [..., width]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:
-    """output_weight (silu(gate) * up), with (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
+    """Compute output_weight (silu(gate) * up), (gate, up) = input_weight x; x [..., hidden_size] to the same shape."""
     return linear(silu_and_mul(linear(x, input_weight)), output_weight)
 
 
 def router_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """How well each expert suits each token, in float32: rounding it to a reduced dtype would change choices.
+    """Score how well each expert suits each token, in float32: rounding to a reduced dtype would change choices.
 
     Args:
         x: [tokens, hidden_size].
@@ -78,7 +78,7 @@ def fused_experts(
 
 
 def _experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids):
-    """An expert at a time: nobody holds two of them dequantized."""
+    """Compute one expert at a time, so that at most one is held dequantized."""
     output = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in topk_ids.unique().tolist():
         tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
@@ -92,12 +92,12 @@ def _expert(weights, number):
 
 
 def _rows_are_aligned(weights):
-    """Whether rows start at multiples of 16 bytes, as the grouped product requires; all published models' do."""
+    """Return whether rows start at multiples of 16 bytes, as the grouped product requires; all published models' do."""
     return weights.shape[2] * weights.dtype.itemsize % 16 == 0
 
 
 def _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
-    """Tokens are sorted by expert and multiplied group by group: only the weights of chosen experts are read."""
+    """Sort tokens by expert and multiply group by group: only the weights of chosen experts are read."""
     tokens, top_k = topk_ids.shape
     flat_ids = topk_ids.reshape(-1)
     order = flat_ids.argsort(stable=True)

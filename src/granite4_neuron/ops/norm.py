@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, the mean taken over each of `n_groups` equal parts of the last axis.
+    """Compute x / sqrt(mean(x^2) + eps) * weight, the mean taken over each of `n_groups` equal parts of the last axis.
 
     Args:
         x: [..., channels].
@@ -25,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 
 
 
 def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int) -> torch.Tensor:
-    """`rms_norm` of x * silu(z): the gate comes first (Mamba-2's norm_before_gate=False).
+    """Compute `rms_norm` of x * silu(z): the gate comes first (Mamba-2's norm_before_gate=False).
 
     Args:
         x, z: [..., channels].
@@ -38,5 +38,5 @@ def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
 
 
 def residual_add(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
-    """x + alpha * y, in the dtype of x, float32, which is that of the residual stream."""
+    """Compute x + alpha * y, in the dtype of x, float32, which is that of the residual stream."""
     return torch.add(x, y, alpha=alpha)

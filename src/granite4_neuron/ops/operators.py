@@ -23,37 +23,37 @@ Operator = Callable[..., torch.Tensor]
 
 
 class Quantize(Protocol):
-    """How a backend makes a matrix of fewer bits."""
+    """A backend's function that makes a matrix of fewer bits."""
 
     def __call__(self, weight: torch.Tensor, format: Format) -> QuantizedWeight:
-        """`format.quantize(weight)`, bit by bit."""
+        """Return `format.quantize(weight)`, bit by bit."""
 
 
 class Pack(Protocol):
-    """How a backend lays out matrices for its products."""
+    """A backend's layout of matrices for its products."""
 
     def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> CompactWeight:
-        """A matrix as the products read it, for activations of a dtype; `out`: `num_bytes` of memory for it, uint8."""
+        """Return a matrix as products read it, for activations of a dtype; `out`: memory of `num_bytes`, uint8."""
 
     def num_bytes(self, shape: torch.Size, dtype: torch.dtype, format: Format | None = None) -> int:
-        """What a matrix takes: of a dtype, or quantized in a format for activations of that dtype."""
+        """Return the bytes that a matrix takes: of a dtype, or quantized in a format for activations of that dtype."""
 
 
 @dataclass(frozen=True)
 class Operators:
     """One implementation of each operator. All have the arguments and results of the plain definition, the default.
 
-    Who makes a set for a runtime is `select_operators`; the model computes with it after `model.bind`.
+    `select_operators` makes a set for a runtime; the model computes with it after `model.bind`.
 
     mamba_prefill, mamba_decode: for steps of several tokens, and of one. Both have the state in one layout.
-    mamba_quadratic: what takes the place of mamba_prefill where one decay matrix over all tokens is asked for.
+    mamba_quadratic: used in place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
     launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
-    refusals: a sentence for each faster way that is not taken: which it is, and why.
+    fallbacks: a sentence for each faster way that is not taken: which it is, and why.
     """
 
     linear: Operator = linear
@@ -77,7 +77,7 @@ class Operators:
     launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None
-    refusals: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
 
 TORCH = Operators()

@@ -12,7 +12,7 @@ from granite4_neuron.ops.weight import Weight, as_tensor
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear`; of the dequantized weight where it is quantized.
+    """Compute `torch.nn.functional.linear`; of the dequantized weight where it is quantized.
 
     Args:
         x: [..., columns].
@@ -23,5 +23,5 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 def embedding(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Rows of a table [rows, columns]: [...] ids to [..., columns] in float32."""
+    """Look up rows of a table [rows, columns]: [...] ids to [..., columns] in float32."""
     return F.embedding(ids, weight).float() if isinstance(weight, torch.Tensor) else weight.rows(ids)

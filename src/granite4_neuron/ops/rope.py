@@ -6,7 +6,7 @@ import torch
 
 
 def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each position and frequency, [..., head_dim / 2] in float32.
+    """Return cosine and sine of each position and frequency, [..., head_dim / 2] in float32.
 
     Source: Su et al. 2021, section 3.4.2; frequencies theta^(-2i / head_dim).
     """

@@ -1,4 +1,4 @@
-"""Which implementation of each operator a runtime computes with, and why not a faster one."""
+"""Selection of the implementation of each operator for a runtime, and the reasons why a faster one is not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def select_operators(
     prefill_scan: str = PREFILL_SCANS[0],
     decode_kernel: str = DECODE_KERNELS[0],
 ) -> Operators:
-    """`base` with the Mamba kernels that are asked for, and without what does not work for this model with them.
+    """Return `base` with the Mamba kernels that are asked for, less what does not work with them for this model.
 
     The NKI kernels run compiled on a Neuron device and in NKI's simulator on a CPU, which is for tests.
 
@@ -49,7 +49,7 @@ def select_operators(
 
 
 def uses_nki(prefill_scan: str, decode_kernel: str) -> bool:
-    """Whether any of them is an NKI kernel."""
+    """Return whether any of them is an NKI kernel."""
     return prefill_scan in NKI_PREFILL_SCANS or decode_kernel == "nki"
 
 
@@ -93,17 +93,17 @@ def _nki_prefill(config: GraniteMoeHybridConfig, tp_degree: int, prefill_scan: s
 
 def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_degree: int) -> Operators:
     # Not at the top: the package works without nki.
-    from granite4_neuron.ops.nki.mamba import few_tokens, round_in_hardware
+    from granite4_neuron.ops.nki.mamba import fused_mixer, round_in_hardware
 
     if MAMBA not in config.layer_types:
         return operators
     decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
-    decode = replace(decode, few_tokens=few_tokens(*_scan_dimensions(config, tp_degree)))
+    decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
     return replace(operators, mamba_decode=decode, round_state=round_in_hardware)
 
 
 def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:
-    """(num_heads, head_dim, n_groups, d_state) of a rank."""
+    """Return (num_heads, head_dim, n_groups, d_state) of a rank."""
     rank = config.rank_dimensions(tp_degree)
     return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
 
@@ -111,5 +111,5 @@ def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[in
 def _without_fused_layers(operators: Operators, reason: str) -> Operators:
     if operators.fused_layers is None:
         return operators
-    refusal = f"the fused decoder layers are not used: {reason}."
-    return replace(operators, fused_layers=None, refusals=(*operators.refusals, refusal))
+    fallback = f"the fused decoder layers are not used: {reason}."
+    return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))

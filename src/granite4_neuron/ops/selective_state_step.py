@@ -69,5 +69,5 @@ def selective_state_step(
 
 
 def _per_head(values: torch.Tensor, batch_dims: int) -> torch.Tensor:
-    """[..., num_heads] as [..., num_heads, 1]; [..., num_heads, head_dim] as it is."""
+    """Return [..., num_heads] as [..., num_heads, 1]; [..., num_heads, head_dim] as it is."""
     return values[..., None] if values.dim() == batch_dims else values

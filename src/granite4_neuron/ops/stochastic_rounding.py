@@ -3,8 +3,8 @@
 A state that is rounded after every token loses, under rounding to nearest, every change below half the spacing of its
 dtype's values: a head that forgets slowly drifts away. Under stochastic rounding the changes add up.
 
-Random numbers are a function of a seed and of what is rounded; there is no generator, whose state would depend on who
-else is served. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence, of
+Random numbers are a function of a seed and of the values' places; there is no generator, whose state would depend on
+other sequences. They are Philox-4x32's, whose counter is made of the element's place in the state of its sequence, of
 the position of the token whose state it is, and of a stream, which is a layer's number.
 """
 
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-_COUNTERS = 8  # for a run of a row's values: each has 128 bits, and a value takes 16
+_COUNTERS = 8  # counters of a run of a row's values: each has 128 bits, and a value takes 16
 _RUN = 64
-_SHARED_ROWS = 4  # have their random numbers in common, but for a quarter of the range from one to the next
+_SHARED_ROWS = 4  # rows with common random numbers, shifted by a quarter of the range from one to the next
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Salmon et al. 2011.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -25,7 +25,7 @@ _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
 class Rounding(NamedTuple):
-    """Where the random numbers of a state's rounding come from.
+    """The source of the random numbers of a state's rounding.
 
     seed: 64 bits, Philox's key.
     stream: 32 bits; states that should not be rounded alike have different ones.
@@ -38,7 +38,7 @@ class Rounding(NamedTuple):
 
 
 def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
-    """Random words of counters: [..., 4] to [..., 4], both int64 tensors of 32-bit words.
+    """Return random words of counters: [..., 4] to [..., 4], both int64 tensors of 32-bit words.
 
     Args:
         key: 64 bits.
@@ -49,9 +49,9 @@ def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
     low, high = key & _WORD, key >> 32 & _WORD
     for _ in range(rounds):
         # A product takes 64 bits and wraps to a negative number; its halves are right all the same.
-        of_a, of_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b = (of_c >> 32 & _WORD) ^ b ^ low, of_c & _WORD
-        c, d = (of_a >> 32 & _WORD) ^ d ^ high, of_a & _WORD
+        a_product, c_product = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b = (c_product >> 32 & _WORD) ^ b ^ low, c_product & _WORD
+        c, d = (a_product >> 32 & _WORD) ^ d ^ high, a_product & _WORD
         low, high = low + _INCREMENTS[0] & _WORD, high + _INCREMENTS[1] & _WORD
     return torch.stack([a, b, c, d], -1)
 
@@ -59,8 +59,8 @@ def philox_4x32(counter: torch.Tensor, key: int, rounds: int) -> torch.Tensor:
 def stochastic_round(
     values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:
-    """`values` as one of the two closest numbers of `dtype`, the upper one with a probability that is the value's
-    distance from the lower one, in units of the distance between both.
+    """Round `values` to one of the two closest numbers of `dtype`, to the upper one with a probability that is the
+    value's distance from the lower one, in units of the distance between both.
 
     It is exact for the bits that float32 has and `dtype` has not: 13 for float16, 16 for bfloat16. Finite values beyond
     float16's largest become that; infinities and NaN stay.
@@ -84,7 +84,7 @@ def stochastic_round(
 
 
 def _random_bits(shape: torch.Size, positions: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """16 bits for each value [batch, ..., head_dim, d_state], int64."""
+    """Return 16 random bits for each value [batch, ..., head_dim, d_state], int64."""
     batch, (head_dim, columns) = shape[0], shape[-2:]
     heads, groups, runs = shape[1:-2].numel(), -(-head_dim // _SHARED_ROWS), -(-columns // _RUN)
     elements = torch.arange(heads * groups * runs * _COUNTERS, device=positions.device).expand(batch, -1)

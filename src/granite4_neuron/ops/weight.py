@@ -1,4 +1,4 @@
-"""A matrix of weights: a tensor, or in its place a quantized or packed one; and what a quantisation is."""
+"""A matrix of weights: a tensor, or in its place a quantized or packed one; and the interface of a quantisation."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class CompactWeight(Protocol):
         """The size in memory."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix as a tensor, [..., rows, columns], rounded to dtype."""
+        """Return the matrix as a tensor, [..., rows, columns], rounded to dtype."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows, those of all experts counted through: [...] ids to [..., columns] in float32."""
+        """Return rows, where those of all experts are counted through: [...] ids to [..., columns] in float32."""
 
     def expert(self, number: int) -> Weight:
-        """One expert's matrix [rows, columns]."""
+        """Return one expert's matrix [rows, columns]."""
 
 
 Weight = torch.Tensor | CompactWeight
@@ -63,7 +63,7 @@ class Format(ABC):
 
     @abstractmethod
     def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of values ("") and scales ("_scale") of a matrix [..., rows, columns].
+        """Return the shape and dtype of values ("") and scales ("_scale") of a matrix [..., rows, columns].
 
         Both shapes begin with [..., rows].
         """
@@ -77,10 +77,10 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix [..., rows, columns] that values and scales stand for, rounded to dtype."""
+        """Return the matrix [..., rows, columns] that values and scales stand for, rounded to dtype."""
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """The size of values and scales of a matrix [..., rows, columns]."""
+        """Return the size of values and scales of a matrix [..., rows, columns]."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout(shape).values())
 
 
@@ -115,7 +115,7 @@ class QuantizedWeight:
         return some.dequantize(torch.float32).view(*ids.shape, -1)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Values and scales under the names of `Format.layout`."""
+        """Return values and scales under the names of `Format.layout`."""
         return {"": self.values, "_scale": self.scales}
 
     def moved_to(self, places: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -128,15 +128,15 @@ class QuantizedWeight:
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
-    """`Format.quantize` as a function, see `ops.operators.Quantize`."""
+    """Call `Format.quantize`; the plain `ops.operators.Quantize`."""
     return format.quantize(weight)
 
 
 def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as it is, and dequantize anything else to dtype: what plain torch multiplies by."""
+    """Return a tensor as it is, and dequantize anything else to dtype, for products in plain torch."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)
 
 
 def is_quantized(weight: Weight) -> bool:
-    """Whether it has fewer values to choose from than the dtype of activations."""
+    """Return whether a matrix has fewer values to choose from than the dtype of activations."""
     return not isinstance(weight, torch.Tensor) and weight.is_quantized

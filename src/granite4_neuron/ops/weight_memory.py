@@ -1,4 +1,4 @@
-"""Memory for a model's weights, laid out so that reading all of them, once a token, goes as fast as it can."""
+"""Memory for a model's weights, laid out to make reading all of them, once a token, as fast as possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightMemory:
         self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor, with a storage of its own, that is not cleared."""
+        """Return a contiguous tensor, with a storage of its own, that is not cleared."""
         start, self._next = self._next, self._next + _padded_bytes(shape, dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 

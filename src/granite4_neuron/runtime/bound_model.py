@@ -23,12 +23,12 @@ class BoundModel:
 
     @property
     def max_length(self) -> int:
-        """Of a sequence, in tokens."""
+        """The most tokens of a sequence."""
         return self.config.max_position_embeddings
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and of the cache."""
+        """The dtype of activations and of the cache."""
         return self.model.dtype
 
     @property
@@ -37,12 +37,12 @@ class BoundModel:
         return self.model.is_quantized
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
-        return self.model.operators.refusals
+        return self.model.operators.fallbacks
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """As `Runtime.slot_layout`: that of a state which takes no memory."""
+        """Implement `Runtime.slot_layout`, from a state which takes no memory."""
         degree, positions = self.model.parallel.degree, length - start
         layout = dict(kernel_layout=self.model.kernel_layout, state_dtype=self.state_dtype)
         state = HybridState.allocate(self.config, 1, positions, self.dtype, "meta", degree, **layout)

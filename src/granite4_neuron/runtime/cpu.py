@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron import memory
+from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
@@ -36,7 +36,7 @@ class CPURuntime(BoundModel):
         model: with weights. It stays as it is: the runtime has a model of its own over the same weights.
         generation_config: the checkpoint's defaults for generation.
         kernels: "fused" for compiled kernels, "torch" for plain torch; see `ops.cpu.operators`.
-        tuned_configs: a folder of tuned launch parameters; None for what GRANITE4_TUNED_CONFIG_FOLDER says, if
+        tuned_configs: a folder of tuned launch parameters; None for the one that GRANITE4_TUNED_CONFIG_FOLDER names, if
             anything. See `ops.launch_parameters`.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
         state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
@@ -81,7 +81,7 @@ class CPURuntime(BoundModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, as they are held in memory."""
+        """Bytes of all weights, as they are held in memory."""
         weights = {id(weight): weight for _, weight in self.model.named_weights()}.values()  # a tied one is there once
         return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
 
@@ -90,9 +90,9 @@ class CPURuntime(BoundModel):
         return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """As `Runtime.allocate`; the cache takes memory only as it is written."""
+        """Implement `Runtime.allocate`; the cache takes memory only as it is written."""
         dtype, degree = self.model.dtype, self.model.parallel.degree
-        with memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
+        with available_memory.enough_for(f"the state of {num_sequences:,} sequences of up to {max_length:,} tokens"):
             return HybridState.allocate(
                 self.config,
                 num_sequences,
@@ -105,7 +105,7 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `Runtime.step`."""
+        """Implement `Runtime.step`."""
         return self.model(
             *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
@@ -115,7 +115,7 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """As `Runtime.verify`."""
+        """Implement `Runtime.verify`."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         # A step of one token advances the state as it reads it, and so cannot leave it as it is.
@@ -125,7 +125,7 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
-        """As `Runtime.commit`."""
+        """Implement `Runtime.commit`."""
         rows = accepted_rows(verification.rows, accepted)
         tokens = max(2, *(len(row.tokens) for row in verification.rows))
         _, *where = step_inputs(rows, tokens)
@@ -133,18 +133,18 @@ class CPURuntime(BoundModel):
 
     @torch.inference_mode()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`."""
+        """Implement `Runtime.copy`."""
         state.copy(torch.tensor([source]), torch.tensor([destination]), length)
 
     @torch.inference_mode()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """As `Runtime.snapshot`."""
+        """Implement `Runtime.snapshot`."""
         tensors = state.slot_tensors(torch.tensor([slot]), start, length)
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
 
     @torch.inference_mode()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """As `Runtime.restore`."""
+        """Implement `Runtime.restore`."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length, self.state_dtype)
         for snapshot in snapshots:
             state.set_slot_tensors(snapshot.tensors, torch.tensor([slot]), snapshot.start, snapshot.length)

@@ -72,22 +72,22 @@ class Runtime(Protocol):
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a sequence: the model's longest, or what it was compiled for."""
+        """The most tokens of a sequence: the model's longest, or the most that it was compiled for."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and of the cache."""
+        """The dtype of activations and of the cache."""
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of SSM states."""
+        """The dtype of SSM states."""
 
     @property
     def is_quantized(self) -> bool:
         """Whether the large weights are quantized."""
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that it does not take."""
 
     @property
@@ -95,7 +95,7 @@ class Runtime(Protocol):
         """Identifies the model's weights, see `snapshot.fingerprint`."""
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
-        """State for slots 1 to `num_sequences`, each of up to `max_length` tokens; None where the model keeps its own.
+        """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each; None where the model keeps its state.
 
         Raises:
             UserError: the runtime has no room for so many or so long sequences.
@@ -109,11 +109,11 @@ class Runtime(Protocol):
             [rows, longest row, vocab_size], unspecified where a row is shorter.
 
         Raises:
-            UserError: `all_logits` is what this runtime cannot do.
+            UserError: this runtime cannot do `all_logits`.
         """
 
     def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
-        """The logits of `step` with `all_logits`, without making the sequences longer.
+        """Return the logits of `step` with `all_logits`, without making the sequences longer.
 
         It does not write recurrent state. It writes keys and values after the sequence's end, where the next step
         overwrites them. Rows have at most `tokens_per_verification` tokens.
@@ -129,12 +129,12 @@ class Runtime(Protocol):
         """Copy a sequence of `length` tokens from slot `source` to slot `destination`."""
 
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
-        """A copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and the keys
-        and values from position `start` on.
+        """Return a copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and
+        the keys and values from position `start` on.
         """
 
     def slot_layout(self, start: int, length: int) -> Layout:
-        """Shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
+        """Return the shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
 
     def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Restore a sequence into a slot, from one snapshot or from several, each of which starts at the length of the
@@ -156,7 +156,7 @@ def require(runtime: Runtime, ability: Ability) -> None:
 
 
 def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The model's inputs for rows, padded on the right: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
+    """Pad rows on the right to the model's inputs: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
     input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
     positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
     lengths = torch.tensor([len(row.tokens) for row in rows])
@@ -177,7 +177,7 @@ def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:
 
 
 def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:
-    """A verification's rows with their first `accepted[i]` tokens only.
+    """Return a verification's rows with their first `accepted[i]` tokens only.
 
     Raises:
         ValueError: there are fewer tokens than that in a row.

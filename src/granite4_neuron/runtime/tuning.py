@@ -59,7 +59,7 @@ def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]
         few = replace(config, layer_types=(MAMBA,) * layers, num_hidden_layers=layers)
         model = random_model(few, dtype=dtype)
         times: dict[int, list[float]] = {value: [] for value in CHOICES[name]}
-        for _ in range(_TURNS):  # in turns, so that all values see the same machine
+        for _ in range(_TURNS):  # in turns, so that all values are measured under the same load
             for value, measured in times.items():
                 measured += _step_times(model, name, value)
         seconds = {value: statistics.median(measured) for value, measured in times.items()}
@@ -68,7 +68,7 @@ def tune(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iterator[Choice]
 
 
 def _step_times(model: GraniteMoeHybridForCausalLM, name: str, value: int) -> list[float]:
-    """Seconds of each of a few steps with this value of a parameter."""
+    """Return the seconds of each of a few steps with this value of a parameter."""
     kernels, _, num_rows, tokens = _STEPS[name]
     config = model.config
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,7 @@ class XLARuntime(BoundModel):
         return self.prefill_buckets[-1]
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
-        """As `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
+        """Implement `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
         different lengths share their graphs.
         """
         dtype, degree = self.model.dtype, self.model.parallel.degree
@@ -102,7 +102,7 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `Runtime.step`. Rows that continue by one token are decoded together; others are prefilled one by one.
+        """Implement `Runtime.step`. Rows with one further token are decoded together; others are prefilled one by one.
 
         The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
         """
@@ -112,7 +112,7 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
-        """As `Runtime.verify`, in one graph for all sequences; what it keeps stays on the device."""
+        """Implement `Runtime.verify`, in one graph for all sequences; the kept inputs stay on the device."""
         check_verification(self, rows)
         longest = max(len(row.tokens) for row in rows)
         *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), _bucket(longest, VERIFY_BUCKETS))
@@ -125,7 +125,7 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
-        """As `Runtime.commit`; the state is donated, and nothing passes through the host."""
+        """Implement `Runtime.commit`; the state is donated, and nothing passes through the host."""
         bucket = _bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
         rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
         _, positions, lengths, _ = (tensor.to(self.device) for tensor in step_inputs(rows, bucket))
@@ -134,13 +134,13 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
+        """Implement `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
         state.copy(self._slot(source), self._slot(destination), state.max_length)
         _run_graph(list(state.input_output_aliases(first=0)))
 
     @torch.no_grad()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
-        """As `Runtime.snapshot`, in the host's memory."""
+        """Implement `Runtime.snapshot`, in the host's memory."""
         tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
         _run_graph(list(tensors.values()))
         tensors = cut_keys_and_values({name: tensor.cpu() for name, tensor in tensors.items()}, start, length)
@@ -148,7 +148,7 @@ class XLARuntime(BoundModel):
 
     @torch.no_grad()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
-        """As `Runtime.restore`. Keys and values are padded to the state's length, so that one graph does for all."""
+        """Implement `Runtime.restore`. Keys and values are padded to the state's length, so that one graph suffices."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
         tensors = padded_keys_and_values(snapshots, state.max_length)
         on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -156,7 +156,7 @@ class XLARuntime(BoundModel):
         _run_graph(list(state.input_output_aliases(first=0)))
 
     def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
-        """One token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
+        """Decode one token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
         if not rows:
             return {}
         *inputs, _ = step_inputs(_in_slot_order(rows, state.num_sequences), 1)
@@ -164,7 +164,7 @@ class XLARuntime(BoundModel):
         return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
-        """A row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
+        """Prefill a row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
         logits = []
         for start in range(0, len(row.tokens), self.tokens_per_step):
             piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step])
@@ -176,7 +176,7 @@ class XLARuntime(BoundModel):
     def _run(
         self, state: HybridState, inputs: Sequence[torch.Tensor | None], kv_length: int, all_logits: bool = False
     ) -> torch.Tensor:
-        """One graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only.
+        """Run one graph. Its shapes depend on the number of rows and tokens and on the cache's bucket only.
 
         Without slots among the inputs it takes all sequences in the order of their slots, with them it looks up one.
         """
@@ -186,12 +186,12 @@ class XLARuntime(BoundModel):
         return logits.cpu()
 
     def _slot(self, slot: int) -> torch.Tensor:
-        """As an input of a graph: with a number in it there would be a graph for each slot."""
+        """Make a slot an input of a graph: with its number as a constant there would be a graph for each slot."""
         return torch.tensor([slot]).to(self.device)
 
 
 def cache_buckets(max_length: int) -> list[int]:
-    """Lengths of cache that graphs are made for: powers of four times the shortest, up to one that holds max_length."""
+    """Return the lengths of cache of graphs: powers of four times the shortest, up to one that holds max_length."""
     buckets = [min(SHORTEST_CACHE, max_length)]
     while buckets[-1] < max_length:
         buckets.append(min(4 * buckets[-1], max_length))
@@ -203,7 +203,7 @@ def _is_decode(row: Row) -> bool:
 
 
 def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
-    """A row for every slot, without tokens where there is none."""
+    """Return a row for every slot, without tokens where there is none."""
     by_slot = {row.slot: row for row in rows}
     return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
 
@@ -218,5 +218,5 @@ def _run_graph(outputs: list[torch.Tensor]) -> None:
 
 
 def _bucket(length: int, buckets: Sequence[int]) -> int:
-    """The smallest of ascending buckets that holds `length`."""
+    """Return the smallest of ascending buckets that holds `length`."""
     return buckets[bisect.bisect_left(buckets, length)]

@@ -1,1 +1,1 @@
-"""What a step costs on a device: graphs, bounds, memory and predicted latency."""
+"""The costs of a step on a device: graphs, bounds, memory and predicted latency."""

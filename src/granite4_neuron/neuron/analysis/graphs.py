@@ -56,8 +56,8 @@ class Traced:
 class GraphReport:
     """One graph of one rank; sizes in bytes.
 
-    cost: of the whole graph. components: what it is made of, by their names in `COMPONENTS`: the cost of all layers.
-    findings: of `hlo_lint`. notes: what was chosen for the graph, and why. few: the graph with one layer of each kind.
+    cost: of the whole graph. components: the cost of all layers' components, by their names in `COMPONENTS`.
+    findings: of `hlo_lint`. notes: choices made for the graph, and why. few: the graph with one layer of each kind.
     """
 
     graph: str
@@ -79,7 +79,7 @@ class GraphReport:
         return temporary_bytes(self.few.proto, self.few.donated)
 
     def numbers(self) -> dict[str, object]:
-        """All fields but the graph itself, and the temporaries, as JSON can hold them."""
+        """Return all fields but the graph itself, and the temporaries, as JSON can hold them."""
         values = {name: value for name, value in asdict(self).items() if name != "few"}
         return {**values, "temporary_bytes": self.temporary_bytes}
 
@@ -103,7 +103,7 @@ def report(
     max_length: int,
     verified_tokens: int | None = None,
 ) -> Iterator[GraphReport]:
-    """The graphs of `runtime.xla.XLARuntime`: prefill of one sequence for each bucket, and decode of the whole batch.
+    """Report the graphs of `runtime.xla.XLARuntime`: prefill of one sequence per bucket, and decode of the whole batch.
 
     With `verified_tokens` also verification of the whole batch and its commit, which is only the recurrences.
 
@@ -144,7 +144,7 @@ def report(
 def graph_report(
     name: str, layer_types: Sequence[str], trace: Callable[[Sequence[str]], Traced], least: Minimum
 ) -> GraphReport:
-    """The report of a model's graph, from graphs of few layers.
+    """Report a model's graph, from graphs of few layers.
 
     Args:
         layer_types: of the model.
@@ -231,20 +231,20 @@ class _Tracing:
         )
 
     def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Logits, and the inputs kept for the commit."""
+        """Return logits, and the inputs kept for the commit."""
         if self.kind != _VERIFY:
             return [self.model(self._ids(), *self._where(), state)], []
         logits, kept_inputs = self.model.verify(self._ids(), *self._where(), state)
         return [logits], kept_inputs
 
     def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """No logits and no kept inputs: a commit only writes state."""
+        """Return no logits and no kept inputs: a commit only writes state."""
         kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
         self.model.advance(kept_inputs, *self._where(), state)
         return [], []
 
     def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Each component's name and outputs, from the first layer that has it."""
+        """Return each component's name and outputs, from the first layer that has it."""
         model, config = self.model, self.model.config
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
@@ -275,7 +275,7 @@ class _Tracing:
         yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
 
     def _kept_input(self) -> torch.Tensor:
-        """The kept inputs of one layer: x, B, C and dt of each token."""
+        """Return the kept inputs of one layer: x, B, C and dt of each token."""
         sizes = self.model.config.rank_dimensions(self.model.parallel.degree)
         return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
 
@@ -295,7 +295,7 @@ class _Tracing:
         return self.placeholder((self.rows, self.tokens), torch.int64)
 
     def _where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """positions, lengths, slots."""
+        """Return positions, lengths, slots."""
         slots = self.placeholder((self.rows,), torch.int64) if self.kind == _PREFILL else None
         return self._ids(), self.placeholder((self.rows,), torch.int64), slots
 

@@ -1,4 +1,4 @@
-"""Graphs traced by torch_xla over placeholders, and what XLA counts in them; nothing is run, no memory is allocated."""
+"""Graphs traced by torch_xla over placeholders, and XLA's counts of them; nothing is run, no memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ToolsMissing(UserError):
 
 @dataclass(frozen=True)
 class Cost:
-    """By XLA's cost analysis of a graph before optimisation: every operand and result of every instruction counts.
+    """Cost by XLA's analysis of a graph before optimisation: every operand and result of every instruction counts.
 
     A kernel, which is a custom call, counts as `kernel_costs` says.
 
@@ -45,7 +45,7 @@ class Cost:
 
 
 def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-    """What makes placeholders: tensors of a shape and dtype to trace graphs from, without memory of their own.
+    """Return a maker of placeholders: tensors of a shape and dtype to trace graphs from, without memory of their own.
 
     Raises:
         ToolsMissing: torch_xla is not installed.
@@ -60,14 +60,14 @@ def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
 
 
 def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
-    """The traced graph that computes these tensors, as a serialised HLO module, before any optimisation."""
+    """Return the traced graph that computes these tensors, as a serialised HLO module, before any optimisation."""
     import torch_xla
 
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(list(outputs))
 
 
 def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """The number of the parameter that each of `inputs` is in the graph of `outputs`.
+    """Return the number of the parameter that each of `inputs` is in the graph of `outputs`.
 
     Read off the graph that returns the inputs as well, which has the same numbers: parameters are numbered as the
     outputs, one after another, need them.
@@ -80,7 +80,7 @@ def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Te
 
 
 def hlo_text(proto: bytes) -> str:
-    """A serialised HLO module as XLA prints it.
+    """Return a serialised HLO module as XLA prints it.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -89,7 +89,7 @@ def hlo_text(proto: bytes) -> str:
 
 
 def count(proto: bytes) -> Cost:
-    """What a serialised HLO module costs.
+    """Count the cost of a serialised HLO module.
 
     Raises:
         ToolsMissing: jax is not installed.
@@ -108,13 +108,13 @@ def count(proto: bytes) -> Cost:
 
 
 def _kernels(instructions: Mapping[str, hlo_lint.Instruction]) -> list[tuple[str, hlo_lint.Instruction]]:
-    """Custom calls, by what they call."""
+    """Return custom calls, by the operator that they call."""
     calls = [instruction for instruction in instructions.values() if instruction.opcode == "custom-call"]
     return [(re.search(r'custom_call_target="([^"]+)"', call.attributes)[1], call) for call in calls]
 
 
 def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
-    """The peak of what a serialised HLO module, compiled for the CPU, needs beside its inputs and outputs.
+    """Return the peak of what a serialised HLO module, compiled for the CPU, needs beside its inputs and outputs.
 
     The CPU's compiler makes float32 copies of weights in bfloat16. What kernels keep for themselves is not counted.
 
@@ -143,7 +143,7 @@ def _module(proto: bytes):
 
 
 def _without_kernels(mlir: str) -> str:
-    """With any values in the place of what kernels give, which the CPU's compiler does not know."""
+    """Put any values in the place of kernels' results, because the CPU's compiler does not know the kernels."""
     lines = []
     for line in mlir.splitlines():
         call = re.match(r"\s*(%\w+) = stablehlo\.custom_call .* -> (tuple<(.*)>|tensor<[^>]*>)", line)

@@ -1,6 +1,6 @@
-"""What neuronx-cc, the compiler for Trainium, is known to reject or to handle badly, found in a traced graph.
+"""Finds operations in a traced graph that neuronx-cc, Trainium's compiler, is known to reject or to handle badly.
 
-Source: the error codes and limits in the Neuron SDK's documentation up to release 2.32, and what other ports report.
+Source: the error codes and limits in the Neuron SDK's documentation up to release 2.32, and reports of other ports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Instruction:
 
 
 def instructions(hlo_text: str) -> dict[str, Instruction]:
-    """The instructions of all computations of a module in HLO text, by name (names are unique in a module)."""
+    """Return the instructions of all computations of a module in HLO text, by name (names are unique in a module)."""
     found = {}
     for line in hlo_text.splitlines():
         match = _INSTRUCTION.match(line)
@@ -67,7 +67,7 @@ def instructions(hlo_text: str) -> dict[str, Instruction]:
 
 
 def _split_at_end(rest: str) -> tuple[str, str]:
-    """What is before the parenthesis that ends an instruction's operands, and what is behind it."""
+    """Return the text before the parenthesis that ends an instruction's operands, and the text behind it."""
     depth = 1
     for place, character in enumerate(rest):
         depth += (character == "(") - (character == ")")
@@ -77,10 +77,10 @@ def _split_at_end(rest: str) -> tuple[str, str]:
 
 
 def findings(hlo_text: str) -> list[str]:
-    """One sentence for each instruction that breaks a rule; empty for a graph that breaks none.
+    """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
     The rules: no tensor of rank above 4; no shape that is known only while the graph runs; no 64-bit floating point;
-    nothing that talks to the host; no loop; no convolution; no running sum (reduce-window, as cumsum is traced); no
+    no transfer to or from the host; no loop; no convolution; no running sum (reduce-window, as cumsum is traced); no
     sort; a gather picks whole rows of its first axes (a slot, an expert, a token's embedding) and never places in a
     sequence; no gather or scatter at places that are known when the graph is made, where a slice would do. A scatter at
     places that depend on data is how a cache is written, and is let through. A loop over tokens that was unrolled while
@@ -129,7 +129,7 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
 
 
 def _picks_rows(gather: Instruction, module: dict[str, Instruction]) -> bool:
-    """Whether it takes whole entries of the operand's first axis, or of its first axes together."""
+    """Return whether it takes whole entries of the operand's first axis, or of its first axes together."""
     indexed, sizes = (
         [int(number) for number in re.search(rf"{name}=\{{([\d,]*)\}}", gather.attributes)[1].split(",")]
         for name in ("start_index_map", "slice_sizes")

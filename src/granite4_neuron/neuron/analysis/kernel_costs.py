@@ -1,4 +1,4 @@
-"""What kernels cost. In a graph they are custom calls, of which XLA knows nothing but shapes."""
+"""Costs of kernels. In a graph they are custom calls, of which XLA knows nothing but shapes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "
 
 
 def kernel_cost(name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[float, float]:
-    """FLOPs, and bytes read and written: every operand and every result once, and no FLOPs, where nothing is known."""
+    """Return FLOPs, and bytes read and written: every operand and result once, and no FLOPs, where nothing is known."""
     cost = _COSTS.get(name)
     everything = float(sum(size_of(shape) for shape in (*operands, *results)))
     return (0.0, everything) if cost is None else cost(operands, everything)
 
 
 def size_of(shape: Shape) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     dtype, dimensions = shape
     return prod(dimensions) * BYTES[dtype]
 
 
 def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Causal attention: query [heads, tokens, head_dim], key, value; then what is there of a prior, all of it visited.
+    """Count causal attention: query [heads, tokens, head_dim], key, value; then a prior, if any, all of it visited.
 
-    Source: the prefix caching of `attention_cte` in AWS's public nki-library, which masks what is not used.
+    Source: the prefix caching of `attention_cte` in AWS's public nki-library, which masks unused entries.
     """
     heads, tokens, head_dim = operands[0][1]
     prior = operands[3][1][1] if len(operands) > 3 else 0
@@ -34,7 +34,7 @@ def _attention_cte(operands: Sequence[Shape], everything: float) -> tuple[float,
 
 
 def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Every slot has an expert, which is the most there can be; each one's weights are read once, of others nothing."""
+    """Assume that every slot has an expert, which is the most there can be. Only their weights are read, each once."""
     tokens, hidden_size = operands[0][1]
     num_experts, width, _ = operands[2][1]
     slots = operands[3][1][0]
@@ -43,7 +43,7 @@ def _experts_decode(operands: Sequence[Shape], everything: float) -> tuple[float
 
 
 def _experts_prefill(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Every block has its rows: each is read and written once, and every expert's weights are."""
+    """Assume that every block has its rows: each is read and written once, and so are every expert's weights."""
     hidden_size, width = operands[0][1][1], operands[2][1][1]
     rows = prod(operands[4][1])
     row_bytes = hidden_size * BYTES[operands[0][0]]
@@ -51,7 +51,7 @@ def _experts_prefill(operands: Sequence[Shape], everything: float) -> tuple[floa
 
 
 def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """Scores within chunks of 128 tokens for each group, and for each head what comes of them and of the state."""
+    """Count scores within chunks of 128 tokens per group, and for each head the products with them and the state."""
     batch, tokens, heads, head_dim = operands[0][1]
     groups, d_state = operands[3][1][2:]
     per_token = 2 * 128 * d_state * groups + heads * head_dim * (2 * 128 + 4 * d_state)
@@ -59,8 +59,9 @@ def _ssd_chunk_scan(operands: Sequence[Shape], everything: float) -> tuple[float
 
 
 def _mamba_decode(operands: Sequence[Shape], everything: float) -> tuple[float, float]:
-    """The taps; of each entry of the state two operations for a token that reads it, with the gate among the operands,
-    and two for one that enters it, beside two for the decay, with the accepted counts; and what tokens exchange.
+    """Count the taps; for each entry of the state two operations for a token that reads it, with the gate among the
+    operands, and two for one that enters it, beside two for the decay, with the accepted counts; and the tokens'
+    contributions to each other.
     """
     batch, _, heads, head_dim = operands[0][1]
     entries, tokens, taps = prod(operands[0][1]), operands[2][1][1], operands[4][1][1]

@@ -58,7 +58,7 @@ class Work:
     layers: float
 
     def __add__(self, other: Work) -> Work:
-        """The work of two steps, one after the other."""
+        """Return the work of two steps, one after the other."""
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
@@ -87,7 +87,7 @@ class Latency:
 
 
 def latency(work: Work) -> Latency:
-    """The roofline and the losses of a step."""
+    """Return the roofline and the losses of a step."""
     units = {
         "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
         "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
@@ -99,12 +99,12 @@ def latency(work: Work) -> Latency:
 
 
 def num_collectives(layers: int, tp_degree: int) -> int:
-    """The number of all-reduces in a step."""
+    """Return the number of all-reduces in a step."""
     return ALL_REDUCES_PER_LAYER * layers if tp_degree > 1 else 0
 
 
 def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
-    """Bytes that a rank sends in a step: ring all-reduces of the hidden states after mixer and MLP of each layer."""
+    """Return the bytes a rank sends in a step: ring all-reduces of hidden states after each layer's mixer and MLP."""
     ring = 2 * (tp_degree - 1) / tp_degree
     return ALL_REDUCES_PER_LAYER * layers * tokens * hidden_size * itemsize * ring
 
@@ -119,7 +119,7 @@ def step_work(
     *,
     verifies: bool = False,
 ) -> Work:
-    """The work of a step, from `minimum` and the NKI kernels.
+    """Return the work of a step, from `minimum` and the NKI kernels.
 
     The work of VectorE is that of this package's kernels. In decode: the decay and the update of every entry of the
     state, and a pass over the values read from it, which fills few of the partitions. In a verification: that pass, and
@@ -151,7 +151,7 @@ def step_work(
 def commit_work(
     config: GraniteMoeHybridConfig, tp_degree: int, dtype: torch.dtype, batch_size: int, tokens: int
 ) -> Work:
-    """The work of a verification's commit: only each Mamba layer's recurrence, which is launched as half a layer.
+    """Return the work of a verification's commit: only each Mamba layer's recurrence, launched as half a layer.
 
     Raises:
         UserError: tp_degree does not divide the model.
@@ -172,7 +172,7 @@ def _work(least: Minimum, **others: float) -> Work:
 
 
 def counted_bound(cost: Cost) -> float:
-    """Seconds of a graph by XLA's count, in which every operand of every instruction moves.
+    """Return the seconds of a graph by XLA's count, in which every operand of every instruction moves.
 
     A compiler fuses most of that away: as far as bytes and arithmetic go, the real time is between the bound of
     `latency` and this one.
@@ -204,8 +204,8 @@ class Prediction:
 
 
 def tokens_per_verification(drafted: int, acceptance: float) -> float:
-    """The expected number of tokens of a verification of `drafted` drafts, each of which is accepted with the same
-    probability if those before it are: the accepted drafts, and one token from the verification itself.
+    """Return the expected number of tokens of a verification of `drafted` drafts, each of which is accepted with the
+    same probability if those before it are: the accepted drafts, and one token from the verification itself.
 
     Source: Leviathan, Kalman and Matias 2023, equation 1.
     """
@@ -222,7 +222,7 @@ def predictions(
     drafted: int = 0,
     acceptance: float = 0.0,
 ) -> list[Prediction]:
-    """The first token of a prompt, then a token at each batch size, without and with drafts from the text itself.
+    """Predict a prompt's first token, then a token at each batch size, without and with drafts from the text itself.
 
     Args:
         tp_degree: ranks, one per logical core.
@@ -265,7 +265,7 @@ def with_counted_graphs(
     context: int,
     drafted: int,
 ) -> list[Prediction]:
-    """`predictions` with the counts of this package's own graphs: for the prompt, a token, verification and commit.
+    """Return `predictions` with counts of this package's own graphs: for the prompt, a token, verification and commit.
 
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
@@ -280,5 +280,5 @@ def with_counted_graphs(
         seconds = [counted_bound(report.cost) for report in reports]
         last = len(names) - 1  # a verification, with its commit behind it, if drafts are asked for
         seconds[last:] = [sum(seconds[last:])]
-        counted |= {(name, batch_size): of_graph for name, of_graph in zip(names, seconds, strict=True)}
+        counted |= {(name, batch_size): bound for name, bound in zip(names, seconds, strict=True)}
     return [replace(line, counted=counted[line.step, line.batch_size]) for line in lines]

@@ -1,4 +1,4 @@
-"""Adds up what a Trainium2 core holds in memory: a model's weights, state, cache, and the temporaries of a step."""
+"""Adds up the memory of a Trainium2 core: a model's weights, state, cache, and the temporaries of a step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Plan:
         return _largest(enough, lambda batch_size: self._bytes(batch_size, self.context) <= CORE_BYTES)
 
     def verdict(self) -> str:
-        """One sentence: it fits, or why it does not and what would fit."""
+        """Return one sentence: it fits, or why it does not and what would fit."""
         gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
         if self.fits:
             return f"It fits: {gigabytes} per core."
@@ -96,14 +96,14 @@ class Plan:
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do; 0 for none."""
+    """Return the largest number up to `limit` that fits, where all smaller ones do; 0 for none."""
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
 
 
 def plan(
     config: GraniteMoeHybridConfig, dtype: torch.dtype, instance: str, tp_degree: int, batch_size: int, context: int
 ) -> Plan:
-    """The memory of a model on a core of `instance`.
+    """Plan the memory of a model on a core of `instance`.
 
     Args:
         config, dtype: the model and the dtype of its weights, activations and cache.
@@ -147,7 +147,7 @@ def check_ranks(instance: str, tp_degree: int) -> None:
 
 
 def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:
-    """From the graphs of one layer of each kind: layers run one after another and share their temporaries.
+    """Count graphs of one layer of each kind: layers run one after another and share their temporaries.
 
     The graphs are in float32, as is most of a step's arithmetic with any dtype; in bfloat16, XLA's CPU compiler would
     count float32 copies of weights.
@@ -160,5 +160,5 @@ def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -
         (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
     except ToolsMissing:
         return None
-    of_a_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
-    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * of_a_sequence, of_a_sequence)
+    per_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
+    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * per_sequence, per_sequence)

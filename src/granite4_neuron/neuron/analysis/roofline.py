@@ -42,7 +42,7 @@ def minimum(
     verifies: bool = False,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of a step of `tokens` tokens in each of `batch_size` sequences.
+    """Return the minimum cost of a step of `tokens` tokens in each of `batch_size` sequences.
 
     Assumptions:
 
@@ -77,15 +77,15 @@ def minimum(
     attention_layers = layers - mamba_layers
     dimensions = config.rank_dimensions(tp_degree)
 
-    of_a_token = chosen = 0.0  # weights of experts
+    token_weights = chosen = 0.0  # weights of experts
     if config.num_local_experts:
-        of_a_token = experts * config.num_experts_per_tok / config.num_local_experts
+        token_weights = experts * config.num_experts_per_tok / config.num_local_experts
         chosen = experts * (1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** all_tokens)
 
     conv_shape, ssm_shape = mamba_state_shapes(config, tp_degree)
     conv_entries, ssm_entries = conv_shape[0] * conv_shape[1], ssm_shape[0] * ssm_shape[1] * ssm_shape[2]
     seen = batch_size * (tokens * context + tokens * (tokens + 1) // 2)
-    flops = 2 * all_tokens * (shared + of_a_token)
+    flops = 2 * all_tokens * (shared + token_weights)
     flops += 2 * (all_tokens if verifies else batch_size) * head
     flops += 4 * attention_layers * seen * dimensions.attention_heads * config.head_dim
     flops += 6 * mamba_layers * all_tokens * ssm_entries
@@ -109,7 +109,7 @@ def minimum_of_commit(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of a commit; arguments as in `minimum`.
+    """Return the minimum cost of a commit; arguments as in `minimum`.
 
     The state is read and written once, and the kept inputs are read: x, B, C and dt of each token. An entry of the
     state takes two FLOPs for its decay and two for each token.
@@ -134,7 +134,7 @@ def minimum_of_copy(
     *,
     state_dtype: torch.dtype = torch.float32,
 ) -> Minimum:
-    """The minimum cost of copying a slot of `length` tokens: reading and writing it once."""
+    """Return the minimum cost of copying a slot of `length` tokens: reading and writing it once."""
     return Minimum(
         flops=0,
         weights=0,

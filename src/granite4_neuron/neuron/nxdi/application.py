@@ -31,7 +31,7 @@ class NeuronModelWrapper(ModelWrapper):
     """One kind of graph, in all its buckets."""
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
-        """The smallest bucket that holds a prompt; NxD Inference would take the next one if the prompt fills it."""
+        """Return the smallest bucket that holds a prompt; NxD Inference would take the next one for a full bucket."""
         if self.tag in (CONTEXT_ENCODING_MODEL_TAG, CONTINUATION_MODEL_TAG) and input_len in buckets:
             return input_len
         return super()._get_seq_bucket(buckets, input_len, speculation_length, strategy)
@@ -66,12 +66,12 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
 
     @property
     def _context_tokens(self) -> int:
-        """How many tokens of a prompt context encoding takes."""
+        """The number of a prompt's tokens that context encoding takes."""
         return self.context_encoding_model.neuron_config.buckets[-1]
 
     @property
     def _num_results(self) -> int:
-        """How many of a graph's outputs are for the caller: tokens or logits or both, and the captured tensors."""
+        """The number of a graph's outputs for the caller: tokens or logits or both, and the captured tensors."""
         if self.neuron_config.enable_fused_speculation:
             return NUM_RESULTS
         return (2 if self.neuron_config.output_logits else 1) + self._get_captured_tensors_offset()
@@ -135,7 +135,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         *args,
         **kwargs,
     ) -> tuple[Outputs, bool]:
-        """The outputs of a step, also of one that takes several graphs; and whether it ran on a device."""
+        """Return the outputs of a step, also of one that takes several graphs; and whether it ran on a device."""
         per_row = (input_ids, attention_mask, position_ids, seq_ids, sampling_params)
         rest = (prev_hidden, adapter_ids, *args)
         if not self._is_prefill(position_ids):
@@ -147,7 +147,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         return self._prefill_in_pieces(per_row, rest, kwargs)
 
     def _decode(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """One token per row. The rows of a full batch are sorted by slot, as the graph expects them."""
+        """Decode one token per row. The rows of a full batch are sorted by slot, as the graph expects them."""
         input_ids, attention_mask, _, seq_ids, sampling_params = per_row
         # The generation adapter counts from the largest position of a padded prompt, which is 1 if it has one token.
         position_ids = attention_mask.sum(1, keepdim=True)
@@ -166,7 +166,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _prefill_in_pieces(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Context encoding of a prompt's first tokens, and continuations for the others."""
+        """Run context encoding for a prompt's first tokens, and continuations for the others."""
         input_ids, attention_mask, position_ids, seq_ids, sampling_params = per_row
         encoded = self._context_tokens
         first = (
@@ -182,10 +182,10 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
     def _continue(
         self, per_row: tuple[torch.Tensor, ...], rest: tuple, first: int, results: list[torch.Tensor] | None = None
     ) -> Outputs:
-        """Continuations of prompts from their position `first` on.
+        """Continue prompts from their position `first` on.
 
         Args:
-            results: of what came before, for rows that end there; None where no row does.
+            results: of the steps before, for rows that end there; None where no row does.
         """
         input_ids, attention_mask, _, seq_ids, sampling_params = per_row
         graph, lengths = self.prefill_continuation_model, attention_mask.sum(1)
@@ -241,7 +241,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         return results[0] if is_run_on_neuron and self._num_results == 1 else [*results, *state]
 
     def _copy_past_key_values(self, outputs: list[torch.Tensor]) -> None:
-        """On the CPU a graph returns the state: put it where all kinds of graphs find it."""
+        """Put the state that a graph returns on the CPU where all kinds of graphs find it."""
         if not self.models[0].is_neuron():
             managers = cache_managers(self.models[0].model)
             states = [state for manager in managers for state in manager.past_key_values]
@@ -249,7 +249,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
                 parameter.data = new
 
     def _infer_attention_mask(self, position_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """The mask [batch, n] for callers that pass none, such as vLLM, from position_ids [batch, tokens]."""
+        """Return the mask [batch, n] for callers that pass none, such as vLLM, from position_ids [batch, tokens]."""
         if position_ids.shape[1] == 1 and self._is_prefill(position_ids):
             # Prompts of one token. NxD Inference takes them for decode, whose mask has the tokens before this one.
             return torch.ones_like(position_ids)
@@ -261,7 +261,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
 
     @classmethod
     def get_state_dict(cls, model_name_or_path: str, config: GraniteMoeHybridInferenceConfig) -> dict:
-        """Weights under the traced model's names.
+        """Return weights under the traced model's names.
 
         Raises:
             UserError: they do not fit the config. NxD Inference itself would leave missing weights uninitialised.

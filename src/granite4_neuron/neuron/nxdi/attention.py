@@ -44,7 +44,7 @@ class NeuronAttention(NeuronAttentionBase):
         bsz: int,
         attention_mask: torch.Tensor,
     ) -> tuple[torch.Tensor, FlashAttentionStrategy]:
-        """Context encoding: with NxD Inference's kernel where it takes the number of tokens."""
+        """Compute context encoding: with NxD Inference's kernel where it takes the number of tokens."""
         strategy = self.get_flash_attention_strategy(q_len, has_attention_mask=True)
         if strategy != FlashAttentionStrategy.NONE:
             return super().perform_prefill(Q, K, V, q_len, bsz, attention_mask)
@@ -63,7 +63,7 @@ class NeuronAttention(NeuronAttentionBase):
         active_mask: torch.Tensor | None,
         is_prefix_caching: bool = False,
     ) -> torch.Tensor:
-        """One or more tokens after those in the cache: several with NxD Inference's kernel where it takes them.
+        """Compute one or more tokens after those in the cache: several with NxD Inference's kernel where it takes them.
 
         Args:
             Q: [batch, heads, tokens, head_dim].
@@ -93,7 +93,7 @@ class NeuronAttention(NeuronAttentionBase):
         return softmax.add(K, V, mask).result().view(Q.shape)
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, tokens, head_dim] to [batch, kv_heads, heads per kv head * tokens, head_dim], scaled."""
+        """Map [batch, heads, tokens, head_dim] to [batch, kv_heads, heads per kv head * tokens, head_dim], scaled."""
         batch, _, _, head_dim = query.shape
         scaled = query.float() / self.softmax_scale
         return scaled.to(query.dtype).reshape(batch, self.num_key_value_heads, -1, head_dim)
@@ -113,7 +113,7 @@ class _Softmax:
         self._top: torch.Tensor | None = None
 
     def add(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> _Softmax:
-        """Keys and values [batch, kv_heads, keys, head_dim], where a mask [.., rows or 1, keys] is true."""
+        """Add keys and values [batch, kv_heads, keys, head_dim], where a mask [.., rows or 1, keys] is true."""
         scores = torch.einsum("bkqd,bksd->bkqs", self._query, key).float()
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -124,7 +124,7 @@ class _Softmax:
         return self
 
     def add_where(self, key: torch.Tensor, value: torch.Tensor, is_there: torch.Tensor) -> _Softmax:
-        """As `add`, for a mask [batch, 1, keys, 1] that is the same for all rows; cheaper for many rows.
+        """Do as `add`, for a mask [batch, 1, keys, 1] that is the same for all rows; cheaper for many rows.
 
         The scores are left as they are. A key that is not there is replaced by the first one, which keeps the largest
         score what it is where any key is there, and its value and its part of the sum are zeros.
@@ -139,7 +139,7 @@ class _Softmax:
         return self
 
     def result(self) -> torch.Tensor:
-        """[batch, kv_heads, rows, head_dim]."""
+        """Return [batch, kv_heads, rows, head_dim]."""
         return (self._sums / self._total).to(self._query.dtype)
 
     def _new_top(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -20,7 +20,7 @@ _EXPERTS = {
 
 
 def convert(state_dict: dict[str, torch.Tensor], config: GraniteMoeHybridInferenceConfig) -> dict[str, torch.Tensor]:
-    """Weights of the whole model, for all ranks.
+    """Convert the weights of the whole model, for all ranks.
 
     Args:
         state_dict: under stored names without the leading "model."; emptied on the way, to save memory.

@@ -78,14 +78,14 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
 
     @property
     def operators(self) -> Operators:
-        """The operators of this package's layers, with the kernels that prefill_scan and decode_kernel name."""
+        """Operators of this package's layers, with the kernels that prefill_scan and decode_kernel name."""
         return select_operators(XLA, self.granite, self.neuron_config.tp_degree, self.prefill_scan, self.decode_kernel)
 
     def notes(self, tokens: int) -> tuple[str, ...]:
-        """A sentence for each choice made for a graph of that many tokens, with the reason."""
+        """Return a sentence for each choice made for a graph of that many tokens, with the reason."""
         if not self.granite.num_local_experts:
-            return self.operators.refusals
-        return (*self.operators.refusals, f"experts: {self._path_of_experts(tokens)}.")
+            return self.operators.fallbacks
+        return (*self.operators.fallbacks, f"experts: {self._path_of_experts(tokens)}.")
 
     def _path_of_experts(self, tokens: int) -> str:
         if self.expert_path == "nxd":
@@ -105,7 +105,7 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
-        neuron_config.kv_cache_tiling = False  # of fused speculation: tiles have a fifth axis
+        neuron_config.kv_cache_tiling = False  # an option of fused speculation: tiles have a fifth axis
         # Else the compiler gets, with each collective, a look-up of one of its elements.
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
@@ -179,13 +179,13 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
                 raise UserError(f"neuron_config.{name} is set; enable_fused_speculation gives tokens only.")
 
     def _check_kernels(self) -> None:
-        choices_of = {
+        option_choices = {
             "prefill_scan": PREFILL_SCANS,
             "decode_kernel": DECODE_KERNELS,
             "expert_path": EXPERT_PATHS,
             "state_dtype": COMPILED_STATE_DTYPES,
         }
-        for name, choices in choices_of.items():
+        for name, choices in option_choices.items():
             check_choice(name, getattr(self, name), choices)
         if self.state_dtype != "float32" and self.decode_kernel != "nki":
             raise UserError(

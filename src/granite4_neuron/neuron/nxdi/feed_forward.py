@@ -22,7 +22,7 @@ class NeuronSharedMLP(SharedMLP):
     """The MLP that every token takes."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the output, float32."""
+        """Return this rank's part of the output, float32."""
         gate, up = self.input_linear(hidden_states).float().chunk(2, dim=-1)
         activated = F.silu(gate) * up
         return F.linear(activated.to(hidden_states.dtype), self.output_linear.weight).float()
@@ -44,7 +44,7 @@ class NeuronExperts(nn.Module):
         self.expert_mlps = initialize_moe_module(config).expert_mlps
 
     def forward(self, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
-        """The experts' weighted sum: this rank's part of the sum over their widths.
+        """Return the experts' weighted sum: this rank's part of the sum over their widths.
 
         Args:
             hidden_states: [batch, tokens, hidden_size].
@@ -64,20 +64,20 @@ class NeuronExperts(nn.Module):
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """A choice that is no expert's number costs nothing."""
+        """Compute the experts by kernel. A choice that is no expert's number costs nothing."""
         if len(x) <= SLOT_TOKENS:
             slots = expert_slots(chosen, weights, self.num_experts)
             return sum(launch(experts_decode, x, *self._weights(), *slots))
         blocks = expert_blocks(chosen, self.num_experts)
-        (of_choices,) = launch(experts_prefill, x, *self._weights(), *blocks)
-        return combine_choices(of_choices, chosen, weights, self.num_experts)
+        (choice_outputs,) = launch(experts_prefill, x, *self._weights(), *blocks)
+        return combine_choices(choice_outputs, chosen, weights, self.num_experts)
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_experts, hidden_size, 2 * width], gate first, and [num_experts, width, hidden_size]."""
+        """Return [num_experts, hidden_size, 2 * width], gate first, and [num_experts, width, hidden_size]."""
         experts = self.expert_mlps.mlp_op
         return experts.gate_up_proj.weight, experts.down_proj.weight
 
     def _affinities(self, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """[tokens, top_k] to [tokens, num_experts], in the dtype of the kernels; 0 for experts that are not chosen."""
+        """Map [tokens, top_k] to [tokens, num_experts], in the kernels' dtype; 0 for experts that are not chosen."""
         is_chosen = chosen[..., None] == torch.arange(self.num_experts, device=chosen.device)
         return (weights[..., None] * is_chosen).sum(1).to(self.expert_mlps.dtype)

@@ -14,7 +14,7 @@ from granite4_neuron.neuron.nxdi.state import HybridCacheManager
 
 Outputs = torch.Tensor | list[torch.Tensor]
 
-# What the graph gives: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
+# Results of the graph: accepted tokens [batch, tokens], -1 behind them; the last of them, [batch, 1], which is the next
 # step's input; its attention mask; its position, [batch, 1]. The draft's state and the target's follow.
 NUM_RESULTS = 4
 
@@ -44,20 +44,20 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         *args: object,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """Drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch, tokens],
-        and all states; recurrent ones have not yet been advanced by the accepted tokens.
+        """Return drafts [batch, tokens - 1], the target's choices after the last token and after each draft [batch,
+        tokens], and all states; recurrent ones have not yet been advanced by the accepted tokens.
 
         The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
-        tokens, states, of_draft = [input_ids], None, []
+        tokens, states, draft_inputs = [input_ids], None, []
         positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
         for _ in range(self.neuron_config.speculation_length):
-            place = position_ids + len(of_draft)
+            place = position_ids + len(draft_inputs)
             before = (positions < place).to(attention_mask.dtype)
             token, *states = self.draft_model(tokens[-1], before, place, seq_ids, sampling_params, kv_cache=states)
             tokens.append(token.view(-1, 1).to(input_ids.dtype))
-            of_draft.append(self.draft_model.kept_inputs)
-        self._inputs_of_draft = [torch.cat(of_layer, dim=1) for of_layer in zip(*of_draft, strict=True)]
+            draft_inputs.append(self.draft_model.kept_inputs)
+        self._draft_inputs = [torch.cat(layer_inputs, dim=1) for layer_inputs in zip(*draft_inputs, strict=True)]
         self._is_there = seq_ids >= 0
 
         candidates = torch.cat(tokens[:-1], dim=1)
@@ -68,7 +68,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
     def _tkg_postprocessor(
         self, token_gen_outs: list[torch.Tensor], attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
+        """Return the graph's results; recurrent state in `token_gen_outs` is advanced by the accepted tokens.
 
         The choice is greedy: the target's tokens as long as the drafts equal them, and the one after those.
         """
@@ -89,7 +89,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         accepted = accepted.where(self._is_there, 0)
         first = 2
         for model, inputs in (
-            (self.draft_model, self._inputs_of_draft),
+            (self.draft_model, self._draft_inputs),
             (self.target_model, self.target_model.kept_inputs),
         ):
             self._commit(model, inputs, position_ids, accepted, token_gen_outs, first)
@@ -113,10 +113,10 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
 
 class FusedSpeculation:
-    """What an application of NxD Inference has to do otherwise where such a model is its graphs'."""
+    """Differences of an application of NxD Inference whose graphs have such a model."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
-        """The weights; of fused speculation those of both models."""
+        """Return the weights; of fused speculation those of both models."""
         try:
             return super().checkpoint_loader_fn(mmap)
         finally:
@@ -124,7 +124,7 @@ class FusedSpeculation:
 
     @classmethod
     def validate_config(cls, config: GraniteMoeHybridInferenceConfig) -> None:
-        """Check what a config can only tell with its draft model's.
+        """Check the parts of a config that depend on its draft model's.
 
         Raises:
             UserError: fused speculation has no draft model, or one that does not fit.
@@ -165,24 +165,24 @@ class FusedSpeculation:
         super().enable_context_encoding(**model_init_kwargs)
 
     def _prefill_one_by_one(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """Of graphs with several results and one row; NxD Inference cuts a batch for those with one result only."""
+        """Prefill each row alone, for graphs with several results; NxD Inference does so for one result only."""
         results = []
         for row in zip(*(tensor.split(1) for tensor in per_row), strict=True):
             outputs, is_run_on_neuron = self._get_model_outputs(*row, *rest, **kwargs)
-            of_row, state = self._results_and_state(outputs, is_run_on_neuron)
-            self._copy_past_key_values([*of_row, *state])
-            results.append(of_row)
-        results = [torch.cat(of_rows) for of_rows in zip(*results, strict=True)]
+            row_results, state = self._results_and_state(outputs, is_run_on_neuron)
+            self._copy_past_key_values([*row_results, *state])
+            results.append(row_results)
+        results = [torch.cat(parts) for parts in zip(*results, strict=True)]
         return self._outputs(results, state, is_run_on_neuron), is_run_on_neuron
 
     def _decode_all_slots(self, per_row: tuple[torch.Tensor, ...], rest: tuple, kwargs: dict) -> tuple[Outputs, bool]:
-        """As `_decode`, of a graph with several results; NxD Inference fills a batch for those with one only."""
+        """Do as `_decode`, for a graph with several results; NxD Inference fills a batch for those with one only."""
         *_, seq_ids, _ = per_row
         slots = torch.arange(self.neuron_config.max_batch_size)
-        row_of = torch.zeros_like(slots)
-        row_of[seq_ids.long()] = torch.arange(len(seq_ids))
+        row_indices = torch.zeros_like(slots)
+        row_indices[seq_ids.long()] = torch.arange(len(seq_ids))
         is_there = torch.isin(slots, seq_ids)
-        input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_of] for tensor in per_row)
+        input_ids, attention_mask, position_ids, _, sampling_params = (tensor[row_indices] for tensor in per_row)
         full = (input_ids, attention_mask, position_ids, slots.where(is_there, -1), sampling_params)
         outputs, is_run_on_neuron = super()._get_model_outputs(*full, *rest, **kwargs)
         results, state = self._results_and_state(outputs, is_run_on_neuron)
@@ -195,6 +195,6 @@ class FusedSpeculation:
 
 
 def cache_managers(model: torch.nn.Module) -> list[HybridCacheManager]:
-    """Those of a graph's model, or of the two that fused speculation has, in the order of the graph's outputs."""
+    """Return those of a graph's model, or of fused speculation's two, in the order of the graph's outputs."""
     is_fused = isinstance(model, FusedSpeculationModel)
     return [each.kv_mgr for each in ((model.draft_model, model.target_model) if is_fused else (model,))]

@@ -85,7 +85,7 @@ def _application(
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> NeuronRuntime:
-    """A checkpoint on the device, run by graphs that `compile_model` made for it.
+    """Load a checkpoint on the device, run by graphs that `compile_model` made for it.
 
     For SSM states in bfloat16 it switches on stochastic rounding in this process's Neuron runtime, for everything that
     its engines round from float32 to bfloat16.

@@ -75,7 +75,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         *args: torch.Tensor,
         **kwargs: object,
     ) -> list[torch.Tensor]:
-        """As NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
+        """Implement NeuronBaseModel.forward: the tokens or logits, and the new value of each state tensor."""
         self.n_positions = attention_mask.shape[-1]  # a bucket's; in CPU mode NxD Inference does not set it
         end = self._end(input_ids, attention_mask)
         position_ids = _positions(input_ids, end, position_ids, seq_ids)
@@ -84,7 +84,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def advance(
         self, kept_inputs: Sequence[torch.Tensor], position_ids: torch.Tensor, accepted: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The recurrent state after the first tokens of a verification, by a masked replay.
+        """Return the recurrent state after the first tokens of a verification, by a masked replay.
 
         Args:
             kept_inputs: of each Mamba layer, [slots, tokens, conv_dim + num_heads].
@@ -106,7 +106,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return new
 
     def mamba_layers(self) -> Iterator[tuple[int, NeuronDecoderLayer]]:
-        """Each with its index among all layers."""
+        """Return each Mamba layer with its index among all layers."""
         return ((idx, layer) for idx, layer in enumerate(self.layers) if layer.is_mamba)
 
     def _is_context_encoding(self, input_ids: torch.Tensor) -> bool:
@@ -116,7 +116,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         return 1 < input_ids.shape[-1] == self.speculation_length < self.n_positions
 
     def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """[batch, 1], the position after each row's last real token; the cache's end if the mask does not tell."""
+        """Return [batch, 1], the position after each row's last real token; the cache's end if the mask has none."""
         if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
             return torch.full_like(attention_mask[:, :1], self.max_length)
         return attention_mask.sum(1, keepdim=True)
@@ -128,7 +128,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         is_for_speculation: bool,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Over the step itself for context encoding, over the cache otherwise: [batch, 1, tokens, n], bool."""
+        """Make the mask, [batch, 1, tokens, n], bool: over the step for context encoding, over the cache otherwise."""
         tokens = position_ids.shape[1]
         if is_for_context_encoding or tokens == 1:
             return super().create_attn_mask(attention_mask, is_for_context_encoding, is_for_speculation, position_ids)
@@ -138,7 +138,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     def get_model_output(
         self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final hidden states of rows' last tokens [batch, 1, hidden_size], and the new value of each state tensor.
+        """Return final hidden states of rows' last tokens [batch, 1, hidden_size], and each state tensor's new value.
 
         A verification returns the hidden states of all tokens, [batch, tokens, hidden_size].
         """
@@ -180,14 +180,14 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         is_for_speculation: bool,
         is_for_context_encoding: bool,
     ) -> torch.Tensor:
-        """Tokens [batch, 1]; for a verification the greedy tokens after each token, [batch, tokens]."""
+        """Return tokens [batch, 1]; for a verification the greedy tokens after each token, [batch, tokens]."""
         if not is_for_speculation:
             return super()._sample_on_device(logits, sampling_params, is_for_speculation, is_for_context_encoding)
         tokens = self.sampler(logits.flatten(0, 1), sampling_params, rank_id=self.rank_util.get_rank())
         return tokens.view(logits.shape[:2]).to(torch.int32)
 
     def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """The tensors that tensor_capture_config names."""
+        """Return the tensors that tensor_capture_config names."""
         captured = super()._get_captured_tensors(device)
         # The call above cleared the names in the registry, but the next step or graph needs them again.
         wanted = self.neuron_config.tensor_capture_config
@@ -226,7 +226,7 @@ class NeuronDecoderLayer(DecoderLayer):
         sin_cache: torch.Tensor | None,
         **attention_arguments,
     ) -> tuple:
-        """Hidden states, the layer's new state (key and value of the batch's rows only), rotary tables, no residual."""
+        """Return hidden states, new state (key and value of the batch's rows only), rotary tables, no residual."""
         if not self.is_mamba:
             call = _AttentionCall(attention_arguments, cos_cache, sin_cache)
             hidden_states, _ = super().forward(hidden_states, step, call, None)
@@ -244,7 +244,7 @@ class NeuronDecoderLayer(DecoderLayer):
         return mixed
 
     def feed_forward(self, x: torch.Tensor, step: NeuronStep) -> Iterator[torch.Tensor]:
-        """MLP and experts together, because the ranks add both in one message."""
+        """Compute MLP and experts together, because the ranks add both in one message."""
         partial = self.shared_mlp(x)
         if self.block_sparse_moe is not None:
             partial = partial + self.block_sparse_moe(x, step.is_real)
@@ -253,7 +253,7 @@ class NeuronDecoderLayer(DecoderLayer):
 
 @dataclass
 class _AttentionCall:
-    """What NxD Inference's attention is called with beside hidden states, and what it returns beside them.
+    """Further arguments and results of NxD Inference's attention, beside hidden states.
 
     arguments: named as it has them. new: keys and values of the batch's rows.
     """
@@ -279,7 +279,7 @@ class _ScaledHead(ColumnParallelLinear):
 def _positions(
     input_ids: torch.Tensor, end: torch.Tensor, position_ids: torch.Tensor, seq_ids: torch.Tensor
 ) -> torch.Tensor:
-    """[batch, tokens]: a token's place in its sequence; -1 for padding, and in rows that only fill the batch.
+    """Return [batch, tokens]: a token's place in its sequence; -1 for padding, and in rows that only fill the batch.
 
     NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells, by
     `end` [batch, 1].

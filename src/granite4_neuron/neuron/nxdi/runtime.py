@@ -77,12 +77,12 @@ class NeuronRuntime:
         return False  # `compile_model` does not use NxD Inference's int8
 
     @property
-    def refusals(self) -> tuple[str, ...]:
-        return self.model.config.operators.refusals
+    def fallbacks(self) -> tuple[str, ...]:
+        return self.model.config.operators.fallbacks
 
     @property
     def fingerprint(self) -> NoReturn:
-        """There is none: only snapshots need it."""
+        """None: only snapshots need one."""
         self._refuse("snapshot")
 
     @property
@@ -108,7 +108,7 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
-        """As `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
+        """Implement `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
 
         Raises:
             UserError: with `all_logits`.
@@ -121,7 +121,7 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def verify(self, state: None, rows: Sequence[Row]) -> Verification:
-        """As `Runtime.verify`, in one graph for all slots; its kept inputs stay on the device.
+        """Implement `Runtime.verify`, in one graph for all slots; its kept inputs stay on the device.
 
         The graph only takes sequences that have begun. The first token of a new sequence is run as a prompt; that is
         safe, because a row at position 0 starts from zeros whatever its slot holds.
@@ -131,9 +131,9 @@ class NeuronRuntime:
         first = {row.slot: self._logits([Row(row.slot, 0, row.tokens[:1])]) for row in rows if not row.start}
         tokens = torch.zeros(self.own_slots, self.tokens_per_verification, dtype=torch.int64)
         is_there = torch.zeros(self.own_slots, dtype=torch.bool)
-        for slot, (_, of_row) in _begun(rows).items():
-            tokens[slot - 1, : len(of_row)] = torch.tensor(of_row)
-            is_there[slot - 1] = len(of_row) > 0
+        for slot, (_, row_tokens) in _begun(rows).items():
+            tokens[slot - 1, : len(row_tokens)] = torch.tensor(row_tokens)
+            is_there[slot - 1] = len(row_tokens) > 0
         by_slot, kept_inputs = self.model.verify(tokens, self._starts(rows), is_there)
         for slot, logits in first.items():
             by_slot[slot - 1] = torch.cat([logits, by_slot[slot - 1, :-1]])
@@ -143,16 +143,16 @@ class NeuronRuntime:
 
     @torch.inference_mode()
     def commit(self, state: None, verification: Verification, accepted: Sequence[int]) -> None:
-        """As `Runtime.commit`, on the device."""
+        """Implement `Runtime.commit`, on the device."""
         require(self, "verify")
         counts = torch.zeros(self.own_slots, dtype=torch.int64)
-        for slot, (_, of_row) in _begun(accepted_rows(verification.rows, accepted)).items():
-            counts[slot - 1] = len(of_row)
+        for slot, (_, row_tokens) in _begun(accepted_rows(verification.rows, accepted)).items():
+            counts[slot - 1] = len(row_tokens)
         self.model.commit(verification.kept_inputs, self._starts(verification.rows), counts)
 
     @torch.inference_mode()
     def copy(self, state: None, source: int, destination: int, length: int) -> None:
-        """As `Runtime.copy`, of the whole slot, on the device."""
+        """Implement `Runtime.copy`, of the whole slot, on the device."""
         require(self, "copy")
         self.model.copy(source - 1, destination - 1)
 
@@ -169,14 +169,14 @@ class NeuronRuntime:
         raise UserError(self.cannot[ability])
 
     def _starts(self, rows: Sequence[Row]) -> torch.Tensor:
-        """[slots], the position where each row's verification starts; 0 for other slots."""
+        """Return [slots], the position where each row's verification starts; 0 for other slots."""
         starts = torch.zeros(self.own_slots, dtype=torch.int64)
         for slot, (start, _) in _begun(rows).items():
             starts[slot - 1] = start
         return starts
 
     def _prompt(self, row: Row) -> torch.Tensor:
-        """Logits [vocab_size] after a prompt, or further tokens of one."""
+        """Return logits [vocab_size] after a prompt, or further tokens of one."""
         if not row.start:
             return self._logits([row])[0]
         if self.model.prefill_continuation_model is not None:
@@ -199,5 +199,5 @@ class NeuronRuntime:
 
 
 def _begun(rows: Sequence[Row]) -> dict[int, tuple[int, Sequence[int]]]:
-    """Start and tokens of each row by slot, without the first token of a new sequence."""
+    """Return start and tokens of each row by slot, without the first token of a new sequence."""
     return {row.slot: (row.start, row.tokens) if row.start else (1, row.tokens[1:]) for row in rows}

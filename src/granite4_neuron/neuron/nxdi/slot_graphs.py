@@ -55,7 +55,7 @@ class CommitModel(NeuronGraniteMoeHybridModel):
     def forward(
         self, accepted: torch.Tensor, position_ids: torch.Tensor, *kept_inputs: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Arguments as `NeuronGraniteMoeHybridModel.advance` has them, in another order."""
+        """Take the arguments of `NeuronGraniteMoeHybridModel.advance` in another order."""
         return [position_ids[:, 0] + accepted, *self.advance(kept_inputs, position_ids, accepted)]
 
 
@@ -71,7 +71,7 @@ class CopyModel(NeuronGraniteMoeHybridModel):
         return list(self.kv_mgr.past_key_values)
 
     def forward(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """slots: [2], source and destination."""
+        """Copy a slot; slots: [2], source and destination."""
         source, destination = slots[:1].long(), slots[1:].long()
         copied = [
             torch.index_copy(state, 0, destination, state.index_select(0, source))
@@ -90,7 +90,7 @@ class SlotGraph(ModelWrapper):
     """
 
     def input_generator(self) -> list[tuple[torch.Tensor, ...]]:
-        """Inputs of each bucket's graph."""
+        """Return inputs of each bucket's graph."""
         slots = self.neuron_config.batch_size
         if self.tag == COPY_MODEL_TAG:
             return [(torch.zeros(2, dtype=torch.int32),)]
@@ -107,11 +107,11 @@ class SlotGraph(ModelWrapper):
         return _SlotModelInstance(model_cls=self.model_cls, config=self.config)
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
-        """The smallest bucket with the tokens before the step; its own need no room in what attention visits."""
+        """Return the smallest bucket for the tokens before the step; its own need no room in what attention visits."""
         return next(bucket for bucket in buckets if bucket >= input_len)
 
     def run(self, *inputs: torch.Tensor | Sequence[torch.Tensor]) -> list:
-        """The graph's results: in CPU mode tensors, on a device one tensor per rank in a list.
+        """Return the graph's results: in CPU mode tensors, on a device one tensor per rank in a list.
 
         Args:
             inputs: tensors that are the same for all ranks, or results of another graph.
@@ -124,17 +124,17 @@ class SlotGraph(ModelWrapper):
                 state.data = new
             return outputs[: self.model.num_results]
         ranks = range(self.neuron_config.local_ranks_size)
-        of_ranks = [[value if torch.is_tensor(value) else value[rank] for value in inputs] for rank in ranks]
-        return [list(of_all) for of_all in zip(*self.model.nxd_model.forward_ranked(of_ranks), strict=True)]
+        rank_inputs = [[value if torch.is_tensor(value) else value[rank] for value in inputs] for rank in ranks]
+        return [list(per_rank) for per_rank in zip(*self.model.nxd_model.forward_ranked(rank_inputs), strict=True)]
 
 
 def to_host(result: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """A result of `SlotGraph.run` that is the same on all ranks."""
+    """Return a result of `SlotGraph.run` that is the same on all ranks."""
     return result if torch.is_tensor(result) else result[0].cpu()
 
 
 class _SlotModelInstance(DecoderModelInstance):
-    """What NxD traces of such a graph."""
+    """The model instance that NxD traces for such a graph."""
 
     def get(self, bucket_rank: int, **kwargs: object) -> tuple[SlotModel, dict[nn.Parameter, int]]:
         module, _ = super().get(bucket_rank, **kwargs)
@@ -151,7 +151,7 @@ SLOT_MODELS = {
 
 
 class SlotOperations:
-    """What an application of NxD Inference can do with them. Slots count from 0."""
+    """Operations of an application of NxD Inference on its slots. Slots count from 0."""
 
     def __init__(self, *args, **kwargs):
         self.copy_model = self.verification_model = self.commit_model = None
@@ -175,7 +175,7 @@ class SlotOperations:
     def verify(
         self, input_ids: torch.Tensor, starts: torch.Tensor, is_there: torch.Tensor
     ) -> tuple[torch.Tensor, list]:
-        """Logits after tokens that may be taken back, of sequences that have begun.
+        """Return logits after tokens that may be taken back, of sequences that have begun.
 
         Args:
             input_ids: [slots, tokens], int64, with neuron_config.speculation_length tokens of each slot.
@@ -183,7 +183,7 @@ class SlotOperations:
             is_there: [slots], bool, false for slots that are left alone.
 
         Returns:
-            Logits [slots, tokens, vocab_size], and what `commit` takes.
+            Logits [slots, tokens, vocab_size], and kept inputs for `commit`.
         """
         graph, slots = self.verification_model, torch.arange(len(starts))
         attention_mask = torch.arange(max(1, int(starts.max()))) < starts[:, None]
@@ -206,7 +206,7 @@ class SlotOperations:
             self.commit_model.run(*counts, *kept_inputs)
 
     def copy(self, source: int, destination: int) -> None:
-        """Make a slot hold what another holds; all of it, on the device."""
+        """Copy all of a slot to another one, on the device."""
         self.copy_model.run(torch.tensor([source, destination], dtype=torch.int32))
 
     def _slot_graph(self, tag: str) -> SlotGraph:

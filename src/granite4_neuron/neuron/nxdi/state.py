@@ -87,19 +87,19 @@ class HybridCacheManager(KVCacheManager):
         self.past_key_values = nn.ParameterList(tensors)
 
     def mamba_state(self, idx: int, kvcache_buffer: Sequence[torch.Tensor] | None = None) -> MambaState:
-        """The state of a Mamba layer, in tensors of its own: a graph does not write its state in place, it returns it.
+        """Return a Mamba layer's state, in tensors of its own: a graph returns its new state and writes none in place.
 
         In a compiled graph this copies nothing.
 
         Args:
-            kvcache_buffer: what an earlier step of the same graph returned, in place of `past_key_values`.
+            kvcache_buffer: state that an earlier step of the same graph returned, in place of `past_key_values`.
         """
         return MambaState(*(state.clone() for state in self._fetch_cache(idx, kvcache_buffer)))
 
     def get_kv_by_layer_id(
         self, idx: int, *args, step: NeuronStep, kvcache_buffer: Sequence[torch.Tensor] | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache up to the bucket's length; of a Mamba layer both tensors, which it reads through `mamba_state`."""
+        """Return a cache up to the bucket's length, or both tensors of a Mamba layer, read through `mamba_state`."""
         if self.layer_types[idx] == MAMBA:
             return self._fetch_cache(idx, kvcache_buffer)
         key, value = super().get_kv_by_layer_id(idx, *args, kvcache_buffer=kvcache_buffer, **kwargs)
@@ -114,10 +114,10 @@ class HybridCacheManager(KVCacheManager):
         kvcache_buffer: Sequence[torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new state of a layer, of all slots: of a Mamba layer what it returned, for attention that of the rows."""
+        """Return a layer's new state of all slots, from a Mamba layer's result or from keys and values of the rows."""
         if self.layer_types[idx] == MAMBA:
             return kv_per_layer
-        # What is read with the weight 0 must be finite, and a cache is not cleared between two sequences.
+        # Entries that are read with the weight 0 must be finite, and a cache is not cleared between two sequences.
         kv_per_layer = tuple(torch.nan_to_num(new, 0.0, 0.0, 0.0) for new in kv_per_layer)
         if step.is_context_encoding:
             return super().update_kv_by_layer_id(
@@ -127,7 +127,7 @@ class HybridCacheManager(KVCacheManager):
         return tuple(_with_tokens(*pair, step) for pair in zip(caches, kv_per_layer, strict=True))
 
     def _apply(self, fn, recurse: bool = True) -> HybridCacheManager:
-        """Keeps the SSM states in their dtype when a model is cast to that of its weights."""
+        """Keep the SSM states in their dtype when a model is cast to that of its weights."""
         super()._apply(fn, recurse)
         for idx, layer_type in enumerate(self.layer_types):
             if layer_type == MAMBA:
@@ -137,7 +137,7 @@ class HybridCacheManager(KVCacheManager):
 
 
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
-    """A cache [slots, kv_heads, length, head_dim] with a batch's tokens [batch, kv_heads, tokens, head_dim] added.
+    """Add a batch's tokens [batch, kv_heads, tokens, head_dim] to a cache [slots, kv_heads, length, head_dim].
 
     Padding repeats its row's first token, where that one goes. Rows without a sequence go to the last place: what is
     there is read by tokens after it, and there are none.

@@ -25,11 +25,11 @@ from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
-from granite4_neuron.neuron.nxdi import closed_operators
+from granite4_neuron.neuron.nxdi import sdk_custom_calls
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 
 # Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
-# what is there once.
+# modules that are there once.
 _COMPONENTS = re.compile(r"layers\.\d+\.(mamba|self_attn|block_sparse_moe|shared_mlp)|embed_tokens|lm_head|sampler")
 
 
@@ -58,7 +58,7 @@ class Trace:
 def trace(
     application: NeuronGraniteMoeHybridForCausalLM, wrapper: ModelWrapper, bucket: int, with_components: bool = False
 ) -> Trace:
-    """One of an application's graphs.
+    """Trace one of an application's graphs.
 
     Args:
         application: made with a config that is not on_cpu.
@@ -67,7 +67,7 @@ def trace(
         with_components: trace the graph's modules alone as well.
     """
     set_compile_env_vars(application.neuron_config)
-    with _one_rank(application.neuron_config), closed_operators.as_custom_calls():
+    with _one_rank(application.neuron_config), sdk_custom_calls.as_custom_calls():
         instance = wrapper.get_model_instance()
         with init_on_device(torch.device("meta"), force_custom_init_on_device=True):
             instance.load_module()
@@ -90,7 +90,7 @@ def trace(
 
 @contextmanager
 def _one_rank(neuron_config: Any) -> Iterator[None]:
-    """Parallel state as on rank 0 of the config's ranks, in this one process."""
+    """Set the parallel state, within it, as on rank 0 of the config's ranks, in this one process."""
     degree, before = neuron_config.tp_degree, dict(vars(parallel_state))
     try:
         with mock_distributed(degree):
@@ -106,7 +106,7 @@ def _one_rank(neuron_config: Any) -> Iterator[None]:
 
 
 def _forget_token() -> None:
-    """torch_xla orders collectives by a token, which would tie a graph to the one that was traced before it."""
+    """Forget torch_xla's token, which orders collectives and would tie a graph to the one that was traced before it."""
     torch_xla._XLAC._set_all_reduce_token(xm._get_device_context().device, None)
 
 
@@ -129,7 +129,7 @@ Call = tuple[torch.nn.Module, tuple, dict]
 
 @contextmanager
 def _calls_of_components(module: torch.nn.Module) -> Iterator[dict[str, Call]]:
-    """What each component was called with, by its name."""
+    """Return the arguments that each component was called with, by its name."""
     calls: dict[str, Call] = {}
     handles = [
         child.register_forward_pre_hook(
@@ -152,7 +152,7 @@ def _outputs_of_component(component: torch.nn.Module, arguments: tuple, options:
 
 
 class _Fresh:
-    """Maps what a module was called with to placeholders, the same for the same tensor."""
+    """Maps a module's arguments to placeholders, the same for the same tensor."""
 
     def __init__(self) -> None:
         self.states: list[MambaState] = []

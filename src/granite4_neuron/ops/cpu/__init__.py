@@ -50,7 +50,7 @@ __all__ = [
 
 
 def operators(kernels: str = "fused") -> Operators:
-    """The operators of the CPU runtime.
+    """Return the operators of the CPU runtime.
 
     Args:
         kernels: "fused", which falls back to plain torch, with a line on standard error, where the kernels cannot be
@@ -64,7 +64,7 @@ def operators(kernels: str = "fused") -> Operators:
         return TORCH
     reason = load_kernels()
     if reason is not None:
-        return replace(TORCH, refusals=(f"the fused kernels are not used: {reason}.",))
+        return replace(TORCH, fallbacks=(f"the fused kernels are not used: {reason}.",))
     return Operators(
         linear=linear,
         rms_norm=rms_norm,
@@ -85,5 +85,5 @@ def operators(kernels: str = "fused") -> Operators:
 
 
 def has_fused_kernels() -> bool:
-    """Whether this machine can compile them."""
+    """Return whether this machine can compile the kernels."""
     return load_kernels() is None

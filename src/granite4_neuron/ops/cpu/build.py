@@ -52,13 +52,13 @@ def load_kernels() -> str | None:
 
 @functools.cache
 def formats(sources: Path = _SOURCES) -> tuple[str, ...]:
-    """The quantisations that the kernels have: the names of the headers in kernels/formats."""
+    """Return the quantisations that the kernels have: the names of the headers in kernels/formats."""
     return tuple(sorted(header.stem for header in (sources / "formats").glob("*.h")))
 
 
 @functools.cache
 def kernel(name: str) -> torch._ops.OpOverload:
-    """The operator of torch that `load_kernels` registered under this name."""
+    """Return the operator of torch that `load_kernels` registered under this name."""
     return getattr(torch.ops.granite4_neuron, name).default
 
 
@@ -68,11 +68,11 @@ def _refuse(reason: str) -> str:
 
 
 class _Unavailable(Exception):
-    """There are no kernels to load; the message says why."""
+    """Raised if there are no kernels to load; the message says why."""
 
 
 def _library() -> Path:
-    """The compiled kernels. What is in the cache is looked at before it may run: whose it is, and whether it is whole.
+    """Return the compiled kernels. Before a cached file may run, its owner and its integrity are checked.
 
     Raises:
         _Unavailable: there is no place for it, or nothing to compile it with.
@@ -104,7 +104,7 @@ def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> 
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of builds that were killed. Another process may be building, or removing the same ones."""
+    """Remove the folders of builds that were killed. Another process may be building, or removing the same ones."""
     for building in folder.glob(f"{_BUILDING}*"):
         with suppress(FileNotFoundError):
             if time.time() - building.stat().st_mtime > _STALE_SECONDS:
@@ -123,7 +123,7 @@ def _compiler() -> list[str]:
 
 
 def _private_folder(folder: Path) -> Path:
-    """`folder`, there and nobody else's: whoever can write to it can have this process run anything."""
+    """Make `folder` private to this user: a user who can write to it can have this process run anything."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise _Unavailable(f"{folder} belongs to another user; set XDG_CACHE_HOME to a folder of your own")
@@ -132,7 +132,7 @@ def _private_folder(folder: Path) -> Path:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the file is this user's, and nobody else may write to it."""
+    """Return whether the file is this user's, and no other user may write to it."""
     about = file.lstat()
     return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
 
@@ -142,7 +142,7 @@ def _digest(file: Path) -> str:
 
 
 def _processor_flags() -> list[str]:
-    """Those under which ATen's vectors are as wide as torch's own kernels use them on this processor."""
+    """Return the flags under which ATen's vectors are as wide as torch's own kernels use them on this processor."""
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     return ["-march=native", f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
 
@@ -155,7 +155,7 @@ def _format_flags(sources: Path) -> list[str]:
 
 
 def _key(sources: Path) -> str:
-    """Of everything that the library depends on."""
+    """Return a hash of everything that the library depends on."""
     digest = hashlib.sha256()
     for file in sorted((*sources.rglob("*.h"), *sources.glob("*.cpp"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
@@ -165,7 +165,7 @@ def _key(sources: Path) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: the processor's instruction sets, where the system tells them."""
+    """Return the processor's instruction sets, on which -march=native depends, where the system tells them."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

@@ -15,42 +15,42 @@ from granite4_neuron.ops.cpu.weights import PackedWeight
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`ops.linear`; a quantized weight is never rounded again."""
+    """Compute `ops.linear`; a quantized weight is never rounded again."""
     return kernel("linear")(x, weight.packed, bias)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
-    """`ops.embedding`, also of the head's packed matrix."""
+    """Compute `ops.embedding`, also of the head's packed matrix."""
     return weight.rows(ids) if isinstance(weight, PackedWeight) else quantization.embedding(ids, weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 1) -> torch.Tensor:
-    """`ops.rms_norm`, for x in float32 or in weight's dtype."""
+    """Compute `ops.rms_norm`, for x in float32 or in weight's dtype."""
     return kernel("rms_norm")(x, None, weight, eps, n_groups)
 
 
 def rms_norm_gated(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int) -> torch.Tensor:
-    """`ops.rms_norm_gated`, for x in float32 or in weight's dtype, and z in weight's."""
+    """Compute `ops.rms_norm_gated`, for x in float32 or in weight's dtype, and z in weight's."""
     return kernel("rms_norm")(x, z, weight, eps, n_groups)
 
 
 def residual_add(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
-    """`ops.residual_add`."""
+    """Compute `ops.residual_add`."""
     return kernel("residual_add")(x, y, alpha)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`ops.silu_and_mul`, rounded once."""
+    """Compute `ops.silu_and_mul`, rounded once."""
     return kernel("silu_and_mul")(x.contiguous())
 
 
 def mlp(x: torch.Tensor, input_weight: PackedWeight, output_weight: PackedWeight) -> torch.Tensor:
-    """`ops.mlp`, of `linear` and `silu_and_mul`."""
+    """Compute `ops.mlp`, of `linear` and `silu_and_mul`."""
     return kernel("mlp")(x, input_weight.packed, output_weight.packed)
 
 
 def router_logits(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """`ops.router_logits`, of products in x's dtype that are added in float32."""
+    """Compute `ops.router_logits`, of products in x's dtype that are added in float32."""
     return kernel("logits")(x, weight.packed, 1.0)
 
 
@@ -61,14 +61,14 @@ def fused_experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """`ops.fused_experts`; each chosen expert's weights are read, and nobody else's."""
+    """Compute `ops.fused_experts`; only the weights of chosen experts are read."""
     return kernel("fused_experts")(hidden_states, w1.packed, w2.packed, topk_weights, topk_ids)
 
 
 def write_cache(
     cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """`ops.write_cache`, but that padded tokens are written nowhere."""
+    """Do as `ops.write_cache`, but write padded tokens nowhere."""
     kernel("write_cache")(cache, values.contiguous(), positions, lengths, slots)
 
 
@@ -84,12 +84,12 @@ def cached_attention(
     *,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """`ops.cached_attention`, but that it visits what a row sees, whatever kv_length, in blocks of its own size."""
+    """Compute `ops.cached_attention`, but visit what a row sees, whatever kv_length, in blocks of its own size."""
     return kernel("cached_attention")(query.contiguous(), key_cache, value_cache, positions, lengths, slots, scale)
 
 
 def logits(x: torch.Tensor, weight: PackedWeight, scaling: float) -> torch.Tensor:
-    """`ops.logits`, never rounded to the weights' dtype."""
+    """Compute `ops.logits`, never rounded to the weights' dtype."""
     return kernel("logits")(x, weight.packed, scaling)
 
 
@@ -104,7 +104,7 @@ def paged_attention(
     pages: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """`cached_attention` over keys and values in the pages of a paged cache, to which the new ones are written first.
+    """Compute `cached_attention` over the pages of a paged cache, to which new keys and values are written first.
 
     Args:
         query: [tokens, num_heads * head_dim], sequence after sequence.

@@ -26,8 +26,9 @@ def mamba_mixer(
     rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
     launch_parameters: LaunchParameters = HEURISTIC,
 ) -> torch.ScriptObject:
-    """What a Mamba-2 layer does between in_proj and the gated norm: `causal_conv1d`, then with dt = clamp(softplus(dt +
-    dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens `mamba_chunk_scan_combined`.
+    """Make the part of a Mamba-2 layer between in_proj and the gated norm: `causal_conv1d`, then with dt =
+    clamp(softplus(dt + dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens
+    `mamba_chunk_scan_combined`.
 
     Args:
         conv_weight: [conv_dim, 1, d_conv].
@@ -86,7 +87,7 @@ def mamba_layer(
     eps: float,
     residual_multiplier: float,
 ) -> torch.ScriptObject:
-    """The half of a decoder layer with `model.mamba2.Mamba2`.
+    """Make the half of a decoder layer with `model.mamba2.Mamba2`.
 
     It is hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(x, B, C, dt) and
     (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
@@ -126,7 +127,7 @@ def attention_layer(
     eps: float,
     residual_multiplier: float,
 ) -> torch.ScriptObject:
-    """The half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores.
+    """Make the half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores.
 
     Its method:
 
@@ -162,7 +163,7 @@ def feed_forward(
     eps: float,
     residual_multiplier: float,
 ) -> torch.ScriptObject:
-    """The half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its method is
+    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its method is
     step(hidden_states), for [..., hidden_size].
 
     Args:
@@ -183,7 +184,7 @@ def feed_forward(
 
 
 def decoder() -> torch.ScriptObject:
-    """All decoder layers. Its methods:
+    """Make an object of all decoder layers. Its methods:
 
     append_mamba(mixer, feed_forward), append_attention(mixer, feed_forward): add a layer.
     step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, cos, sin, keep_inputs): a list of

@@ -36,17 +36,17 @@ class PackedWeight:
         return self.rows(torch.arange(math.prod(self.shape[:-1]))).view(self.shape).to(dtype)
 
     def expert(self, number: int) -> torch.Tensor:
-        """One expert's matrix [rows, columns] in float32."""
+        """Return one expert's matrix [rows, columns] in float32."""
         _, rows, _ = self.shape
         return self.rows(torch.arange(number * rows, (number + 1) * rows))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows, those of all experts counted through: [...] ids to [..., columns] in float32."""
+        """Return rows, where those of all experts are counted through: [...] ids to [..., columns] in float32."""
         return kernel("weight_rows")(self.packed, ids)
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
-    """`ops.operators.Quantize`."""
+    """Implement `ops.operators.Quantize`."""
     if format.name not in formats():
         return format.quantize(weight)
     values, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in format.layout(weight.shape).values())
@@ -55,7 +55,7 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
 
 
 class Pack:
-    """`ops.operators.Pack`: matrices that are tensors of the activations' dtype, or quantized, into tiles.
+    """Implement `ops.operators.Pack`: put tensors of the activations' dtype and quantized matrices into tiles.
 
     Raises:
         UserError: the kernels do not have the format.

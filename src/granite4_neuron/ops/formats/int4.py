@@ -67,8 +67,8 @@ FORMAT = Int4()
 
 
 def _best_scales(groups: torch.Tensor) -> torch.Tensor:
-    """[rows, groups, GROUP] in float32 to [rows, groups] in bfloat16. A group of zeros has the scale 1, one that is not
-    finite a scale that is not.
+    """Map [rows, groups, GROUP] in float32 to [rows, groups] in bfloat16. A group of zeros has the scale 1; a group
+    that is not finite has a scale that is not finite.
     """
     largest = groups.abs().amax(-1)
     largest.masked_fill_(largest < torch.finfo(torch.float32).tiny, _LARGEST[0])
@@ -86,7 +86,7 @@ def _best_scales(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, a power of two, in an order that the kernels have too."""
+    """Sum over the last dimension, a power of two, in an order that the kernels have too."""
     while values.shape[-1] > 1:
         first, second = values.chunk(2, -1)
         values = first + second

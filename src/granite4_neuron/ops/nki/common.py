@@ -14,7 +14,7 @@ PSUM_BANK = 512  # float32 per partition; one matrix product fits one bank
 
 
 def program_share(total: int) -> tuple[int, int]:
-    """(first, count): this program's part of `total` heads or channels, of which every program takes as many."""
+    """Return (first, count): this program's part of `total` heads or channels. All programs take equally many."""
     first, count = 0, total
     if nl.program_ndim() > 0:
         count = total // nl.num_programs(0)
@@ -23,7 +23,7 @@ def program_share(total: int) -> tuple[int, int]:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` up to `limit`."""
+    """Return the largest divisor of `number` up to `limit`."""
     largest = 1
     for candidate in range(2, min(number, limit) + 1):
         if number % candidate == 0:
@@ -32,7 +32,7 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def common_divisor(first: int, second: int) -> int:
-    """The greatest common divisor."""
+    """Return the greatest common divisor."""
     greatest = 1
     for candidate in range(2, min(first, second) + 1):
         if first % candidate == 0 and second % candidate == 0:
@@ -41,36 +41,36 @@ def common_divisor(first: int, second: int) -> int:
 
 
 def load(src: nl.ndarray, dtype: str) -> nl.ndarray:
-    """A tile in SBUF with the content of HBM `src`, cast to `dtype` on the way."""
+    """Load the content of HBM `src` into a tile in SBUF, cast to `dtype` on the way."""
     tile_sb = nl.ndarray(src.shape, dtype=dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile_sb, src=src)
     return tile_sb
 
 
 def ones(rows: int, columns: int, dtype: str) -> nl.ndarray:
-    """[rows, columns] of 1."""
+    """Return [rows, columns] of 1."""
     tile_sb = nl.ndarray((rows, columns), dtype=dtype, buffer=nl.sbuf)
     nisa.memset(dst=tile_sb, value=1.0)
     return tile_sb
 
 
 def ones_from_diagonal(size: int) -> nl.ndarray:
-    """[size, size] in float32: 1 where row <= column, else 0."""
+    """Return [size, size] in float32: 1 where row <= column, else 0."""
     return _ones_where(size, 1, 0, nl.greater_equal)
 
 
 def ones_below_diagonal(size: int) -> nl.ndarray:
-    """[size, size] in float32: 1 where row > column, else 0."""
+    """Return [size, size] in float32: 1 where row > column, else 0."""
     return _ones_where(size, -1, -1, nl.greater_equal)
 
 
 def identity(size: int) -> nl.ndarray:
-    """[size, size] in float32: 1 where row = column, else 0."""
+    """Return [size, size] in float32: 1 where row = column, else 0."""
     return _ones_where(size, 1, 0, nl.equal)
 
 
 def _ones_where(size: int, sign: int, offset: int, comparison: object) -> nl.ndarray:
-    """1 where sign * (column - row) + offset compares true with 0, else 0."""
+    """Return 1 where sign * (column - row) + offset compares true with 0, else 0."""
     tile_sb = nl.ndarray((size, size), dtype=nl.float32, buffer=nl.sbuf)
     nisa.affine_select(
         dst=tile_sb,
@@ -85,7 +85,7 @@ def _ones_where(size: int, sign: int, offset: int, comparison: object) -> nl.nda
 
 
 def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
-    """A row [1, columns] in float32, up to a PSUM bank of it, as [128, columns]."""
+    """Copy a row [1, columns] in float32, up to a PSUM bank of it, to [128, columns]."""
     columns = row_sb.shape[1]
     rows_psum = nl.ndarray((MAX_PARTITIONS, columns), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(
@@ -100,23 +100,23 @@ def on_all_partitions(row_sb: nl.ndarray) -> nl.ndarray:
 
 
 def flat(tile: nl.ndarray) -> nl.ndarray:
-    """[rows, n, m] as [rows, n * m], which is how matrix products take their operands."""
+    """View [rows, n, m] as [rows, n * m], which is how matrix products take their operands."""
     rows, count, columns = tile.shape
     return tile.reshape((rows, count * columns))
 
 
 def along(tile: nl.ndarray, columns: int) -> nl.ndarray:
-    """[rows, n] read as [rows, n, columns], every element `columns` times."""
+    """View [rows, n] as [rows, n, columns], every element `columns` times."""
     return tile.expand_dim(2).broadcast(2, columns)
 
 
 def for_each(tile: nl.ndarray, copies: int) -> nl.ndarray:
-    """[rows, n] read as [rows, copies, n], the whole row `copies` times."""
+    """View [rows, n] as [rows, copies, n], the whole row `copies` times."""
     return tile.expand_dim(1).broadcast(1, copies)
 
 
 def times(first_sb: nl.ndarray, second_sb: nl.ndarray) -> nl.ndarray:
-    """first * second, in float32."""
+    """Compute first * second, in float32."""
     product_sb = nl.ndarray(first_sb.shape, dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=product_sb, data1=first_sb, data2=second_sb, op=nl.multiply)
     return product_sb

@@ -29,7 +29,7 @@ def conv1d_prefill_torch(
     bias: torch.Tensor,
     lengths: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `conv1d_prefill`: same arguments, same results."""
+    """Define `conv1d_prefill` in torch: same arguments, same results."""
     y, new_states = causal_conv1d(x, conv_states, weight, bias, lengths)
     return y.to(x.dtype), new_states
 
@@ -43,7 +43,7 @@ def conv1d_prefill(
     lengths: nl.ndarray,
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    SiLU of the causal depthwise convolution of `conv_states` followed by `x`, plus bias; and the next window.
+    Compute SiLU of the causal depthwise convolution of `conv_states` then `x`, plus bias; and the next window.
 
     Blocks of 128 tokens are transposed to channels on partitions, where shifting by a token is shifting an address.
     A product with a diagonal matrix then multiplies every channel by its tap, and transposes back.
@@ -140,13 +140,13 @@ def conv1d_prefill(
 
 
 def _tiled(values: nl.ndarray, own_tiles: slice, width: int) -> nl.ndarray:
-    """[channels, n] in HBM, this program's share, as [width, tiles, n]."""
+    """View [channels, n] in HBM, this program's share, as [width, tiles, n]."""
     channels, columns = values.shape
     return values.reshape((channels // width, width, columns))[own_tiles, :, :].permute((1, 0, 2))
 
 
 def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
-    """Taps [width, tiles, d_conv] as diagonal matrices [width, tiles, d_conv, width]."""
+    """Return taps [width, tiles, d_conv] as diagonal matrices [width, tiles, d_conv, width]."""
     width, tiles, d_conv = weight_sb.shape
     diagonals_sb = nl.ndarray((width, tiles, d_conv, width), dtype=weight_sb.dtype, buffer=nl.sbuf)
     ones_sb = identity(width).expand_dim(1).broadcast(1, d_conv).expand_dim(1).broadcast(1, tiles)
@@ -156,7 +156,7 @@ def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: int) -> nl.ndarray:
-    """A block x [rows, own] behind the inputs before it [width, tiles, reach], as [width, tiles, reach + rows]."""
+    """Put a block x [rows, own] behind the inputs before it [width, tiles, reach], as [width, tiles, reach + rows]."""
     rows, own = x_sb.shape
     reach, tiles = previous_sb.shape[2], own // width
     tiles_per_bank = PSUM_BANK // TOKENS
@@ -175,7 +175,7 @@ def _channels_on_partitions(x_sb: nl.ndarray, previous_sb: nl.ndarray, width: in
 def _convolve(
     y_sb: nl.ndarray, inputs_sb: nl.ndarray, diagonals_sb: nl.ndarray, bias_sb: nl.ndarray, one_row: nl.ndarray
 ) -> None:
-    """y [rows, own] = silu(bias + the taps' sum), from inputs [width, tiles, reach + rows]."""
+    """Compute y [rows, own] = silu(bias + the taps' sum), from inputs [width, tiles, reach + rows]."""
     rows = y_sb.shape[0]
     width, tiles, d_conv, _ = diagonals_sb.shape
     tiles_per_bank = PSUM_BANK // width
@@ -202,7 +202,7 @@ def _convolve(
 
 
 def _window(window_psum: nl.ndarray, old_window_sb: nl.ndarray, length_sb: nl.ndarray) -> nl.ndarray:
-    """The new window: what x left in it, plus elements of the old one where fewer than d_conv - 1 tokens are real.
+    """Return the new window: inputs from x, plus inputs of the old one where fewer than d_conv - 1 tokens are real.
 
     Args:
         window_psum, old_window_sb: [width, tiles, reach].

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK, largest_divisor, load, program_share
 
-PARTS = 2  # of the slots: even and odd ones, for two cores
+PARTS = 2  # even and odd slots, for two cores
 MAX_HIDDEN = 8 * PSUM_BANK  # the result lies in PSUM while the experts are added up
 MAX_BUFFERS = 3  # experts on chip at a time: one that is computed with, two that are on their way
-SBUF_BYTES = 204 * 1024  # of a partition, what the kernel may hold of all
+SBUF_BYTES = 204 * 1024  # per partition, for all tiles of the kernel
 
 
 def experts_decode_torch(
@@ -24,7 +24,7 @@ def experts_decode_torch(
     expert_ids: torch.Tensor,
     combine_weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `experts_decode`: same arguments, same results."""
+    """Define `experts_decode` in torch: same arguments, same results."""
     num_experts = gate_up_proj.shape[0]
     is_expert = (expert_ids < num_experts)[:, None, None]
     ids = expert_ids.clamp(max=num_experts - 1)
@@ -35,7 +35,7 @@ def experts_decode_torch(
 
 
 def check_experts_decode(tokens: int, slots: int, hidden_size: int, width: int, itemsize: int) -> None:
-    """See whether `experts_decode` takes these dimensions; itemsize is that of the weights.
+    """Check that `experts_decode` takes these dimensions; itemsize is that of the weights.
 
     Raises:
         UserError: it does not.
@@ -59,7 +59,7 @@ def experts_decode(
     combine_weights: nl.ndarray,
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    For every token, the sum over slots of its weight times down_proj[e] (silu(gate) * up), e being the slot's expert.
+    Sum over slots, for every token, its weight times down_proj[e] (silu(gate) * up), e being the slot's expert.
 
     The weights of a slot's expert are read from HBM once, by DMA at the expert's index; those of the others, and of
     slots without an expert, are not. Every other slot is for the other core (LNC): no weight is read twice.
@@ -87,7 +87,7 @@ def experts_decode(
         - Products are of the weights' dtype and add up in float32. silu and the weighting are in float32.
         - Tokens share instructions but no arithmetic: a NaN in one does not reach another.
         - A slot without an expert computes with whatever expert was in its memory before, or with zeros, and weighs
-          the result 0: memory that nobody wrote could be NaN, and 0 times NaN is NaN.
+          the result 0: memory that was never written could be NaN, and 0 times NaN is NaN.
         - A core reads 3 * hidden * width elements per expert. At 362 GB/s, h-small at 4 ranks takes 13 us for it, and
           TensorE 8.5 us.
         - Source: Granite 4.0's block_sparse_moe, in transformers GraniteMoeHybridMoE.
@@ -142,7 +142,7 @@ def experts_decode(
 
 
 def _buffers(tokens: int, slots: int, hidden: int, width: int, itemsize: int) -> int:
-    """How many experts' weights are on chip at a time."""
+    """Return how many experts' weights are on chip at a time."""
     blocks = width // largest_divisor(width, MAX_PARTITIONS)
     slots_per_part = (slots + PARTS - 1) // PARTS
     columns = hidden // MAX_PARTITIONS
@@ -153,7 +153,7 @@ def _buffers(tokens: int, slots: int, hidden: int, width: int, itemsize: int) ->
 
 
 def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> tuple[nl.ndarray, ...]:
-    """Tiles of zeros. The halves of each are written by two engines, four bytes at a time."""
+    """Return tiles of zeros. The halves of each are written by two engines, four bytes at a time."""
     tiles = []
     half = shape[1] // 2
     for _ in range(count):
@@ -186,7 +186,7 @@ def load_expert(
 
 
 def activated_columns(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndarray | float, rows: int) -> nl.ndarray:
-    """silu(gate) * weight * up of one expert, as columns [rows, width // rows, tokens].
+    """Compute silu(gate) * weight * up of one expert, as columns [rows, width // rows, tokens].
 
     Args:
         x_sb: [128, hidden // 128, tokens].
@@ -223,7 +223,7 @@ def activated_columns(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndar
 
 
 def _product(x_sb: nl.ndarray, weights_sb: nl.ndarray, first: int, count: int) -> nl.ndarray:
-    """x @ weights[:, first : first + count] as [tokens, count] in a PSUM bank."""
+    """Compute x @ weights[:, first : first + count] as [tokens, count] in a PSUM bank."""
     _, columns, tokens = x_sb.shape
     product_psum = nl.ndarray((tokens, count), dtype=nl.float32, buffer=nl.psum)
     for column in range(columns):
@@ -237,7 +237,7 @@ def _product(x_sb: nl.ndarray, weights_sb: nl.ndarray, first: int, count: int) -
 
 
 def _add_down(y_psums: tuple[nl.ndarray, ...], activated_sb: nl.ndarray, down_sb: nl.ndarray, is_first: bool) -> None:
-    """y += activated.T @ down for one expert.
+    """Compute y += activated.T @ down for one expert.
 
     Args:
         y_psums: [tokens, columns of a bank] each, all of hidden together.

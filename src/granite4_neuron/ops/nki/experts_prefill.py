@@ -21,7 +21,7 @@ def experts_prefill_torch(
     tokens: torch.Tensor,
     choices: torch.Tensor,
 ) -> tuple[torch.Tensor]:
-    """The definition of `experts_prefill`: same arguments, same results, and zeros in rows that nobody writes."""
+    """Define `experts_prefill` in torch: same arguments, same results, and zeros in rows that are not written."""
     y = torch.zeros(choices.numel(), x.shape[1], dtype=x.dtype)
     expert = 0
     for block, load_id in enumerate(loads.tolist()):
@@ -34,14 +34,14 @@ def experts_prefill_torch(
 
 
 def check_experts_prefill(hidden_size: int, width: int, itemsize: int) -> None:
-    """See whether `experts_prefill` takes these dimensions; itemsize is that of the weights.
+    """Check that `experts_prefill` takes these dimensions; itemsize is that of the weights.
 
     Raises:
         UserError: it does not.
     """
     blocks = width // largest_divisor(width, MAX_PARTITIONS)
     one_expert = (hidden_size // MAX_PARTITIONS * 2 * width + blocks * hidden_size) * itemsize
-    rows = 2 * (hidden_size + width) * itemsize + 4 * (hidden_size + width)  # as they come, turned, and as they go
+    rows = 2 * (hidden_size + width) * itemsize + 4 * (hidden_size + width)  # inputs, their transposes, and results
     if hidden_size % MAX_PARTITIONS or one_expert + rows > SBUF_BYTES:
         raise UserError(
             f"The NKI kernel for experts takes a hidden size that is a multiple of {MAX_PARTITIONS}, and experts of "
@@ -60,7 +60,7 @@ def experts_prefill(
     choices: nl.ndarray,
 ) -> tuple[nl.ndarray]:
     """
-    For every choice, down_proj[e] (silu(gate) * up) of its token and expert e, unweighted.
+    Compute for every choice down_proj[e] (silu(gate) * up) of its token and expert e, unweighted.
 
     Blocks of rows with one expert each, see `expert_blocks`, whose results are the last three arguments, and
     `combine_choices` for what to do with the result. A token's row is read from HBM for each of its choices, and each
@@ -130,7 +130,7 @@ def experts_prefill(
 
 
 def _gathered(x: nl.ndarray, tokens: nl.ndarray, dtype: str) -> nl.ndarray:
-    """Rows of x at tokens [rows, 1], as [rows, hidden]; without a token, whatever was in memory."""
+    """Gather rows of x at tokens [rows, 1], as [rows, hidden]; without a token, whatever was in memory."""
     hidden, count = x.shape[1], tokens.shape[0]
     rows_sb = nl.ndarray((count, hidden), dtype=dtype, buffer=nl.sbuf)
     source = x.ap(pattern=[[hidden, count], [1, hidden]], offset=0, vector_offset=tokens, indirect_dim=0)
@@ -139,7 +139,7 @@ def _gathered(x: nl.ndarray, tokens: nl.ndarray, dtype: str) -> nl.ndarray:
 
 
 def _columns(rows_sb: nl.ndarray) -> nl.ndarray:
-    """[rows, hidden] as [128, hidden // 128, rows]: element h on partition h // (hidden // 128)."""
+    """Transpose [rows, hidden] to [128, hidden // 128, rows]: element h on partition h // (hidden // 128)."""
     count, hidden = rows_sb.shape
     columns = hidden // MAX_PARTITIONS
     by_partition = rows_sb.reshape((count, MAX_PARTITIONS, columns))
@@ -155,7 +155,7 @@ def _columns(rows_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _down(activated_sb: nl.ndarray, down_sb: nl.ndarray, dtype: str) -> nl.ndarray:
-    """activated.T @ down as [rows, hidden].
+    """Compute activated.T @ down as [rows, hidden].
 
     Args:
         activated_sb: [partitions, width // partitions, rows].

@@ -11,7 +11,7 @@ from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 
 
 def launch(kernel: Any, *arguments: torch.Tensor | None, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
-    """The kernel's outputs, on the device of its arguments.
+    """Run the kernel and return its outputs, on the device of its arguments.
 
     Args:
         kernel: a function under `nki.jit`.

@@ -1,4 +1,4 @@
-"""What the kernels of a Mamba layer take; they cannot check it themselves, for an assertion does not compile."""
+"""Limits of a Mamba layer's kernels, which cannot check them themselves, for an assertion does not compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUMS_OF_A_CHUNK = 3  # beside each other in a PSUM bank
 
 
 def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `ssd_chunk_scan` and `tensor_tensor_scan` take these dimensions.
+    """Check that `ssd_chunk_scan` and `tensor_tensor_scan` take these dimensions.
 
     Raises:
         UserError: they do not.
@@ -32,7 +32,7 @@ def check_scan(num_heads: int, head_dim: int, n_groups: int, d_state: int, progr
 
 
 def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int, d_state: int, programs: int) -> None:
-    """See whether `mamba_decode` takes these dimensions.
+    """Check that `mamba_decode` takes these dimensions.
 
     Raises:
         UserError: it does not.
@@ -52,7 +52,7 @@ def check_mamba_decode(tokens: int, num_heads: int, head_dim: int, n_groups: int
 
 
 def check_convolution(channels: int, d_conv: int, batch: int, programs: int) -> None:
-    """See whether `conv1d_prefill` takes these dimensions.
+    """Check that `conv1d_prefill` takes these dimensions.
 
     Raises:
         UserError: it does not.
@@ -65,6 +65,6 @@ def check_convolution(channels: int, d_conv: int, batch: int, programs: int) -> 
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
-    """(32, 64, 128) as "32, 64 or 128"."""
+    """Write (32, 64, 128) as "32, 64 or 128"."""
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}"

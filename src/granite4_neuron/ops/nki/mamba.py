@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
-from granite4_neuron.ops.mamba_kernels import FewTokens, MambaKernels, MixerConstants, Results
+from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants, Results
 from granite4_neuron.ops.nki.common import PSUM_BANK
 from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
 from granite4_neuron.ops.nki.launch import launch
@@ -25,7 +25,7 @@ def convolve(
     bias: torch.Tensor | None,
     lengths: torch.Tensor,
 ) -> Results:
-    """`ops.causal_conv1d`; y is in x's dtype."""
+    """Compute `ops.causal_conv1d`; y is in x's dtype."""
     check_convolution(*weight.shape, x.shape[0], LOGICAL_CORE_SIZE)
     bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
     return launch(conv1d_prefill, x, conv_state, weight, bias, lengths.to(torch.int32))
@@ -40,7 +40,7 @@ def mix(
     z: torch.Tensor | None,
     accepted: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """As `FewTokens.mix`."""
+    """Implement `FusedMixer.mix`."""
     weight, bias = constants.weight, constants.bias
     taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
     A_D = torch.stack([constants.A, constants.D])
@@ -48,20 +48,20 @@ def mix(
     return launch(mamba_decode, ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
 
 
-def few_tokens(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FewTokens:
-    """What advances a layer of these dimensions by one or a few tokens.
+def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FusedMixer:
+    """Return the kernel that advances a layer of these dimensions by one or a few tokens.
 
     Raises:
         UserError: the kernel does not take them.
     """
     check_mamba_decode(1, num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
-    return FewTokens(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
+    return FusedMixer(mix, min(MAX_TOKENS, PSUM_BANK // (num_heads // LOGICAL_CORE_SIZE)))
 
 
 def round_in_hardware(
     values: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:
-    """`ops.stochastic_round`, with the engines' own random numbers, if the runtime is told so; else to nearest."""
+    """Round as `ops.stochastic_round`, by the engines' random numbers, if the runtime is told so; else to nearest."""
     return values.to(dtype)
 
 

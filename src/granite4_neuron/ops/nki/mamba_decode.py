@@ -39,7 +39,7 @@ def mamba_decode_torch(
     z: torch.Tensor | None = None,
     accepted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The definition of `mamba_decode`: same arguments, same results."""
+    """Define `mamba_decode` in torch: same arguments, same results."""
     batch, d_state, heads, head_dim = states.shape
     tokens, reach = xBC.shape[1], conv_states.shape[2]
     history = torch.cat([conv_states, xBC.transpose(1, 2)], dim=-1).float()
@@ -59,10 +59,10 @@ def mamba_decode_torch(
     if z is not None:
         results.append((torch.stack(outputs, 1) * F.silu(z.float())).to(xBC.dtype))
     if accepted is not None:
-        of_rows = torch.arange(batch, device=states.device), accepted.long()
+        kept_index = torch.arange(batch, device=states.device), accepted.long()
         places = accepted.long()[:, None] + torch.arange(reach, device=states.device)
         windows = history.gather(2, places[:, None].expand(-1, history.shape[1], -1))
-        new_states = torch.stack(kept, 1)[of_rows].permute(0, 3, 1, 2)
+        new_states = torch.stack(kept, 1)[kept_index].permute(0, 3, 1, 2)
         results += [new_states.to(states.dtype), windows.to(conv_states.dtype)]
     return tuple(results)
 
@@ -79,12 +79,12 @@ def mamba_decode(
     accepted: nl.ndarray | None = None,
 ) -> tuple[nl.ndarray, ...]:
     """
-    Outputs of a few tokens of every sequence, and the states after those of them that are accepted.
+    Compute outputs of a few tokens of every sequence, and the states after the accepted ones.
 
-    A state is read from HBM once and written once, however many tokens there are: what the tokens say to each other is
-    computed beside it, and the accepted ones enter it together. With one token, accepted, this is decode. Without
-    `accepted` it is a verification: no state is written. Without `z` it is a verification's commit: there are no
-    outputs.
+    A state is read from HBM once and written once, however many tokens there are: the tokens' contributions to each
+    other are computed beside it, and the accepted ones enter it together. With one token, accepted, this is decode.
+    Without `accepted` it is a verification: no state is written. Without `z` it is a verification's commit: there are
+    no outputs.
 
     Dimensions:
         batch: sequences
@@ -176,8 +176,8 @@ def mamba_decode(
         x_heads = x_hbm.reshape_dim(2, (heads, head_dim))
         dt_sb = load(dt[rows, 0:tokens, own_heads].permute((1, 0, 2)), nl.float32)
 
-        # Step 2: what outputs take beside the state. What tokens say to each other is computed with heads on
-        # partitions; it comes back with tokens there, as the gate does.
+        # Step 2: the terms of outputs beside the state. Contributions of tokens to each other are computed with heads
+        # on partitions; they come back with tokens there, as the gate does.
         if has_outputs:
             from_start_sb = _exp_of_sums(up_to, times(dt_sb, for_each(A_sb, count)))
             within_hbm = nl.ndarray((count, tokens, heads, head_dim), dtype=nl.float32, buffer=nl.private_hbm)
@@ -193,7 +193,8 @@ def mamba_decode(
             within_sb = load(within_hbm.permute((1, 0, 2, 3)), nl.float32)
             y_sb = nl.ndarray((tokens, count, heads, head_dim), dtype=nl.float32, buffer=nl.sbuf)
 
-        # Step 3: what states take in. Tokens that are not accepted have dt = 0 here, and the window ends before them.
+        # Step 3: the terms that enter the states. Tokens that are not accepted have dt = 0 here, and the window ends
+        # before them.
         if has_new_states:
             accepted_row = accepted.reshape((1, batch))[0:1, rows]
             own_channels = (first_head * head_dim, heads * head_dim)
@@ -252,7 +253,7 @@ def mamba_decode(
 
 
 def _accepted_only(dt_sb: nl.ndarray, accepted_row: nl.ndarray) -> nl.ndarray:
-    """dt [tokens, rows, heads] with 0 for tokens that are not accepted."""
+    """Return dt [tokens, rows, heads] with 0 for tokens that are not accepted."""
     tokens, rows, heads = dt_sb.shape
     accepted_sb = load(accepted_row.broadcast(0, tokens), nl.float32)
     numbers_sb = nl.ndarray((tokens, rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -262,7 +263,7 @@ def _accepted_only(dt_sb: nl.ndarray, accepted_row: nl.ndarray) -> nl.ndarray:
 
 
 def _exp_of_sums(summands: nl.ndarray, values_sb: nl.ndarray) -> nl.ndarray:
-    """exp(summands.T @ values): [k, t] of ones and zeros, values [k, rows, heads]; [t, rows, heads]."""
+    """Compute exp(summands.T @ values): [k, t] of ones and zeros, values [k, rows, heads]; [t, rows, heads]."""
     _, rows, heads = values_sb.shape
     shape = (summands.shape[1], rows, heads)
     sums_psum = nl.ndarray(shape, dtype=nl.float32, buffer=nl.psum)
@@ -273,7 +274,7 @@ def _exp_of_sums(summands: nl.ndarray, values_sb: nl.ndarray) -> nl.ndarray:
 
 
 def _read_state(y_sb: nl.ndarray, C_sb: nl.ndarray, state_sb: nl.ndarray, from_start_sb: nl.ndarray) -> None:
-    """y = from_start * (C @ state), for heads of one group.
+    """Compute y = from_start * (C @ state), for heads of one group.
 
     Args:
         y_sb: [tokens, heads, head_dim], written.
@@ -294,7 +295,7 @@ def _read_state(y_sb: nl.ndarray, C_sb: nl.ndarray, state_sb: nl.ndarray, from_s
 def _advance_state(
     stored_sb: nl.ndarray, state_sb: nl.ndarray, total_sb: nl.ndarray, B_sb: nl.ndarray, x_sb: nl.ndarray
 ) -> None:
-    """stored = total * state + B.T @ x, for heads of one group; the state's own memory holds the product on the way.
+    """Compute stored = total * state + B.T @ x, for heads of one group; the state's memory holds the product meanwhile.
 
     Args:
         stored_sb, state_sb: [d_state, heads, head_dim]; the first may be the second, or of another dtype.

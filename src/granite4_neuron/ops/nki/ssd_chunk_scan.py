@@ -35,7 +35,7 @@ def ssd_chunk_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `ssd_chunk_scan` and of `tensor_tensor_scan`: same arguments, same results."""
+    """Define `ssd_chunk_scan` and `tensor_tensor_scan` in torch: same arguments, same results."""
     states = initial_states.permute(0, 2, 3, 1).contiguous()
     y, states = mamba_chunk_scan_combined(
         x, dt, A, B, C, CHUNK_SIZE, D, initial_states=states, return_final_states=True
@@ -54,7 +54,7 @@ def ssd_chunk_scan(
     initial_states: nl.ndarray,
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    The selective scan of Mamba-2 over whole sequences, as matrix products within chunks of 128 tokens.
+    Compute the selective scan of Mamba-2 over whole sequences, as matrix products within chunks of 128 tokens.
 
     The state stays in SBUF from chunk to chunk. All heads of a group share one product of B and C.
 
@@ -125,7 +125,7 @@ def ssd_chunk_scan(
             C_sb = load(C[b, tokens, 0:n_groups, 0:d_state], x.dtype)
             rows = x_sb.shape[0]
 
-            # Step 1: what is left at each token of what came before, and at the chunk's end.
+            # Step 1: the decays from the chunk's start to each token, and from each token to the chunk's end.
             log_decay_sb = nl.ndarray((rows, heads), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_tensor(dst=log_decay_sb, data1=dt_sb, data2=A_sb[0:rows, 0:heads], op=nl.multiply)
             decays_sb = _boundary_decays(log_decay_sb, up_to, after, everywhere)
@@ -142,7 +142,7 @@ def ssd_chunk_scan(
                 state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
                 nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.engine.scalar)
 
-            # Step 3: a PSUM bank of heads at a time: what its tokens say to each other, and what the state says.
+            # Step 3: a PSUM bank of heads at a time: contributions of its tokens to each other, and of the state.
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
             for run_start in range(0, heads, run):
                 group = (first_head + run_start) // heads_per_group
@@ -169,7 +169,7 @@ def ssd_chunk_scan(
 def _boundary_decays(
     log_decay_sb: nl.ndarray, up_to: nl.ndarray, after: nl.ndarray, everywhere: nl.ndarray
 ) -> nl.ndarray:
-    """exp of the sums of log_decay [rows, heads] from the chunk's start, to its end, and over all of it.
+    """Compute exp of the sums of log_decay [rows, heads] from the chunk's start, to its end, and over all of it.
 
     Returns:
         [128, 3, heads], float32: up to and with token i; after token j; over all tokens, on every partition.
@@ -190,7 +190,7 @@ def _boundary_decays(
 
 
 def _times_per_head(values_sb: nl.ndarray, factors_sb: nl.ndarray, dtype: str, engine: nisa.engine) -> nl.ndarray:
-    """values [rows, heads, head_dim] times factors [rows, heads]."""
+    """Multiply values [rows, heads, head_dim] by factors [rows, heads]."""
     product_sb = nl.ndarray(values_sb.shape, dtype=dtype, buffer=nl.sbuf)
     factors = along(factors_sb, values_sb.shape[2])
     nisa.tensor_tensor(dst=product_sb, data1=values_sb, data2=factors, op=nl.multiply, engine=engine)
@@ -198,7 +198,7 @@ def _times_per_head(values_sb: nl.ndarray, factors_sb: nl.ndarray, dtype: str, e
 
 
 def _scores(B_sb: nl.ndarray, C_sb: nl.ndarray, up_to: nl.ndarray) -> tuple[nl.ndarray, nl.ndarray]:
-    """The group's C [rows, d_state] transposed, and B_j . C_i for j <= i, else 0, as [j, i] in float32."""
+    """Return the group's C [rows, d_state] transposed, and B_j . C_i for j <= i, else 0, as [j, i] in float32."""
     rows, d_state = B_sb.shape
     transposed_psum = nl.ndarray((d_state, 2, rows), dtype=B_sb.dtype, buffer=nl.psum)
     nisa.nc_transpose(dst=transposed_psum[:, 0, :], data=B_sb)
@@ -216,7 +216,7 @@ def _scores(B_sb: nl.ndarray, C_sb: nl.ndarray, up_to: nl.ndarray) -> tuple[nl.n
 def _within_chunk(
     log_decay_sb: nl.ndarray, scores_sb: nl.ndarray, dt_x_sb: nl.ndarray, up_to: nl.ndarray, after: nl.ndarray
 ) -> nl.ndarray:
-    """What the chunk's tokens contribute to its outputs, for up to a bank of heads of one group.
+    """Compute what the chunk's tokens contribute to its outputs, for up to a bank of heads of one group.
 
     Args:
         log_decay_sb: [rows, heads], float32.
@@ -264,7 +264,7 @@ def _add_from_state(
     from_start_sb: nl.ndarray,
     D_x_sb: nl.ndarray,
 ) -> None:
-    """y = within + from_start * (C @ state) + D * x, for up to a bank of heads of one group.
+    """Compute y = within + from_start * (C @ state) + D * x, for up to a bank of heads of one group.
 
     Args:
         y_sb, within_psum, D_x_sb: [rows, heads, head_dim].
@@ -282,7 +282,7 @@ def _add_from_state(
 
 
 def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndarray, total_sb: nl.ndarray) -> None:
-    """state = total * state + B.T @ remaining, in place, for up to a bank of heads of one group.
+    """Compute state = total * state + B.T @ remaining, in place, for up to a bank of heads of one group.
 
     Args:
         state_sb: [d_state, heads, head_dim], float32.

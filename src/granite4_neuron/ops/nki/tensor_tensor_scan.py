@@ -24,7 +24,7 @@ from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan_torch
 
 TOKENS = MAX_PARTITIONS  # per tile
 PRODUCT_CHANNELS = PSUM_BANK // TOKENS
-SCAN_CHANNELS = 32  # whose tokens follow each other on a partition, in one scan; tiles of 16 KiB per partition
+SCAN_CHANNELS = 32  # per scan, their tokens one after another on a partition; tiles of 16 KiB per partition
 
 
 def tensor_tensor_scan_torch(
@@ -36,7 +36,7 @@ def tensor_tensor_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of `tensor_tensor_scan`: same arguments, same results."""
+    """Define `tensor_tensor_scan` in torch: same arguments, same results."""
     return ssd_chunk_scan_torch(x, dt, A, B, C, D, initial_states)
 
 
@@ -51,7 +51,7 @@ def tensor_tensor_scan(
     initial_states: nl.ndarray,
 ) -> tuple[nl.ndarray, nl.ndarray]:
     """
-    The selective scan of Mamba-2 over whole sequences, one state element per partition, one token after another.
+    Compute the selective scan of Mamba-2 over whole sequences, a state element per partition, token after token.
 
     One instruction scans up to 32 channels of a head (64 for d_state 64) over a tile of 128 tokens. B and C are read
     from HBM once per program, and the products of dt, B and x are formed on chip.
@@ -103,7 +103,7 @@ def tensor_tensor_scan(
     heads_per_group = num_heads // n_groups
     first_head, heads = program_share(num_heads)
     own_heads = nl.ds(first_head, heads)
-    parts = MAX_PARTITIONS // d_state  # of a head's channels, side by side on the partitions
+    parts = MAX_PARTITIONS // d_state  # runs of a head's channels, side by side on the partitions
     part = head_dim // parts
     run = common_divisor(heads, heads_per_group)  # consecutive heads of one group
     heads_per_bank = PSUM_BANK // head_dim
@@ -170,7 +170,7 @@ def tensor_tensor_scan(
 
 
 def _members(parts: int, d_state: int) -> nl.ndarray:
-    """[128, parts]: 1 where a partition belongs to a part."""
+    """Return [128, parts]: 1 where a partition belongs to a part."""
     members_sb = nl.ndarray((MAX_PARTITIONS, parts), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=members_sb, value=0.0)
     for p in range(parts):
@@ -179,7 +179,7 @@ def _members(parts: int, d_state: int) -> nl.ndarray:
 
 
 def _columns(C_sb: nl.ndarray, parts: int) -> nl.ndarray:
-    """C [rows, d_state] transposed, once for every part: [128, rows]."""
+    """Transpose C [rows, d_state], once for every part: [128, rows]."""
     rows, d_state = C_sb.shape
     columns_sb = nl.ndarray((MAX_PARTITIONS, rows), dtype=nl.float32, buffer=nl.sbuf)
     columns_psum = nl.ndarray((d_state, rows), dtype=nl.float32, buffer=nl.psum)
@@ -192,7 +192,7 @@ def _columns(C_sb: nl.ndarray, parts: int) -> nl.ndarray:
 
 
 def _on_diagonal(values_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
-    """[rows, n] as n diagonal matrices side by side: [rows, n * rows]."""
+    """Return [rows, n] as n diagonal matrices side by side: [rows, n * rows]."""
     rows, count = values_sb.shape
     diagonals_sb = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(
@@ -208,7 +208,7 @@ def _on_diagonal(values_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
 def _decays(
     log_decay_sb: nl.ndarray, everywhere: nl.ndarray, diagonal: nl.ndarray, channels: int
 ) -> tuple[nl.ndarray, nl.ndarray]:
-    """A head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
+    """Return a head's decays exp(log_decay [rows, 1]), tokens along the free dimension, on all partitions.
 
     Returns:
         [128, channels, rows], 0 at every channel's first token: there a scan begins anew.
@@ -296,7 +296,7 @@ def _scan_head(
 
 
 def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
-    """What each token adds to the states: dt * x [rows, parts, channels] times B [rows, d_state].
+    """Compute what each token adds to the states: dt * x [rows, parts, channels] times B [rows, d_state].
 
     A product with a diagonal matrix per channel multiplies token by token and turns tokens to the free dimension.
 
@@ -322,7 +322,7 @@ def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray, diagonal: nl.ndarray) -> n
 
 
 def _add_skip(y_sb: nl.ndarray, y_psum: nl.ndarray, x_sb: nl.ndarray, D_sb: nl.ndarray) -> None:
-    """y = y_psum + D * x, for up to a bank of heads.
+    """Compute y = y_psum + D * x, for up to a bank of heads.
 
     Args:
         y_sb, x_sb: [rows, heads, head_dim].

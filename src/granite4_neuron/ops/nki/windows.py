@@ -9,14 +9,15 @@ from granite4_neuron.ops.nki.common import MAX_PARTITIONS, largest_divisor, load
 
 
 def lanes_of(channels: int) -> tuple[int, int]:
-    """On how many partitions x is, and how many of its channels follow each other on one."""
+    """Return on how many partitions x is, and how many of its channels follow each other on one."""
     lanes = largest_divisor(channels, MAX_PARTITIONS)
     return lanes, channels // lanes
 
 
 def _by_column(values: nl.ndarray, own: tuple[int, int], inner: int, d_state: int) -> tuple[nl.ndarray, nl.ndarray]:
-    """Views of HBM [rows, channels, n]: x of this program as [lanes, per_lane, rows, n], B and C as [d_state, n_groups
-    of B then of C, rows, n]."""
+    """View HBM [rows, channels, n]: x of this program as [lanes, per_lane, rows, n], B and C as [d_state, n_groups of B
+    then of C, rows, n].
+    """
     first, channels = own
     rows, all_channels, columns = values.shape
     lanes, per_lane = lanes_of(channels)
@@ -36,7 +37,7 @@ def _loaded_columns(sources: tuple[nl.ndarray, nl.ndarray], tile_sb: nl.ndarray,
 def load_windows(
     conv_states: nl.ndarray, xBC: nl.ndarray, own: tuple[int, int], inner: int, d_state: int
 ) -> nl.ndarray:
-    """What the convolution sees, channels on partitions: [128, columns, rows, d_conv - 1 + tokens], float32."""
+    """Load the convolution's inputs, channels on partitions: [128, columns, rows, d_conv - 1 + tokens], float32."""
     rows, tokens, _ = xBC.shape
     reach = conv_states.shape[2]
     old = _by_column(conv_states, own, inner, d_state)
@@ -50,7 +51,7 @@ def load_windows(
 
 
 def load_taps(taps: nl.ndarray, own: tuple[int, int], inner: int, d_state: int) -> nl.ndarray:
-    """Weights and bias of the convolution in the layout of `load_windows`: [128, columns, 1, d_conv + 1], float32."""
+    """Load the convolution's weights and bias in `load_windows`' layout: [128, columns, 1, d_conv + 1], float32."""
     sources = _by_column(taps.expand_dim(0), own, inner, d_state)
     columns = sources[0].shape[1] + sources[1].shape[1]
     taps_sb = nl.ndarray((MAX_PARTITIONS, columns, 1, taps.shape[1]), dtype=nl.float32, buffer=nl.sbuf)
@@ -60,7 +61,7 @@ def load_taps(taps: nl.ndarray, own: tuple[int, int], inner: int, d_state: int) 
 
 
 def convolve_windows(windows_sb: nl.ndarray, taps_sb: nl.ndarray) -> nl.ndarray:
-    """silu of the convolution plus bias: [128, columns, rows, tokens], float32."""
+    """Compute silu of the convolution plus bias: [128, columns, rows, tokens], float32."""
     partitions, columns, rows, width = windows_sb.shape
     d_conv = taps_sb.shape[3] - 1
     tokens = width - d_conv + 1

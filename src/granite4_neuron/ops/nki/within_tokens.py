@@ -1,4 +1,4 @@
-"""What the tokens of a step contribute to each other's outputs, beside the state; heads on partitions."""
+"""Contributions of a step's tokens to each other's outputs, beside the state; heads on partitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from granite4_neuron.ops.nki.common import flat, for_each, times
 
 
 def token_scores(B_columns: nl.ndarray, C_columns: nl.ndarray, heads: int, place: tuple[int, int]) -> nl.ndarray:
-    """C_t . B_s of each row's tokens, for each of its heads: [rows * heads, t, s], float32.
+    """Compute C_t . B_s of each row's tokens, for each of its heads: [rows * heads, t, s], float32.
 
     One product per group has the tokens of all rows beside each other; a row's own are a block on its diagonal.
 
@@ -46,7 +46,7 @@ def token_scores(B_columns: nl.ndarray, C_columns: nl.ndarray, heads: int, place
 
 
 def within_tokens(x_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.ndarray, scores_sb: nl.ndarray) -> nl.ndarray:
-    """What tokens contribute to outputs of their own and of later ones, without the state: [heads, tokens, head_dim].
+    """Compute the tokens' part in their own and later outputs, without the state: [heads, tokens, head_dim].
 
     Args:
         x_sb: [heads, tokens, head_dim], the heads of all rows.
@@ -85,7 +85,7 @@ def within_tokens(x_sb: nl.ndarray, dt_sb: nl.ndarray, A_D_sb: nl.ndarray, score
 
 
 def load_on_heads(source: nl.ndarray, columns: tuple[int, ...]) -> nl.ndarray:
-    """HBM [rows, heads, columns...] with rows and heads on partitions, in float32: [rows * heads, columns...]."""
+    """Load HBM [rows, heads, columns...] with rows and heads on partitions, in float32: [rows * heads, columns...]."""
     tile_sb = nl.ndarray((source.shape[0] * source.shape[1], *columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile_sb, src=source)
     return tile_sb

@@ -19,7 +19,7 @@ def cached_attention(
     *,
     block_size: int | None = None,
 ) -> torch.Tensor:
-    """`ops.cached_attention`, whose blocks are computed in turn."""
+    """Compute `ops.cached_attention`, one block after another."""
     attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
     block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
@@ -31,7 +31,7 @@ def cached_attention(
 
 
 def _once_known(total: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`slots`, as a function of `total`, which is never negative.
+    """Return `slots`, as a function of `total`, which is never negative.
 
     It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
     all of them at once.

@@ -22,7 +22,7 @@ def mamba_chunk_scan(
     initial_states: torch.Tensor,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.mamba_chunk_scan_combined` with the final states, for dt after softplus and limit.
+    """Compute `ops.mamba_chunk_scan_combined` with the final states, for dt after softplus and limit.
 
     Args:
         x: [batch, length, num_heads, head_dim].
@@ -64,7 +64,7 @@ def mamba_chunk_scan(
 
 
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
-    """`ops.mamba_chunk_scan.segment_sum` as a product: [..., length] to [..., length, length].
+    """Compute `ops.mamba_chunk_scan.segment_sum` as a product: [..., length] to [..., length, length].
 
     Every entry is summed from its own terms here too.
     """
@@ -77,7 +77,7 @@ def segment_sum(values: torch.Tensor) -> torch.Tensor:
 def _pass_on(
     initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor, n_groups: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states before each chunk, and those after the last one.
+    """Return the states before each chunk, and those after the last one.
 
     Args:
         initial_states: [batch, num_heads, head_dim, d_state].
@@ -91,20 +91,20 @@ def _pass_on(
     rows = batch * n_groups
     initial_states = initial_states.reshape(rows, num_heads // n_groups, head_dim, d_state)
     by_row = zip(*(_by_row(values, rows) for values in (initial_states, added, log_decay)), strict=True)
-    passed = [_pass_on_in_a_row(*of_row) for of_row in by_row]
-    before, after = (of_rows[0] if rows == 1 else torch.cat(of_rows) for of_rows in zip(*passed, strict=True))
+    passed = [_pass_on_in_a_row(*row_values) for row_values in by_row]
+    before, after = (row_states[0] if rows == 1 else torch.cat(row_states) for row_states in zip(*passed, strict=True))
     return before, after.reshape(batch, num_heads, head_dim, d_state)
 
 
 def _by_row(values: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    """Of a single row the tensor itself: a slice of all of it would be copied."""
+    """Return a tensor's parts by row; of a single row the tensor itself: a slice of all of it would be copied."""
     return (values,) if rows == 1 else values.chunk(rows)
 
 
 def _pass_on_in_a_row(
     initial_state: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_pass_on`, of the [1, ...] initial state and the [chunks, ...] of one row."""
+    """Do as `_pass_on`, for the [1, ...] initial state and the [chunks, ...] of one row."""
     decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).tril()  # [heads, chunks + 1, chunks + 1]
     parts = torch.cat([initial_state, added])
     before, after = (torch.einsum("hij,jhpn->ihpn", part, parts) for part in (decay[:, :-1], decay[:, -1:]))
@@ -112,7 +112,7 @@ def _pass_on_in_a_row(
 
 
 def _chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """[rows, length, ...] to [rows * chunks, chunk_size, ...], the last one of a row padded with zeros."""
+    """Cut [rows, length, ...] into [rows * chunks, chunk_size, ...], the last one of a row padded with zeros."""
     padding = -values.shape[1] % chunk_size
     if padding:
         values = F.pad(values, (0, 0) * (values.dim() - 2) + (0, padding))
@@ -120,12 +120,12 @@ def _chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """As `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
+    """Compute `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state)
 
 
 def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
-    """As `mamba_kernels.quadratic_scan`."""
+    """Compute `mamba_kernels.quadratic_scan`."""
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 

@@ -32,7 +32,7 @@ _FETCHED = 3
 
 @dataclass(frozen=True)
 class ExpertPath:
-    """How the experts are computed.
+    """A way to compute the experts.
 
     name: "chosen", "all" or "blocks".
     capacity: of "blocks", rows of each expert and of each further block.
@@ -45,7 +45,7 @@ class ExpertPath:
 
     @property
     def reason(self) -> str:
-        """Why this one, to follow "as"."""
+        """The reason for this path, to follow "as"."""
         return {
             CHOSEN: "so few tokens choose less than all weights",
             ALL: "blocks would save too little",
@@ -59,7 +59,7 @@ class ExpertPath:
 
 
 def expert_path(tokens: int, top_k: int, num_experts: int) -> ExpertPath:
-    """The path for a step of `tokens` tokens that choose `top_k` of `num_experts` experts each.
+    """Choose the path for a step of `tokens` tokens that choose `top_k` of `num_experts` experts each.
 
     A large capacity is filled with padding, a small one makes many blocks, whose weights are copied. Blocks have to
     save two fifths of the rows of all experts.
@@ -75,7 +75,7 @@ def expert_path(tokens: int, top_k: int, num_experts: int) -> ExpertPath:
 
 
 def with_capacity(choices: int, capacity: int) -> ExpertPath:
-    """Blocks of `capacity` rows, as many as any `choices` choices can fill.
+    """Return blocks of `capacity` rows, as many as any `choices` choices can fill.
 
     An expert that has q further blocks was chosen more than q * capacity times. So there are less than
     (choices + 1) / capacity of them, counting the row that `_places` sets aside, and if there are as many as here the
@@ -94,7 +94,7 @@ def fused_experts(
     path: ExpertPath | None = None,
     input_first: bool = False,
 ) -> torch.Tensor:
-    """`ops.fused_experts` of weights that are not quantized: no graph has others.
+    """Compute `ops.fused_experts` of weights that are not quantized: no graph has others.
 
     Args:
         path: None for `expert_path`'s.
@@ -112,7 +112,7 @@ def fused_experts(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Of some or all experts. They are multiplied in the order in which they lie, and never turned round."""
+    """Weights of some or all experts. They are multiplied in the order in which they lie, and never transposed."""
 
     w1: torch.Tensor
     w2: torch.Tensor
@@ -126,19 +126,19 @@ class _Weights:
         return _Weights(self.w1.index_select(0, experts), self.w2.index_select(0, experts), self.input_first)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [experts, rows, hidden_size]: [experts, rows, intermediate_size]."""
+        """Compute silu(gate) * up of [experts, rows, hidden_size]: [experts, rows, intermediate_size]."""
         return silu_and_mul(torch.bmm(x, self.w1 if self.input_first else self.w1.transpose(1, 2)))
 
     def first_of_all(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of [rows, hidden_size], which all experts share."""
+        """Compute silu(gate) * up of [rows, hidden_size], which all experts share."""
         return silu_and_mul(torch.einsum("th,ehf->etf" if self.input_first else "th,efh->etf", x, self.w1))
 
     def second(self, x: torch.Tensor) -> torch.Tensor:
-        """[experts, rows, intermediate_size] to [experts, rows, hidden_size]."""
+        """Map [experts, rows, intermediate_size] to [experts, rows, hidden_size]."""
         return torch.bmm(x, self.w2 if self.input_first else self.w2.transpose(1, 2))
 
     def sum_of_second(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `second` over all experts: a result per expert would be the largest tensor of the model."""
+        """Return the sum of `second` over all experts: a result per expert would be the largest tensor of the model."""
         return torch.einsum("etf,efh->th" if self.input_first else "etf,ehf->th", x, self.w2)
 
 
@@ -155,8 +155,8 @@ def _chosen_experts(
 def _all_experts(
     hidden_states: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
-    of_experts = (topk_weights[..., None] * _one_hot(topk_ids, weights.num_experts)).sum(1)  # [tokens, num_experts]
-    activated = weights.first_of_all(hidden_states).float() * of_experts.T[..., None]
+    expert_weights = (topk_weights[..., None] * _one_hot(topk_ids, weights.num_experts)).sum(1)  # [tokens, num_experts]
+    activated = weights.first_of_all(hidden_states).float() * expert_weights.T[..., None]
     return weights.sum_of_second(activated.to(hidden_states.dtype))
 
 
@@ -180,7 +180,7 @@ def _experts_in_blocks(
 def _sum_of_choices(
     x: torch.Tensor, weights: _Weights, topk_weights: torch.Tensor, places: _Places, capacity: int
 ) -> torch.Tensor:
-    """[tokens, hidden_size], of the choices that have a place; the sum is a product, which adds in float32.
+    """Sum the choices that have a place, [tokens, hidden_size]; the sum is a product, which adds in float32.
 
     Args:
         x: [tokens + 1, hidden_size], the last one zeros.
@@ -194,7 +194,7 @@ def _sum_of_choices(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where each choice's row is, [tokens, top_k] each; where it is not among these rows, an unused one."""
+    """The place of each choice's row, [tokens, top_k] each; an unused row for a choice that is not among these rows."""
 
     block: torch.Tensor
     row: torch.Tensor
@@ -202,7 +202,7 @@ class _Places:
 
 
 def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple[_Places, _Places, torch.Tensor]:
-    """(places in the experts' own blocks, those in the further blocks, the expert of each further block).
+    """Return (places in the experts' own blocks, those in the further blocks, the expert of each further block).
 
     The unused ones are the first row of the first expert, and the last row of the last further block.
     """
@@ -235,12 +235,12 @@ def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple
 
 
 def _one_hot(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[..., num_experts] in float32."""
+    """Return [..., num_experts] in float32."""
     return (topk_ids[..., None] == torch.arange(num_experts, device=topk_ids.device)).float()
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:
-    """values[0] + ... + values[i], [rows, columns] in float32, as products with triangles of 128 rows."""
+    """Compute values[0] + ... + values[i], [rows, columns] in float32, as products with triangles of 128 rows."""
     rows, columns = values.shape
     chunks = F.pad(values, (0, 0, 0, -rows % _ROWS)).view(-1, _ROWS, columns)
     within = _triangle(_ROWS, values).expand(len(chunks), -1, -1) @ chunks
@@ -251,5 +251,5 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _triangle(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Ones on and below the diagonal."""
+    """Return ones on and below the diagonal."""
     return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()

@@ -12,7 +12,7 @@ _MOST_IN_PAIRS = 64
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.topk_softmax`; of equal logits the first is chosen. Where a token's are NaN, it chooses the last expert."""
+    """Compute `ops.topk_softmax`. Of equal logits the first is chosen; where a token's are NaN, the last expert."""
     logits, num_experts = router_logits.float(), router_logits.shape[-1]
     choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
     top_logits, experts = choose(logits, top_k)
@@ -20,7 +20,7 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
 
 
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits of the chosen experts, the experts), each [tokens, top_k] in float32.
+    """Return (logits of the chosen experts, the experts), each [tokens, top_k] in float32.
 
     The rank of an expert is how many others are above it.
     """
@@ -33,7 +33,7 @@ def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
 
 def _one_after_another(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_by_comparison`, as many times the largest of those that are left."""
+    """Do as `_by_comparison`, by taking the largest of those that are left as many times."""
     num_experts = logits.shape[-1]
     experts = torch.arange(num_experts, dtype=torch.float32, device=logits.device).expand(logits.shape)
     nobody, lowest = torch.full_like(logits, num_experts), torch.full_like(logits, -math.inf)

@@ -46,7 +46,7 @@ def report(
     kernels: Mapping[str, str] = {},
     verified_tokens: int | None = None,
 ) -> Iterator[GraphReport]:
-    """Context encoding of one prompt for each bucket, its continuation over the whole cache, and decode of all rows.
+    """Report context encoding of one prompt per bucket, its continuation over the whole cache, and decode of all rows.
 
     With speculation also verification of all rows and its commit; with several rows the copy of a slot.
 
@@ -115,7 +115,7 @@ def report(
 def _application(
     config: GraniteMoeHybridConfig, neuron_config: Mapping[str, object], kernels: Mapping[str, str]
 ) -> NeuronGraniteMoeHybridForCausalLM:
-    """Without a checkpoint: a graph has no weights."""
+    """Make an application without a checkpoint: a graph has no weights."""
     return NeuronGraniteMoeHybridForCausalLM(
         "", GraniteMoeHybridInferenceConfig(MoENeuronConfig(**neuron_config), **config.to_dict(), **kernels)
     )

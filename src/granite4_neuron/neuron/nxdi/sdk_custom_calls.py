@@ -17,9 +17,7 @@ import torch_xla
 
 @contextmanager
 def as_custom_calls() -> Iterator[None]:
-    """Within it, every closed operator that a graph of this model may reach in NxD and NxD Inference is a custom
-    call.
-    """
+    """Make graphs that are traced within it have these operators of NxD and NxD Inference as custom calls."""
     with ExitStack() as patches:
         for module, name, stand_in in _STAND_INS:
             __import__(module)
@@ -30,7 +28,7 @@ def as_custom_calls() -> Iterator[None]:
 def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """The results of an operator of which only the name is known."""
+    """Return the results of an operator of which only the name is known."""
     return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 
@@ -55,7 +53,7 @@ class _Operator:
 
 
 def _attention_cte(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_, **options) -> torch.Tensor:
-    """query [heads, tokens, head_dim] to [heads, head_dim, tokens]; `options` hold what is there of a prior."""
+    """Map query [heads, tokens, head_dim] to [heads, head_dim, tokens]; `options` hold a prior if there is one."""
     heads, tokens, head_dim = query.shape
     tensors = [option for option in options.values() if isinstance(option, torch.Tensor)]
     return custom_call("attention_cte", [query, key, value, *tensors], [(heads, head_dim, tokens)], [query.dtype])[0]
@@ -85,12 +83,12 @@ def _cumsum(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _fill_prefix(cache: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-    """The SDK writes a DynamicUpdateSlice here; so does torch_xla."""
+    """Write the prefix. The SDK writes a DynamicUpdateSlice here, and so does torch_xla."""
     return torch.slice_scatter(cache, prefix, dim=2, end=prefix.shape[2])
 
 
 def _experts(name: str) -> Callable[..., torch.Tensor]:
-    """The kernels take keywords; with tokens of several experts some have an axis of partial results."""
+    """Return a stand-in for kernels that take keywords; for tokens of several experts some give partial results."""
 
     def experts(hidden_states: torch.Tensor, **options) -> torch.Tensor:
         tensors = [option for option in options.values() if isinstance(option, torch.Tensor)]
@@ -103,9 +101,9 @@ def _experts(name: str) -> Callable[..., torch.Tensor]:
 
 
 def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """A kernel of this package: its results are those of its definition in torch."""
+    """Call a kernel of this package: its results are those of its definition in torch."""
     function = getattr(kernel, "function", kernel)
-    if function.__name__ == "experts_prefill":  # whose definition looks at values
+    if function.__name__ == "experts_prefill":  # its definition reads values
         x, *_, choices = arguments
         shapes, dtypes = [(choices.numel(), x.shape[1])], [x.dtype]
     else:
