@@ -47,8 +47,9 @@ class Step:
         return int(self.pages[row, position // self.page_size]), position % self.page_size
 
     def run(self):
-        rows = [self.starts, self.lengths, self.pages]
-        return cpu.paged_attention(self.query, self.key, self.value, self.key_pages, self.value_pages, *rows, SCALE)
+        rows = dict(starts=self.starts, lengths=self.lengths, pages=self.pages)
+        pages = self.key_pages, self.value_pages
+        return cpu.paged_attention(self.query, self.key, self.value, *pages, **rows, scale=SCALE)
 
     def exact(self, seen=lambda position: position + 1):
         """In float64; a token at `position` sees so many keys."""

@@ -5,7 +5,9 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load
+from granite4_neuron.choices import BACKENDS
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import loading
 from granite4_neuron.model.sizes import sequence_bytes
 from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.model.state import MambaState
@@ -75,6 +77,9 @@ def test_the_nki_kernel_has_no_float16():
         CPURuntime(MODEL, GenerationConfig(), decode_kernel="nki", state_dtype=torch.float16)
 
 
-def test_other_backends_refuse_it():
-    with pytest.raises(UserError, match="SSM states in 16 bits are for the backends cpu and nxdi"):
-        load(backend="xla", state_dtype=torch.float16)
+@pytest.mark.parametrize("backend", ["xla", "another"])
+def test_other_backends_refuse_it(backend, monkeypatch):
+    monkeypatch.setattr(loading, "BACKENDS", (*BACKENDS, "another"))
+    message = f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32"
+    with pytest.raises(UserError, match=message):
+        load(backend=backend, state_dtype=torch.float16)

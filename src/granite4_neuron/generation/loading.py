@@ -76,8 +76,8 @@ def load(
     if (quantize or stored) and backend != "cpu":
         name = quantize or stored.name
         raise UserError(f"{name} weights are for the backend cpu; {backend} runs the original in its dtype.")
-    if state_dtype not in (None, torch.float32) and backend == "xla":
-        raise UserError("SSM states in 16 bits are for the backends cpu and nxdi; xla has them in float32.")
+    if state_dtype not in (None, torch.float32) and backend not in ("cpu", "nxdi"):
+        raise UserError(f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.")
     if backend != "cpu" and (tuned_configs is not None or cpu_kernels != CPU_KERNELS[0]):
         raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
     if backend == "nxdi":

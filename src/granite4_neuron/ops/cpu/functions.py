@@ -99,6 +99,7 @@ def paged_attention(
     value: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    *,
     starts: torch.Tensor,
     lengths: torch.Tensor,
     pages: torch.Tensor,
