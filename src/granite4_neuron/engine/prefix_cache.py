@@ -181,14 +181,11 @@ class PrefixCache:
             return
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
-        neighbour = child or node
-        neighbour.users += 1  # so that it is not evicted itself
-        has_room = self._make_room(needed)
-        neighbour.users -= 1
-        if has_room:
-            if child is not None:
-                node = self._split(child, shared)
-            self._add(node, tuple(tokens[covered:]), take(covered), logits)
+        if not self._make_room(needed, child or node):
+            return
+        if child is not None:
+            node = self._split(child, shared)
+        self._add(node, tuple(tokens[covered:]), take(covered), logits)
         if child is not None:
             self._prune(child)
 
@@ -262,17 +259,25 @@ class PrefixCache:
         self.stats.snapshots += 1
         self._entries[node] = None
 
-    def _make_room(self, needed: int) -> bool:
-        if self.max_bytes is None:
+    def _make_room(self, needed: int, neighbour: _Node) -> bool:
+        """Evict the least recently used entries until there is room; if that would not do, evict none and return false.
+
+        The new entry's neighbour is not evicted.
+        """
+        if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
             return True
-        if needed > self.max_bytes:
-            return False
-        while self.stats.num_bytes + needed > self.max_bytes:
-            oldest = next((node for node in self._entries if not node.users), None)
-            if oldest is None:
-                return False
-            self._evict(oldest)
-        return True
+        neighbour.users += 1  # so that it is not evicted itself
+        has_room = self._bytes_in_use(neighbour) + needed <= self.max_bytes
+        while has_room and self.stats.num_bytes + needed > self.max_bytes:
+            self._evict(next(node for node in self._entries if not node.users))
+        neighbour.users -= 1
+        return has_room
+
+    def _bytes_in_use(self, neighbour: _Node) -> int:
+        """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
+        used = [node for node in self._entries if node.users]
+        nodes = {node for each in (*used, neighbour) for node in each.path}
+        return sum(_entry_bytes(node) for node in used) + sum(_bytes(node.keys_and_values) for node in nodes)
 
     def _evict(self, node: _Node) -> None:
         self.stats.num_bytes -= _entry_bytes(node)
