@@ -33,8 +33,8 @@ from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.reuse_report import measure_reuse
-from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 
@@ -65,7 +65,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / options.random_weights
         dtype = getattr(torch, options.dtype or config.torch_dtype)
-        checkpoint.save_model(random_model(config, dtype=dtype), path)
+        save_model(random_model(config, dtype=dtype), path)
         yield path
 
 

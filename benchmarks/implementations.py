@@ -19,7 +19,7 @@ import transformers
 from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from granite4_neuron import UserError, stream_generate
-from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.loading import load_model, stored_dtype
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
@@ -110,7 +110,7 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """This package's, of the checkpoint in a folder."""
     operators = cpu.operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
-    model = checkpoint.load_model(folder, dtype, quantize=options.quantize, operators=operators)
+    model = load_model(folder, dtype, quantize=options.quantize, operators=operators)
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
@@ -118,7 +118,7 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
     """The one that is asked for, or that of the stored weights."""
-    return getattr(torch, options.dtype) if options.dtype else checkpoint.stored_dtype(folder)
+    return getattr(torch, options.dtype) if options.dtype else stored_dtype(folder)
 
 
 def weights_format(folder: Path, options: argparse.Namespace) -> str | None:

@@ -181,11 +181,11 @@ def fit() -> tuple[float, float]:
     known = torch.tensor([step.bound + step.losses["collectives"] for step in steps], dtype=torch.float64)
     layers = torch.tensor([float(figure.model.layers) for figure in FITTED], dtype=torch.float64)
     published = torch.tensor([figure.milliseconds / 1e3 for figure in FITTED], dtype=torch.float64)
-    of_layer = torch.arange(0, 400e-6, 1e-6, dtype=torch.float64)[:, None, None]
-    of_step = torch.arange(0, 8e-3, 50e-6, dtype=torch.float64)[None, :, None]
-    errors = (torch.log((known + layers * of_layer + of_step) / published) ** 2).sum(-1)
+    layer_seconds = torch.arange(0, 400e-6, 1e-6, dtype=torch.float64)[:, None, None]
+    step_seconds = torch.arange(0, 8e-3, 50e-6, dtype=torch.float64)[None, :, None]
+    errors = (torch.log((known + layers * layer_seconds + step_seconds) / published) ** 2).sum(-1)
     best = divmod(int(errors.argmin()), errors.shape[1])
-    return of_layer[best[0]].item(), of_step[0, best[1]].item()
+    return layer_seconds[best[0]].item(), step_seconds[0, best[1]].item()
 
 
 def main() -> int:
@@ -208,10 +208,10 @@ def main() -> int:
             figure.source,
         )
     Console(width=None if sys.stdout.isatty() else 170).print(table)
-    of_layer, of_step = fit()
+    layer_seconds, step_seconds = fit()
     print(
-        f"A layer's launch: {of_layer * 1e6:.0f} us by the first {len(FITTED)} lines, {LAUNCH_SECONDS * 1e6:.0f} in "
-        f"use; a step's beside it: {of_step * 1e6:.0f} us."
+        f"A layer's launch: {layer_seconds * 1e6:.0f} us by the first {len(FITTED)} lines, {LAUNCH_SECONDS * 1e6:.0f} "
+        f"in use; a step's beside it: {step_seconds * 1e6:.0f} us."
     )
     return 0
 

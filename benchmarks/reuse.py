@@ -134,8 +134,8 @@ def _steps(
 
     times: dict[Callable[[], None], list[float]] = {decode: [], verify: []}
     for _ in range(warmup + repeats):
-        for work, of_work in times.items():
+        for work, work_times in times.items():
             started = time.perf_counter()
             work()
-            of_work.append(1e3 * (time.perf_counter() - started))
-    return tuple(statistics.median(of_work[warmup:]) for of_work in times.values())
+            work_times.append(1e3 * (time.perf_counter() - started))
+    return tuple(statistics.median(work_times[warmup:]) for work_times in times.values())

@@ -157,14 +157,14 @@ def _stored_format(
     name: str, shape: torch.Size, choices: Sequence[StoredFormat], stored: StoredTensors
 ) -> StoredFormat | None:
     """The one that all tensors fit; if there is none, one that the numbers fit, whose layout says what is wrong."""
-    of_numbers = []
+    with_these_numbers = []
     for choice in choices:
         fits = [stored.has(f"{name}{ending}", *about) for ending, about in choice.layout(shape).items()]
         if all(fits):
             return choice
         if fits[0]:
-            of_numbers.append(choice)
-    return of_numbers[0] if of_numbers else None
+            with_these_numbers.append(choice)
+    return with_these_numbers[0] if with_these_numbers else None
 
 
 def _check_experts(formats: Mapping[str, Format], stored: StoredTensors) -> None:

@@ -41,8 +41,8 @@ def model_format(formats: Mapping[str, Format]) -> Format:
     Args:
         formats: of the weights that are quantized, by name.
     """
-    of_layers = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
-    return min(of_layers or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
+    layer_formats = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
+    return min(layer_formats or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
 
 
 class WeightPlan:

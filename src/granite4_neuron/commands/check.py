@@ -120,8 +120,8 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
     add("prefill", report.phase(prefill=True))
     add("decode", report.phase(prefill=False))
     add("all", report.overall())
-    if (of_transformers := report.of_transformers()) is not None:
-        add("transformers in this dtype", of_transformers)
+    if (transformers_error := report.transformers_error()) is not None:
+        add("transformers in this dtype", transformers_error)
     return table
 
 

@@ -51,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
             facts[f"kernels beside plain torch, {what}"] = f"{difference:.1e}"
             passed = passed and difference <= self_test.TOLERANCE
     texts, used = _through_vllm(folder, options.max_tokens)
-    own = _by_this_package(folder, options.max_tokens)
+    own_texts = _by_this_package(folder, options.max_tokens)
     _print_facts({**used, **facts})
-    for prompt, text, of_own in zip(PROMPTS, texts, own, strict=True):
+    for prompt, text, own_text in zip(PROMPTS, texts, own_texts, strict=True):
         write(f"{prompt}{text}")
-        if text != of_own:
-            write(f"  but this package alone says: {of_own}")
-    passed = passed and texts == own
+        if text != own_text:
+            write(f"  but this package alone says: {own_text}")
+    passed = passed and texts == own_texts
     write("passed" if passed else "FAILED")
     return 0 if passed else EXIT_CHECK_FAILED
 

@@ -62,7 +62,7 @@ class DraftModel:
         if growing:
             self._read(growing)
             logits = [draft.followed.logits for draft in growing]
-            while growing := [draft for draft, of_one in zip(growing, logits, strict=True) if draft.grow(of_one)]:
+            while growing := [draft for draft, last in zip(growing, logits, strict=True) if draft.grow(last)]:
                 logits = self._last_logits([draft.row for draft in growing])
         return [draft.tokens for draft in drafts]
 
@@ -123,7 +123,7 @@ class DraftModel:
 
     def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         logits = self._runtime.verify(self._state, rows).logits
-        return [of_row[len(row.tokens) - 1] for of_row, row in zip(logits, rows, strict=True)]
+        return [row_logits[len(row.tokens) - 1] for row_logits, row in zip(logits, rows, strict=True)]
 
 
 @dataclass

@@ -138,16 +138,16 @@ def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
     """
     require(runtime, "copy")
     config, itemsize = runtime.config, runtime.dtype.itemsize
-    of_slot = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-    of_slot += runtime.max_length * token_bytes(config, itemsize)
+    slot_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+    slot_bytes += runtime.max_length * token_bytes(config, itemsize)
     if runtime.own_slots <= num_sequences:
         raise UserError(
             f"the model is compiled for {runtime.own_slots} sequences, and {num_sequences} run at a time; for a prefix "
             "cache compile it with a larger --batch-size."
         )
-    if of_slot > max_bytes:
-        raise UserError(f"a slot of the compiled model takes {of_slot:,} bytes; the prefix cache has {max_bytes:,}.")
-    last = min(runtime.own_slots, num_sequences + max_bytes // of_slot)
+    if slot_bytes > max_bytes:
+        raise UserError(f"a slot of the compiled model takes {slot_bytes:,} bytes; the prefix cache has {max_bytes:,}.")
+    last = min(runtime.own_slots, num_sequences + max_bytes // slot_bytes)
     return range(num_sequences + 1, last + 1)
 
 

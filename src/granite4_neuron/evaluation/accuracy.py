@@ -77,7 +77,7 @@ class AccuracyReport:
     def overall(self) -> Difference:
         return self._difference(self.ours, [slice(None)] * len(self.ours))
 
-    def of_transformers(self) -> Difference | None:
+    def transformers_error(self) -> Difference | None:
         """The error of transformers in our dtype."""
         if self.reference_in_dtype is None:
             return None
@@ -87,10 +87,10 @@ class AccuracyReport:
         """Whether `criterion` holds."""
         if self._is_compressed:
             return self.overall().top1_agreement >= COMPRESSED_AGREEMENT
-        of_transformers = self.of_transformers()
-        if of_transformers is None:
+        transformers_error = self.transformers_error()
+        if transformers_error is None:
             return self.overall().maximum <= tolerance
-        return self.overall().mean <= of_transformers.mean
+        return self.overall().mean <= transformers_error.mean
 
     def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
         """What `passed` asks for."""

@@ -156,8 +156,8 @@ def _reference_hidden_states(
     """By layer and sequence: [tokens, hidden_size] in float32. Sequences are seen alone, whole and without a cache."""
     layers = reference.model.layers
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
-    for layer, of_layer in zip(layers, seen, strict=True):
-        layer.register_forward_hook(lambda _, __, output, keep=of_layer.append: keep(_tensor(output)[0].float()))
+    for layer, layer_outputs in zip(layers, seen, strict=True):
+        layer.register_forward_hook(lambda _, __, output, keep=layer_outputs.append: keep(_tensor(output)[0].float()))
     for tokens in sequences:
         reference(torch.tensor([tokens]), use_cache=False)
     return seen

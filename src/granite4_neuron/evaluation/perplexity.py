@@ -129,7 +129,7 @@ def measure(
             row = Row(1, start - window.start, tokens[start:stop])
             logits = [_step(*each, row) for each in zip(runtimes, states, scores, strict=True)]
             first = max(start, window.scored - 1)  # the logits after it say what the token behind it is
-            _add(scores, [of_one[first - start :] for of_one in logits], tokens[first + 1 : stop + 1])
+            _add(scores, [model_logits[first - start :] for model_logits in logits], tokens[first + 1 : stop + 1])
             done += stop - start
             if progress is not None:
                 progress(done, total)
@@ -143,11 +143,11 @@ def decode_seconds(runtimes: Sequence[Runtime], tokens: Sequence[int]) -> list[f
     states = [runtime.allocate(1, _DECODE_TOKENS) for runtime in runtimes]
     seconds: list[list[float]] = [[] for _ in runtimes]
     for position, token in enumerate(tokens[:_DECODE_TOKENS]):
-        for runtime, state, of_one in zip(runtimes, states, seconds, strict=True):
+        for runtime, state, runtime_seconds in zip(runtimes, states, seconds, strict=True):
             started = time.perf_counter()
             runtime.step(state, [Row(1, position, [token])])
-            of_one.append(time.perf_counter() - started)
-    return [statistics.median(of_one) for of_one in seconds]
+            runtime_seconds.append(time.perf_counter() - started)
+    return [statistics.median(runtime_seconds) for runtime_seconds in seconds]
 
 
 def _step(runtime: Runtime, state: object, score: Score, row: Row) -> torch.Tensor:
@@ -164,8 +164,8 @@ def _add(scores: Sequence[Score], logits: Sequence[torch.Tensor], targets: Seque
     for start in range(0, len(targets), _ROWS):
         expected = torch.tensor(targets[start : start + _ROWS])[:, None]
         reference = None
-        for score, of_one in zip(scores, logits, strict=True):
-            log_probabilities = of_one[start : start + _ROWS].double().log_softmax(-1)
+        for score, model_logits in zip(scores, logits, strict=True):
+            log_probabilities = model_logits[start : start + _ROWS].double().log_softmax(-1)
             reference = log_probabilities if reference is None else reference
             score.tokens += len(expected)
             score.nats -= log_probabilities.gather(1, expected).sum().item()

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
@@ -86,7 +86,7 @@ def load(
             raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
+    weights = load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
@@ -161,7 +161,7 @@ def _read_generation_config(folder: Path, config: GraniteMoeHybridConfig) -> Gen
     Raises:
         UserError: a field is outside its range.
     """
-    file = folder / checkpoint.GENERATION_CONFIG
+    file = folder / GENERATION_CONFIG
     stored = read_object(file) if file.exists() else {}
     generation_config = GenerationConfig()
     for name, rule in _GENERATION_FIELDS.items():

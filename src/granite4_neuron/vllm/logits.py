@@ -73,7 +73,7 @@ def _histories(metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata
     """The generated tokens before each draft, if all drafts before it are accepted."""
     drafts = [part.tolist() for part in metadata.draft_token_ids.split(metadata.num_draft_tokens)]
     return [
-        [token for token in (*generated, *of_request[:j]) if token >= 0]
-        for generated, of_request in zip(sampling_metadata.output_token_ids, drafts, strict=True)
-        for j in range(len(of_request))
+        [token for token in (*generated, *request_drafts[:j]) if token >= 0]
+        for generated, request_drafts in zip(sampling_metadata.output_token_ids, drafts, strict=True)
+        for j in range(len(request_drafts))
     ]

@@ -82,8 +82,8 @@ class Granite4MambaMixer2(MambaMixer2):
 
     def _parts(self) -> list[Scan | Verify]:
         """Of the step; none while vLLM is measuring the memory of a step."""
-        of_layers = get_forward_context().attn_metadata
-        return [] if of_layers is None else of_layers[self.prefix].parts
+        layer_metadata = get_forward_context().attn_metadata
+        return [] if layer_metadata is None else layer_metadata[self.prefix].parts
 
     def _mix_part(self, part: Scan | Verify, xBC_dt: torch.Tensor) -> torch.Tensor:
         if isinstance(part, Verify):
