@@ -41,7 +41,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     options = parser(__doc__).parse_args(arguments)
     check(options)
     with _checkpoint(options) as folder:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
-    """The folder to measure; one with random weights is written for the time of the run."""
+    """Return the folder to measure; one with random weights is written for the time of the run."""
     if options.random_weights is None:
         yield find(options.model or bundled_checkpoint())
         return
@@ -71,7 +71,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _gguf(folder: Path, options: argparse.Namespace) -> Iterator[None]:
-    """options.gguf for llama.cpp, written for the time of the run where none is given."""
+    """Return options.gguf for llama.cpp; if none is given, a file is written for the time of the run."""
     if options.compare != LLAMA_CPP or options.gguf is not None:
         yield
         return

@@ -27,7 +27,7 @@ STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _step(runtime: CPURuntime, options: argparse.Namespace) -> Callable[[], object]:
-    """A function that decodes one token of each sequence; the first token has been run."""
+    """Return a function that decodes one token of each sequence; the first token has been run."""
     state = runtime.allocate(options.batch_size, 2 + options.steps)
     position = 0
 

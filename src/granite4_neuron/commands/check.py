@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.layers and options.backend == "nxdi":
         raise UserError("compiled graphs of nxdi give no hidden states; --layers takes --backend cpu or xla.")
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
 
     folder = find(model_or_bundled(options))
@@ -126,7 +126,7 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
 
 
 def _print_layers(reports: Sequence[LayerReport], runtime: BoundModel) -> int:
-    """A table, then the operators of each kind of layer; returns the exit status."""
+    """Print a table, then the operators of each kind of layer; return the exit status."""
     from rich.table import Table
 
     from granite4_neuron.evaluation.layers import operators_of_layer

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
         )
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.checkpoint.loading import load_model, save_model
     from granite4_neuron.ops import TORCH, cpu
 

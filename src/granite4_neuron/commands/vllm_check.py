@@ -1,4 +1,4 @@
-"""`granite4-neuron vllm-check`: whether vLLM runs on this machine's CPU with this package, and gives the right text."""
+"""`granite4-neuron vllm-check`: check that vLLM runs on this machine's CPU with this package and gives right text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     folder = find(model_or_bundled(options))
     _import_vllm()
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.ops import cpu
     from granite4_neuron.vllm import cpu as vllm_cpu
     from granite4_neuron.vllm.cpu import self_test
@@ -75,7 +75,7 @@ def _import_vllm() -> None:
 
 
 def _through_vllm(folder: Path, max_tokens: int) -> tuple[list[str], dict[str, str]]:
-    """The texts, and the versions, model class and kernels that made them."""
+    """Generate the texts through vLLM; return them, and the versions, model class and kernels that made them."""
     from vllm import LLM, SamplingParams
 
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)

@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """The log-probability of one token after each row of logits.
+    """Return the log-probability of one token after each row of logits.
 
     Args:
         logits: [tokens, vocab_size], float32.

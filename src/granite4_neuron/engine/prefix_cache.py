@@ -129,7 +129,7 @@ class PrefixCache:
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
-        """The longest cached prefix of a sequence, which may be all of it."""
+        """Find the longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
         node, _, _ = self._descend(tokens)
         while node.recurrent is None:
@@ -143,7 +143,7 @@ class PrefixCache:
         return Prefix(node.length, self._snapshots(node), node.logits, node)
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Where a sequence diverges from an earlier one, if the nearest snapshot before that is far enough away."""
+        """Return where a sequence diverges from an earlier one, if the last snapshot before that is far enough away."""
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
@@ -153,12 +153,12 @@ class PrefixCache:
         return {length} if length - kept.length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence that started from it has ended."""
+        """Record that a sequence that started from this prefix has ended."""
         prefix.node.users -= 1
         self.stats.in_use -= 1
 
     def attach(self, state: HybridState | None) -> None:
-        """Nothing: snapshots do not depend on the state."""
+        """Do nothing: snapshots do not depend on the state."""
 
     def restore(self, prefix: Prefix, state: HybridState | None, slot: int) -> None:
         """Copy a prefix into a slot."""
@@ -174,7 +174,7 @@ class PrefixCache:
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
 
     def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
-        """As `keep`; `take` makes the snapshot, with the keys and values from a position on."""
+        """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
             self._entries.move_to_end(node)
@@ -207,7 +207,9 @@ class PrefixCache:
         self._keep(snapshot.tokens, take, logits)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
-        """The entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is none."""
+        """Return the entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is
+        none.
+        """
         node, _, _ = self._descend(tokens)
         if node.length != len(tokens) or node.recurrent is None:
             return None
@@ -216,8 +218,8 @@ class PrefixCache:
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
-        """The last node whose tokens all match; its child that matches in part, if any; and how many of the child's
-        tokens match.
+        """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the
+        child's tokens match.
         """
         node = self._root
         while node.length < len(tokens):
@@ -295,14 +297,14 @@ class PrefixCache:
             node = node.parent
 
     def _num_bytes(self, tokens: int) -> int:
-        """Bytes of an entry with the keys and values of so many tokens."""
+        """Return the bytes of an entry with the keys and values of this many tokens."""
         config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
         state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
         return state + tokens * token_bytes(config, itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to something that generates."""
+"""Loads a checkpoint into a runtime and a tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(
     tuned_configs: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """A runtime with a model, ready to run, and the model's tokenizer.
+    """Load a model into a runtime that is ready to run; return it and the model's tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
@@ -95,7 +95,7 @@ def load(
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
-    """A `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
+    """Load a `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
 
     Raises:
         UserError: as there; also when the Neuron SDK is not installed.
@@ -108,7 +108,7 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
         UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it has
@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
             _check_tokenizer_config(folder / name)
     try:
         check_normalizer(file)
-        # A tokenizer_config.json may name another file, which nobody has looked at.
+        # A tokenizer_config.json may name another file, which has not been checked.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file))
         check_growth(tokenizer.backend_tokenizer, str(file))
         tokenizer.encode("a")
@@ -156,7 +156,7 @@ def _import_xla_runtime() -> type:
 
 
 def _read_generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
-    """The fields of generation_config.json for sampling and stopping; its other fields are not used.
+    """Read the fields of generation_config.json for sampling and stopping; its other fields are not used.
 
     Raises:
         UserError: a field is outside its range.
