@@ -33,15 +33,15 @@ from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.reuse_report import measure_reuse
-from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     options = parser(__doc__).parse_args(arguments)
     check(options)
     with _checkpoint(options) as folder:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
-    """The folder to measure; one with random weights is written for the time of the run."""
+    """Return the folder to measure; one with random weights is written for the time of the run."""
     if options.random_weights is None:
         yield find(options.model or bundled_checkpoint())
         return
@@ -65,13 +65,13 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / options.random_weights
         dtype = getattr(torch, options.dtype or config.torch_dtype)
-        checkpoint.save_model(random_model(config, dtype=dtype), path)
+        save_model(random_model(config, dtype=dtype), path)
         yield path
 
 
 @contextmanager
 def _gguf(folder: Path, options: argparse.Namespace) -> Iterator[None]:
-    """options.gguf for llama.cpp, written for the time of the run where none is given."""
+    """Return options.gguf for llama.cpp; if none is given, a file is written for the time of the run."""
     if options.compare != LLAMA_CPP or options.gguf is not None:
         yield
         return

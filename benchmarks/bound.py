@@ -54,7 +54,7 @@ class Machine:
 
     @torch.inference_mode()
     def rates(self) -> Rates:
-        """Of the best of a few ways."""
+        """Measure the rates; each is the best of a few ways."""
         flops = max(_flops(x, w) / _seconds(lambda x=x, w=w: F.linear(x, w)) for x, w in self._products)
         numbers = self._matrix.view(torch.float32)
         ways = (lambda: numbers.sum(), lambda: self._linear(self._vector, self._read))
@@ -62,7 +62,7 @@ class Machine:
 
 
 def prefill_flops(config: GraniteMoeHybridConfig, prompt_length: int) -> float:
-    """Of the products with weights, for one prompt: all its tokens, the head for the last one only."""
+    """Return the operations of products with weights for one prompt: all its tokens, the head for the last one only."""
     matrices = matmul_weights(config)
     head = matrices.pop(HEAD)
     per_token = 0.0
@@ -80,9 +80,9 @@ def decode_bytes(
     quantize: str | None = None,
     state_itemsize: int = FLOAT32_BYTES,
 ) -> float:
-    """Of weights and state that a step reads for `batch_size` sequences of `context` tokens.
+    """Return the bytes of weights and state that a step reads for `batch_size` sequences of `context` tokens.
 
-    Of experts those that are chosen: as many different ones as if each token took any of them with equal chance.
+    Of the experts, only chosen ones count: as many different ones as if each token took any of them with equal chance.
     """
     chosen = 1.0
     if config.num_local_experts:
@@ -95,7 +95,7 @@ def decode_bytes(
 
 
 def _stored_bytes(name: str, matrix: Parameter, dtype: torch.dtype, quantize: str | None) -> int:
-    """Of a matrix as it lies in memory, with its scales."""
+    """Return the bytes of a matrix as it lies in memory, with its scales."""
     if quantize is None or not matrix.may_be_quantized:
         return matrix.numel * dtype.itemsize
     format = FORMATS[quantize]
@@ -108,7 +108,9 @@ def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def _faster_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Without instructions for bfloat16, torch's products in it are many times slower than what a processor does."""
+    """Return the dtype with the faster products: without instructions for bfloat16, torch's products in it are many
+    times slower than the processor could compute them.
+    """
     trials = {dtype: _weights(dtype, _TRIAL_SIZE, _TRIAL_SIZE) for dtype in dtypes}
     return min(trials, key=lambda dtype: _seconds(lambda: F.linear(trials[dtype], trials[dtype])))
 
@@ -118,7 +120,7 @@ def _flops(x: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _seconds(call: Callable[[], torch.Tensor]) -> float:
-    """Of one of several calls, the median, as for what is measured against it."""
+    """Return the median time of several calls, as for the times that are compared with it."""
     times = []
     for _ in range(_TRIES):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How a benchmark ends when it cannot run."""
+"""The end of a benchmark that cannot run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def reports_errors(main: Main) -> Main:
-    """`main` that reports bad input in one sentence on standard error and ends silently on Ctrl-C."""
+    """Make `main` report bad input in one sentence on standard error and end silently on Ctrl-C."""
 
     @functools.wraps(main)
     def reporting(arguments: Sequence[str] | None = None) -> int:

@@ -111,7 +111,7 @@ def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> No
 
 
 def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names and values in the GGUF file for a stored tensor."""
+    """Return the names and values in the GGUF file for a stored tensor."""
     layer, prefix, part = "", "", name
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
         layer, part = match.groups()
@@ -143,7 +143,7 @@ def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) ->
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file; returns the exit code."""
+    """Write the file; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("file", type=Path, help="to write")

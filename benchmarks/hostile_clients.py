@@ -90,7 +90,7 @@ KINDS: tuple[Callable[..., Awaitable[str]], ...] = (half_sent, slow, unread, res
 
 
 async def attack(address: str, kind: Callable[..., Awaitable[str]], chance: random.Random, outcomes: Counter) -> None:
-    """One connection of that kind; counts how it ended, which is "lost" if it should have got another answer."""
+    """Make one connection of this kind; count how it ended, which is "lost" if it should have got another answer."""
     url = urlsplit(address)
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
     try:

@@ -1,4 +1,4 @@
-"""What generates in a latency benchmark: this package, transformers or llama.cpp, each in a process of its own."""
+"""Implementations in a latency benchmark: this package, transformers or llama.cpp, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import transformers
 from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from granite4_neuron import UserError, stream_generate
-from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.loading import load_model, stored_dtype
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
@@ -38,8 +38,8 @@ LLAMA_CPP = "llama.cpp"
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured: `batch_size` random prompts of one length, and as many new tokens for each, beside so many
-    processes that keep a processor busy.
+    """A point to measure: `batch_size` random prompts of one length, the number of new tokens for each, and the number
+    of other processes that keep a processor busy meanwhile.
     """
 
     batch_size: int
@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What an implementation did at a point.
+    """The measurements of an implementation at a point.
 
     times: the moments of its tokens, in seconds from the start.
     peak_bytes: the most memory that its process has held so far.
@@ -77,7 +77,9 @@ class Ours:
             self.weight_bytes = self._runtime.weight_bytes
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
-        """Moments at which the first and each further token of all prompts was there, in seconds from the start."""
+        """Run a point; return the moments at which the first and each further token of all prompts was there, in
+        seconds from the start.
+        """
         times, started = [], time.perf_counter()
         for number, _ in enumerate(
             stream_generate(self._runtime, None, prompts, max_tokens=output_length, temperature=0, ignore_eos=True)
@@ -96,7 +98,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
-        """As `Ours.run`."""
+        """See `Ours.run`."""
         times, started = [], time.perf_counter()
         tokens, cache = torch.tensor(prompts), None
         for _ in range(output_length):
@@ -107,22 +109,22 @@ class Transformers:
 
 
 def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
-    """This package's, of the checkpoint in a folder."""
+    """Return this package's runtime for the checkpoint in a folder."""
     operators = cpu.operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
-    model = checkpoint.load_model(folder, dtype, quantize=options.quantize, operators=operators)
+    model = load_model(folder, dtype, quantize=options.quantize, operators=operators)
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
 
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
-    """The one that is asked for, or that of the stored weights."""
-    return getattr(torch, options.dtype) if options.dtype else checkpoint.stored_dtype(folder)
+    """Return the requested dtype, or that of the stored weights."""
+    return getattr(torch, options.dtype) if options.dtype else stored_dtype(folder)
 
 
 def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
-    """The quantisation that is asked for, or that of the stored weights; of two the one with fewer bits."""
+    """Return the requested quantisation, or that of the stored weights; of two the one with fewer bits."""
     stored = stored_quantization(folder / "config.json")
     if options.quantize or stored is None:
         return options.quantize
@@ -131,7 +133,7 @@ def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
 
 @contextmanager
 def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Connection]:
-    """A process that runs points with an implementation, for `ask`; it ends with the context."""
+    """Start a process that runs points with an implementation, for `ask`; it ends with the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     dtype = None if options.compiled else weights_dtype(folder, options)
@@ -146,7 +148,7 @@ def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iter
 
 
 def ask(worker: Connection, name: str, point: Point, turn: int) -> Run | Rates:
-    """Have a worker run a point; the machine's answers with its rates."""
+    """Have a worker run a point; the machine's worker answers with its rates."""
     try:
         worker.send((point, turn))
         answer = worker.recv()
@@ -160,8 +162,8 @@ def ask(worker: Connection, name: str, point: Point, turn: int) -> Run | Rates:
 def _serve(
     connection: Connection, name: str, folder: Path, dtype: torch.dtype | None, options: argparse.Namespace
 ) -> None:
-    """In a process of its own: run points until the other side hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side hears of it too, and hangs up
+    """Run points in a process of its own until the other side closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side gets the signal too, and closes the connection
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)

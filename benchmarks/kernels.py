@@ -63,7 +63,7 @@ class Cost:
     minimum_bytes: int
 
     def extended(self, longer: Cost, times: int) -> Cost:
-        """This cost and `times` the difference between `longer` and this."""
+        """Return this cost plus `times` the difference between `longer` and this."""
 
         def extend(short: Counter, long: Counter) -> Counter:
             return Counter({key: value + times * (long[key] - value) for key, value in short.items()})
@@ -92,7 +92,7 @@ class Row:
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; returns the exit code."""
+    """Print the report; return the exit code."""
     options = _parser().parse_args(arguments)
     check_folder_of(options.json)
     rows = list(report(options.model, options.tp_degree))
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(model: str, tp_degree: int) -> Iterator[Row]:
-    """The report's lines for one model of the family.
+    """Yield the report's lines for one model of the family.
 
     Raises:
         UserError: the model has no Mamba layers, or the emulator is not installed.
@@ -141,7 +141,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
 
 
 def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
-    """The report's lines for the experts; `width` is that of an expert on one rank."""
+    """Return the report's lines for the experts; `width` is that of an expert on one rank."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
     from granite4_neuron.ops.nki.experts_prefill import experts_prefill
 
@@ -167,7 +167,7 @@ def experts(config: GraniteMoeHybridConfig, width: int) -> Iterator[Row]:
 
 
 def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int, itemsize: int) -> float:
-    """Bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
+    """Return the bytes of the weights of `distinct` experts, of the tokens, and of their results, each moved once.
 
     Args:
         width: of the experts, a rank's share of it.
@@ -177,7 +177,7 @@ def experts_hbm_bytes(tokens: int, distinct: float, hidden_size: int, width: int
 
 
 def _choices(tokens: int, config: GraniteMoeHybridConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts that random tokens choose."""
+    """Return the weights and experts that random tokens choose."""
     logits = torch.rand(tokens, config.num_local_experts, generator=torch.Generator().manual_seed(0))
     return logits.topk(config.num_experts_per_tok)
 

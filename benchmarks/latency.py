@@ -1,4 +1,4 @@
-"""Latency of implementations at points, which take turns, beside what the machine does at most."""
+"""Latency of implementations at points, in turns, beside the machine's bound."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Result:
 
 
 def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]:
-    """Every implementation at every point that the options ask for; the results of a point together."""
+    """Measure every implementation at every point that the options ask for; return the results by point."""
     points = [
         Point(batch_size, prompt_length, options.output_length)
         for batch_size in options.batch_size
@@ -95,7 +95,7 @@ def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]
 def _measure(
     folder: Path, point: Point, names: list[str], round_trip: Callable[[], float | None], options: argparse.Namespace
 ) -> list[Result]:
-    """All implementations at one point, alone and beside busy processes, taking turns."""
+    """Measure all implementations at one point in turns, alone and beside busy processes."""
     variants = [dataclasses.replace(point, busy_processes=number) for number in dict.fromkeys((0, options.busy))]
     runs: dict[tuple[str, Point], list[Run]] = {each: [] for each in itertools.product(names, variants)}
     rates: list[Rates] = []
@@ -118,7 +118,7 @@ def _measure(
 
 
 def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
-    """The seconds that this machine needs at the least for the prompts, and for one step of decode."""
+    """Return the least seconds in which this machine could run the prompts, and one step of decode."""
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
@@ -131,7 +131,7 @@ def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates
 def result_of(
     name: str, point: Point, runs: list[Run], bound: tuple[float, float], rates: Rates | None = None
 ) -> Result:
-    """What runs come to.
+    """Summarise runs.
 
     Args:
         bound: the least seconds for the prompts, and for one step of decode.

@@ -1,4 +1,4 @@
-"""The options of a latency benchmark, and what must hold of them."""
+"""The options of a latency benchmark, and their checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="checkpoint folder or Hugging Face id (default: the small bundled model)")
     parser.add_argument(
@@ -64,7 +64,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """See, before any work, whether the options go together.
+    """Check, before any work, that the options go together.
 
     Raises:
         UserError: they do not, or one of them asks for what is not there.
@@ -132,7 +132,7 @@ def _check_reuse(options: argparse.Namespace) -> None:
 
 
 def check_lengths(folder: Path, options: argparse.Namespace) -> None:
-    """See whether the model takes texts of that length.
+    """Check that the model takes texts of this length.
 
     Raises:
         UserError: it does not.
@@ -144,5 +144,5 @@ def check_lengths(folder: Path, options: argparse.Namespace) -> None:
 
 
 def is_reuse(options: argparse.Namespace) -> bool:
-    """Whether speculation or a kept prompt is measured."""
+    """Return whether speculation or a kept prompt is measured."""
     return options.kept_prompt or options.speculate is not None or options.draft_model is not None

@@ -27,7 +27,7 @@ from granite4_neuron.ops.launch_parameters import processor_name
 
 
 def report(points: list[list[Result]], options: argparse.Namespace) -> None:
-    """Print the numbers, and write and draw them where that is asked for."""
+    """Print the numbers; write and draw them if the options ask for it."""
     machine = machine_facts(options.threads)
     _print(points, machine, options)
     results = list(itertools.chain.from_iterable(points))
@@ -70,7 +70,7 @@ def _print(points: list[list[Result]], machine: dict[str, str], options: argpars
 
 
 def _compared_with(result: Result, point: list[Result]) -> Result:
-    """Ours under the same conditions, and of ours itself the one that runs alone."""
+    """Return the result to compare with: ours under the same conditions, and for ours the one that runs alone."""
     ours = point[0]
     return next(
         other
@@ -103,7 +103,7 @@ def _label(result: Result) -> str:
 
 
 def machine_rates(results: list[Result]) -> Iterator[str]:
-    """The rates that the shares of the bound are computed from, one line for each result."""
+    """Yield the rates from which the shares of the bound are computed, one line for each result."""
     for result in results:
         if result.machine_gflops:
             yield (
@@ -113,7 +113,7 @@ def machine_rates(results: list[Result]) -> Iterator[str]:
 
 
 def _states(points: list[list[Result]]) -> Iterator[str]:
-    """How the first of a point compares with the others within each state of the machine."""
+    """Yield lines on how the first result of a point compares with the others within each state of the machine."""
     for point in points:
         for theirs in point[1:]:
             ours = _compared_with(theirs, point)
@@ -126,7 +126,7 @@ def _states(points: list[list[Result]]) -> Iterator[str]:
 
 
 def _growth(results: Iterable[Result]) -> Iterator[str]:
-    """How the time to first token grows with the prompt, where there are several lengths."""
+    """Yield lines on how the time to first token grows with the prompt, if there are several lengths."""
     results = list(results)
     for name, batch_size in dict.fromkeys((_label(result), result.batch_size) for result in results):
         line = [r for r in results if (_label(r), r.batch_size) == (name, batch_size)]
@@ -163,12 +163,12 @@ def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
 
 
 def source(options: argparse.Namespace) -> str:
-    """What the model is called."""
+    """Return the name of the model."""
     return options.random_weights or options.model or "the small model that comes with the package"
 
 
 def machine_facts(threads: int) -> dict[str, str]:
-    """What the numbers depend on, beside the model."""
+    """Return the facts on which the numbers depend, besides the model."""
     return {
         "processor": f"{processor_name()}, {threads} threads",
         "python": f"Python {platform.python_version()}",

@@ -10,7 +10,7 @@ from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron import UserError
 
 BENCH, QUANTIZE = "llama-bench", "llama-quantize"
-# What comes nearest to a quantisation of this package.
+# The nearest type to each quantisation of this package.
 GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
 
 
@@ -27,8 +27,8 @@ class LlamaCpp:
         self.weight_bytes = file.stat().st_size
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
-        """As `Ours.run`, of one prompt of random tokens. Steps of decode after the prompt are given their mean: that is
-        all that llama-bench says of them.
+        """Run one prompt of random tokens, as `Ours.run`. Each step of decode gets the mean time, because llama-bench
+        reports only that.
         """
         (prompt,) = prompts
         first = self._seconds("-p", len(prompt), "-n", 0)
@@ -44,7 +44,7 @@ class LlamaCpp:
 
 
 def gguf_of(folder: Path, quantize: str | None, programs: Path, into: Path) -> Path:
-    """The GGUF file of a checkpoint, in its dtype or quantized, written to the folder `into`.
+    """Write the GGUF file of a checkpoint, in its dtype or quantized, to the folder `into`; return its path.
 
     Raises:
         UserError: that failed; the message says why.

@@ -48,7 +48,7 @@ class Lengths:
         return self.second < self.first
 
     def draw(self, chance: random.Random) -> int:
-        """At least 1."""
+        """Draw a length of at least 1."""
         if self.kind == "uniform":
             return chance.randint(int(self.first), int(self.second))
         return max(1, round(chance.normalvariate(self.first, self.second) if self.second else self.first))
@@ -112,7 +112,7 @@ def questions(
     vocab_size: int,
     chance: random.Random,
 ) -> list[Question]:
-    """Prompts of a common prefix followed by random tokens."""
+    """Return prompts of a common prefix followed by random tokens."""
     drawn = []
     for _ in range(number):
         own = random_tokens(max(1, prompt_lengths.draw(chance) - len(prefix)), vocab_size, chance)

@@ -1,4 +1,4 @@
-"""Other processes that want the processor too."""
+"""Other processes that compete for the processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ while True:
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Within it that many processes compute without a pause."""
+    """Keep this many processes computing without a pause within the block."""
     processes = []
     try:
         for _ in range(number):

@@ -1,4 +1,4 @@
-"""What a benchmark checks before it measures for a plot."""
+"""Plots of benchmarks, and checks before anything is measured for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted latency (`neuron.analysis.latency`) of other models, beside what was published of them on a Trainium2.
+"""Predicted latency (`neuron.analysis.latency`) of other models, beside published figures for a Trainium2.
 
     python -m benchmarks.predicted_latency
 
@@ -48,7 +48,9 @@ class Model:
     gated: bool = False
 
     def weights(self, tokens: int) -> tuple[float, float]:
-        """Entries of all matrices that a token is multiplied with, but the head's; and those that a step reads."""
+        """Return the entries of all matrices by which a token is multiplied, without the head's; and those that a step
+        reads.
+        """
         full = self.layers - self.linear_layers
         query = self.heads * self.head_dim
         attention = self.hidden * ((3 if self.gated else 2) * query + 2 * self.kv_heads * self.head_dim)
@@ -63,7 +65,7 @@ class Model:
         return always + expert_layers * self.top_k * expert, always + expert_layers * chosen * expert
 
     def step(self, tp_degree: int, tokens: int, context: int) -> Latency:
-        """One sequence's step of `tokens` tokens, on one of `tp_degree` ranks."""
+        """Return one sequence's step of `tokens` tokens, on one of `tp_degree` ranks."""
         multiplied, read = self.weights(tokens)
         head = self.hidden * self.vocabulary
         state = self.linear_layers * self.value_heads * self.linear_head_dim**2 * 4
@@ -171,21 +173,21 @@ FIGURES = (
     Published("Llama-3.1-405B", LLAMA_405B, 64, 10_240, 2442.0, f"{AWS}3.1-405b-speculative"),
     Published("Qwen3-32B", QWEN3_32B, 64, 128, 48.3, f"{AWS.removesuffix('trn2-llama')}sd-inference"),
 )
-# The time per token of the other port of h-small is not among them: it is what is to be predicted.
+# The time per token of the other port of h-small is not among them, because it is to be predicted.
 FITTED = FIGURES[:8]
 
 
 def fit() -> tuple[float, float]:
-    """Seconds per layer and per step, neither below 0, that come nearest to the logarithms of the `FITTED` figures."""
+    """Fit seconds per layer and per step, neither below 0, to the logarithms of the `FITTED` figures."""
     steps = [figure.step() for figure in FITTED]
     known = torch.tensor([step.bound + step.losses["collectives"] for step in steps], dtype=torch.float64)
     layers = torch.tensor([float(figure.model.layers) for figure in FITTED], dtype=torch.float64)
     published = torch.tensor([figure.milliseconds / 1e3 for figure in FITTED], dtype=torch.float64)
-    of_layer = torch.arange(0, 400e-6, 1e-6, dtype=torch.float64)[:, None, None]
-    of_step = torch.arange(0, 8e-3, 50e-6, dtype=torch.float64)[None, :, None]
-    errors = (torch.log((known + layers * of_layer + of_step) / published) ** 2).sum(-1)
+    layer_seconds = torch.arange(0, 400e-6, 1e-6, dtype=torch.float64)[:, None, None]
+    step_seconds = torch.arange(0, 8e-3, 50e-6, dtype=torch.float64)[None, :, None]
+    errors = (torch.log((known + layers * layer_seconds + step_seconds) / published) ** 2).sum(-1)
     best = divmod(int(errors.argmin()), errors.shape[1])
-    return of_layer[best[0]].item(), of_step[0, best[1]].item()
+    return layer_seconds[best[0]].item(), step_seconds[0, best[1]].item()
 
 
 def main() -> int:
@@ -208,10 +210,10 @@ def main() -> int:
             figure.source,
         )
     Console(width=None if sys.stdout.isatty() else 170).print(table)
-    of_layer, of_step = fit()
+    layer_seconds, step_seconds = fit()
     print(
-        f"A layer's launch: {of_layer * 1e6:.0f} us by the first {len(FITTED)} lines, {LAUNCH_SECONDS * 1e6:.0f} in "
-        f"use; a step's beside it: {of_step * 1e6:.0f} us."
+        f"A layer's launch: {layer_seconds * 1e6:.0f} us by the first {len(FITTED)} lines, {LAUNCH_SECONDS * 1e6:.0f} "
+        f"in use; a step's beside it: {step_seconds * 1e6:.0f} us."
     )
     return 0
 

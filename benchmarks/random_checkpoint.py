@@ -21,7 +21,7 @@ from granite4_neuron.generation import bundled_checkpoint
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the checkpoint; returns the exit code."""
+    """Write the checkpoint; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the family member")
     parser.add_argument("folder", type=Path, help="new or empty")

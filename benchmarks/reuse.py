@@ -1,4 +1,6 @@
-"""What speculation and kept prompts save: each beside the same work without, on the same runtime, in turns."""
+"""Savings of speculation and of kept prompts: each is timed beside the same work without it, on the same runtime, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.runtime.interface import Row, Runtime
 
-AGAIN = 16  # fewer tokens would leave open which of several texts it is
+AGAIN = 16  # fewer tokens would not tell which of several texts it is
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """Of one batch. Rates are tokens per second of decode, times are medians in milliseconds.
+    """The measurements of one batch. Rates are tokens per second of decode, times are medians in milliseconds.
 
     verify_ms: of a verification of `draft_tokens` + 1 tokens of each sequence with its commit; decode_ms: of a step of
         one token of each.
@@ -53,7 +55,7 @@ def measure_speculation(
     warmup: int,
     repeats: int,
 ) -> Speculation:
-    """Greedy decode of a batch with and without drafts."""
+    """Measure greedy decode of a batch with and without drafts."""
     plain, drafted = [], []
     for _ in range(warmup + repeats):
         plain.append(_generate(runtime, prompts, output_length))
@@ -73,7 +75,7 @@ def measure_speculation(
 
 
 def measure_kept_prompt(runtime: Runtime, prompt: Sequence[int], warmup: int, repeats: int) -> KeptPrompt:
-    """One prompt from its tokens, and from a file of what it left behind; reading the file counts."""
+    """Measure one prompt from its tokens, and from a file with its saved state; reading the file counts."""
     first, second = [], []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompt"
@@ -90,8 +92,8 @@ def measure_kept_prompt(runtime: Runtime, prompt: Sequence[int], warmup: int, re
 
 
 def recitation(runtime: Runtime, beginning: Sequence[int], length: int) -> list[int]:
-    """A prompt of that length after which a model says again what it has said: its own text, and once more the first
-    tokens of it.
+    """Return a prompt of this length after which a model repeats itself: its own text, and the text's first tokens
+    again.
     """
     text = list(beginning)
     engine = Engine(runtime, 1)
@@ -116,7 +118,7 @@ def _generate(
 def _steps(
     runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int, warmup: int, repeats: int
 ) -> tuple[float, float]:
-    """Milliseconds of a step of decode, and of a verification and its commit, after the prompts."""
+    """Time a step of decode, and a verification with its commit, after the prompts, in milliseconds."""
     state = runtime.allocate(len(prompts), max(map(len, prompts)) + tokens)
     for slot, prompt in enumerate(prompts, start=1):
         for start in range(0, len(prompt), runtime.tokens_per_step):
@@ -134,8 +136,8 @@ def _steps(
 
     times: dict[Callable[[], None], list[float]] = {decode: [], verify: []}
     for _ in range(warmup + repeats):
-        for work, of_work in times.items():
+        for work, work_times in times.items():
             started = time.perf_counter()
             work()
-            of_work.append(1e3 * (time.perf_counter() - started))
-    return tuple(statistics.median(of_work[warmup:]) for of_work in times.values())
+            work_times.append(1e3 * (time.perf_counter() - started))
+    return tuple(statistics.median(work_times[warmup:]) for work_times in times.values())

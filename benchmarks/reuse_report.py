@@ -1,4 +1,4 @@
-"""What speculation, or a kept prompt, saves, as a table."""
+"""A table of what speculation, or a kept prompt, saves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def measure_reuse(folder: Path, options: argparse.Namespace) -> None:
 def _speculation(
     runtime: CPURuntime, folder: Path, batch_size: int, length: int, options: argparse.Namespace
 ) -> list[str]:
-    """Cells of one row of the table."""
+    """Return the cells of one row of the table."""
     if options.draft_model is None:
         draft_tokens, new_drafter = ngram_tokens(options.speculate), NgramDrafter
     else:
@@ -75,7 +75,7 @@ def _speculation(
 
 
 def _beginning(folder: Path) -> list[int]:
-    """Of a text that the bundled model knows by heart; anything where there is no tokenizer."""
+    """Return the beginning of a text that the bundled model knows by heart; any tokens if there is no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return list(range(8))
     tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))

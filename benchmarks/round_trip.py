@@ -1,7 +1,7 @@
-"""How far apart the machine's processors are just now, as two threads see it.
+"""The current distance between the machine's processors, as two threads see it.
 
-A virtual machine's processors move, within seconds, between places near to each other and far apart. That changes how
-long threads wait for each other and how fast memory is read, and with them what a benchmark measures.
+A virtual machine's processors move within seconds between places near to each other and far apart. That changes how
+long threads wait for each other and how fast memory is read, and so the results of a benchmark.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SECONDS = 0.01
 
 
 def load_round_trip() -> Callable[[], float | None]:
-    """A function that measures it, in a hundredth of a second: the seconds that a word in memory takes from one thread
-    to another and back; None where two threads do not run at a time.
+    """Return a function that measures, in a hundredth of a second, the time in seconds that a word in memory takes from
+    one thread to another and back; None if two threads do not run at a time.
 
     Raises:
         UserError: there is no C++ compiler.

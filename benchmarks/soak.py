@@ -48,7 +48,7 @@ Body = dict[str, Any]
 
 
 def _kinds() -> list[tuple[str, Body]]:
-    """Requests of every kind: path and body."""
+    """Return requests of every kind: path and body."""
     starts = ["An assignment statement", "The import", "Lambda expressions", "A class definition", "é\N{SNOWMAN}"]
     shared = "The standard type hierarchy, as far as it is described in this reference and not elsewhere, "
     options: list[Body] = [
@@ -95,7 +95,7 @@ class Surroundings:
     memory_bytes: int
 
     def is_like(self, before: Surroundings) -> bool:
-        """Whether nothing is in use and the rest is unchanged within the tolerance."""
+        """Return whether nothing is in use and the rest is unchanged within the tolerance."""
         names = ("snapshots", "file_descriptors", "memory_bytes")
         pairs = [(getattr(self, name), getattr(before, name)) for name in names]
         return self.slots == self.snapshots_in_use == 0 and all(abs(now - was) <= TOLERANCE * was for now, was in pairs)
@@ -142,7 +142,7 @@ def soak(num_requests: int, num_clients: int, num_hostile: int = 0, seed: int = 
 
 
 def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
-    """The texts of each kind's choices, generated one by one in an idle engine."""
+    """Generate the texts of each kind's choices, one by one in an idle engine."""
     runtime, tokenizer = load(dtype=torch.float32)
     limits = Limits(MAX_LENGTH, None, NUM_SEQUENCES + MAX_QUEUE)
     maker = SequenceMaker(runtime, tokenizer, limits)
@@ -164,7 +164,7 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
 
 @contextmanager
 def _server(log: TextIO) -> Iterator[tuple[str, int]]:
-    """A server process: its address and its process id. What it says on standard error goes to `log`."""
+    """Start a server process; yield its address and its process id. Its standard error goes to `log`."""
     limits = [f"--max-num-seqs={NUM_SEQUENCES}", f"--max-queue={MAX_QUEUE}", f"--max-model-len={MAX_LENGTH}"]
     reuse = ["--prefix-cache", "256MiB", "--speculate", "ngram:4"]
     model = ["--model", str(bundled_checkpoint()), "--dtype", "float32"]
@@ -190,7 +190,7 @@ async def _soak(
     report, chance = Report(), random.Random(seed)
     limits = httpx.Limits(max_connections=num_clients, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
-        # Each kind twice, and as many clients as later: what is allocated once is there before it is measured.
+        # Each kind twice, with as many clients as later: one-time allocations happen before the measurement.
         jobs = iter(list(range(len(kinds))) * 2)
         clients = [_client(client, jobs, kinds, expected, Report(), None) for _ in range(num_clients)]
         await asyncio.gather(*clients, *[_hostile(address, Counter(), chance, 1) for _ in range(num_hostile)])
@@ -236,14 +236,14 @@ async def _client(
 
 
 async def _hostile(address: str, outcomes: Counter, chance: random.Random, rounds: int | None = None) -> None:
-    """One connection of each hostile kind after the other; without `rounds`, until it is cancelled."""
+    """Make one connection of each hostile kind after the other; without `rounds`, until it is cancelled."""
     for _ in itertools.count() if rounds is None else range(rounds):
         for kind in chance.sample(KINDS, len(KINDS)):
             await attack(address, kind, chance, outcomes)
 
 
 async def _ask_for_health(address: str, seconds: list[float]) -> None:
-    """Again and again, until it is cancelled."""
+    """Ask for /health again and again, until it is cancelled."""
     async with httpx.AsyncClient(base_url=address, timeout=300) as client:
         while True:
             started = time.perf_counter()
@@ -261,7 +261,7 @@ async def _go_away(client: httpx.AsyncClient, path: str, body: Body, seconds: fl
 
 
 async def _ask(client: httpx.AsyncClient, path: str, body: Body) -> tuple[int, list[str]]:
-    """The status and the texts of all choices."""
+    """Send a request; return the status and the texts of all choices."""
     texts: dict[int, str] = {}
     if not body.get("stream"):
         response = await client.post(path, json=body)
@@ -281,7 +281,7 @@ def _add_texts(texts: dict[int, str], choices: list[dict[str, Any]]) -> None:
 
 
 async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
-    """Once the server has nothing to do."""
+    """Return the surroundings once the server has nothing to do."""
     while True:
         lines = (await client.get("/metrics")).text.splitlines()
         values = dict(line.split() for line in lines if line.startswith("granite4_neuron_") and "{" not in line)
@@ -298,7 +298,7 @@ async def _surroundings(client: httpx.AsyncClient, pid: int) -> Surroundings:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; returns the process's exit code."""
+    """Print the report; return the process's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=500, metavar="N", help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=16, metavar="N", help="default: %(default)s")

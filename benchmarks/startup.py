@@ -1,4 +1,4 @@
-"""How long commands take from the shell, and how much they import: the modules that torch alone brings take seconds.
+"""Times of commands from the shell, and what they import: the modules that torch alone brings take seconds.
 
     python -m benchmarks.startup
 

@@ -27,7 +27,7 @@ STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="default: %(default)s")
@@ -37,20 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [_step(CPURuntime(model, GenerationConfig(), state_dtype=each), options) for each in STATE_DTYPES]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(options.steps):
-        for step, of_step in zip(steps, times, strict=True):
+        for step, step_times in zip(steps, times, strict=True):
             started = time.perf_counter()
             step()
-            of_step.append(1e3 * (time.perf_counter() - started))
+            step_times.append(1e3 * (time.perf_counter() - started))
     table = Table("SSM states in", "ms a step, median", "tokens/s")
-    for dtype, of_step in zip(STATE_DTYPES, times, strict=True):
-        median = statistics.median(of_step)
+    for dtype, step_times in zip(STATE_DTYPES, times, strict=True):
+        median = statistics.median(step_times)
         table.add_row(str(dtype).removeprefix("torch."), f"{median:.1f}", f"{1e3 * options.batch_size / median:.0f}")
     Console().print(table)
     return 0
 
 
 def _step(runtime: CPURuntime, options: argparse.Namespace) -> Callable[[], object]:
-    """A function that decodes one token of each sequence; the first token has been run."""
+    """Return a function that decodes one token of each sequence; the first token has been run."""
     state = runtime.allocate(options.batch_size, 2 + options.steps)
     position = 0
 

@@ -15,7 +15,9 @@ _APART = 2.0  # round trips of one state differ by less than this factor
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of medians, in one state. prefill and decode: how many times as fast the first is; decode is 0 without steps."""
+    """The ratios of medians in one state. prefill and decode: how many times as fast the first is; decode is 0 without
+    steps.
+    """
 
     round_trip_ns: float
     runs: tuple[int, int]
@@ -24,7 +26,7 @@ class Comparison:
 
 
 def compare_in_states(ours: Result, theirs: Result) -> list[Comparison]:
-    """For each state of which both have samples. A run in which the state changed belongs to none."""
+    """Compare in each state in which both have samples. A run in which the state changed belongs to none."""
     both = (ours.samples, theirs.samples)
     limit = _boundary([trip for samples in both for sample in samples for trip in sample.round_trips_ns if trip])
     comparisons = []
@@ -45,7 +47,7 @@ def _compare(ours: list[Sample], theirs: list[Sample]) -> Comparison:
 
 
 def _is_far(sample: Sample, limit: float) -> bool | None:
-    """Whether both round trips are long; None where only one is, or one is not known."""
+    """Return whether both round trips are long; None if only one is, or one is not known."""
     if None in sample.round_trips_ns:
         return None
     before, after = (trip >= limit for trip in sample.round_trips_ns)
@@ -53,7 +55,9 @@ def _is_far(sample: Sample, limit: float) -> bool | None:
 
 
 def _boundary(round_trips: Sequence[float]) -> float:
-    """What is between the round trips of two states: below all of them where they are of one; 0 if there are none."""
+    """Return a boundary between the round trips of two states; it is below all of them if they are of one state, and 0
+    if there are none.
+    """
     if not round_trips:
         return 0.0
     least, most = min(round_trips), max(round_trips)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_speed --random-weights h-350m
 
-Prefill is one prompt and its first token; decode is what further tokens of a batch of short prompts take. Medians;
-every turn is a process of its own.
+Prefill is one prompt and its first token; decode is what further tokens of a batch of short prompts take. Results are
+medians; every turn is a process of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Generate = Callable[[Sequence[Sequence[int]], int], None]
 
 @reports_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     options = _parser().parse_args(arguments)
     if options.turn:
         print(json.dumps(_measure(_generate(options.turn, options.model), options.repeats)))
@@ -102,7 +102,7 @@ def _own(model: str) -> Generate:
 
 
 def _measure(generate: Generate, repeats: int) -> dict[str, float]:
-    """Tokens per second."""
+    """Return tokens per second."""
     generate(_prompts(1, PROMPT), 2)
     rates = {f"prefill {length}": length / _seconds(generate, 1, length, 1, repeats) for length in PREFILL}
     for batch in BATCHES:

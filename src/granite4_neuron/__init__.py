@@ -16,7 +16,7 @@ __all__ = ["GenerationResponse", "UserError", "generate", "load", "stream_genera
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is first asked for: the command line has answers that do not need it."""
+    """Import names that need torch when they are first used: parts of the command line do not need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from granite4_neuron import generation

@@ -1,4 +1,4 @@
-"""Where the command starts: Ctrl-C is answered from here on."""
+"""The start of the command, which handles Ctrl-C from here on."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
-    """See `cli.main`; until that takes over, Ctrl-C ends the process silently."""
+    """Run `cli.main`; until it handles Ctrl-C itself, Ctrl-C ends the process silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
     from granite4_neuron import cli
 

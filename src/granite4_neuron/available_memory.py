@@ -1,4 +1,4 @@
-"""How much memory there is, and what to say when it is not enough."""
+"""The available memory, and errors when it is not enough."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from pathlib import Path
 
 from granite4_neuron.errors import UserError
 
-# Under which torch's allocator reports it: a RuntimeError like any other.
+# Part of the message with which torch's allocator reports it, in a plain RuntimeError.
 _TORCH_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
 def available_bytes() -> int | None:
-    """The memory that this process can still take: of the machine, its container and its own limit; None if unknown."""
+    """Return the memory that this process can still take, by the machine, its container and its own limit; None if
+    unknown.
+    """
     known = [size for size in (_of_machine(), _of_container(), _of_limit()) if size is not None]
     return max(0, min(known)) if known else None
 
 
 def check_available(needed: int, what: str, advice: str) -> None:
-    """See, before it is taken, whether there is enough memory.
+    """Check that there is enough memory before it is taken.
 
     Args:
         needed: bytes.
-        what: needs them; the subject of a sentence, in the plural.
+        what: the things that need them; the subject of a sentence, in the plural.
         advice: what else could be done.
 
     Raises:
@@ -39,7 +41,7 @@ def check_available(needed: int, what: str, advice: str) -> None:
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Whether an exception says that there is no more memory."""
+    """Return whether an exception says that there is no more memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
@@ -49,7 +51,7 @@ def is_exhausted(error: Exception) -> bool:
 
 @contextmanager
 def enough_for(what: str) -> Iterator[None]:
-    """Within it, running out of memory is an error that names what the memory was for.
+    """Raise an error that names what the memory was for, if memory runs out within the block.
 
     Raises:
         UserError: there was no memory for it.
@@ -69,7 +71,9 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """Of the control group that a container runs in. Files in memory count as used there, and can be dropped."""
+    """Return the available memory of the control group that a container runs in. It counts cached files as used, but
+    they can be dropped.
+    """
     for folder, most, used in (
         (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -82,7 +86,7 @@ def _of_container() -> int | None:
 
 
 def _of_limit() -> int | None:
-    """Of the address space, as prlimit --as and ulimit -v limit it."""
+    """Return the rest of the address space, which prlimit --as and ulimit -v limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     taken = _field_of(Path("/proc/self/status"), "VmSize:", 1024)
     return None if limit == resource.RLIM_INFINITY or taken is None else limit - taken

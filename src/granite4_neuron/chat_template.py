@@ -39,7 +39,7 @@ class Renderer:
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
-        """The text that a template makes of its variables, as transformers' `apply_chat_template` runs it.
+        """Render a template with its variables, as transformers' `apply_chat_template` does.
 
         Args:
             variables: JSON; `messages`, `add_generation_prompt` and the special tokens by name.
@@ -54,7 +54,7 @@ class Renderer:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process, also while it renders; a later rendering starts another."""
+        """End the process, even while it renders; a later rendering starts another."""
         process = self._process
         if process is not None:
             process.kill()
@@ -80,7 +80,7 @@ class Renderer:
             raise TemplateFailed(f"it takes more than {_SECONDS} seconds or {_MEMORY_BYTES // 2**30} GiB") from None
         finally:
             timer.cancel()
-            if answer is None:  # after Ctrl-C, its late answer would be taken for that of the next question
+            if answer is None:  # after Ctrl-C, its late answer would be taken for the next one
                 process.kill()
                 process.wait()
         return answer
@@ -94,7 +94,9 @@ def _start() -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    """The other side of `Renderer`: a question on each line of standard input, an answer on one of standard output."""
+    """Serve a `Renderer`: read a request from each line of standard input, and write an answer to a line of standard
+    output.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     for line in sys.stdin:
@@ -141,7 +143,7 @@ def _rendered(template: str, variables: dict[str, Any]) -> str:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Unlike jinja2's, it does not escape what HTML would need escaped."""
+        """Encode as JSON; unlike jinja2's filter, without escapes for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

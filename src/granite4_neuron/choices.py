@@ -1,4 +1,4 @@
-"""What options may be: names that the command line offers and that the modules behind it check.
+"""Values of options: names that the command line offers and that the modules behind it check.
 
 They are in a module of their own, which imports nothing of the package, so that the command line knows them without
 importing torch.

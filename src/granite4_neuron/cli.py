@@ -40,7 +40,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; return the exit status."""
     if sys.stderr is None:  # closed; print would use standard output instead
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     parser = _Parser(
         prog="granite4-neuron",
         description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers what it does not understand with one sentence, as everything else does."""
+    """Reports bad arguments in one sentence, as all other code does."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help).")
@@ -122,7 +122,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def _set_up_logging(level: str) -> None:
-    """For this package and for the libraries that read their level when they are imported, which is later."""
+    """Set up logging for this package and for the libraries, which read their level later, when they are imported."""
     import logging
 
     logging.basicConfig(format="%(message)s", level=level.upper())
@@ -135,9 +135,9 @@ def _set_up_logging(level: str) -> None:
 
 @contextmanager
 def _interruptible_imports() -> Iterator[None]:
-    """Within it, Ctrl-C during an import ends the process at once and silently.
+    """Let Ctrl-C during an import within the block end the process at once and silently.
 
-    Modules in C may not survive the exception half imported, or turn it into another one.
+    Half-imported C modules may not survive the exception, or may turn it into another one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""The one exception type that is meant for a person to read."""
+"""The one exception type whose message is meant for users."""
 
 from collections.abc import Collection
 
@@ -27,9 +27,9 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def printable(text: str) -> str:
-    """A text as one line that a terminal shows as it is: other characters are escaped, and a long text is cut.
+    """Return a text as one line that a terminal shows as it is: other characters are escaped, and a long text is cut.
 
-    What is printable already stays as it is.
+    Printable text stays as it is.
     """
     text = _cut(text)
     if text.isprintable():

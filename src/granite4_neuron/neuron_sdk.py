@@ -1,4 +1,4 @@
-"""What can be known of the Neuron SDK and of the port to it without importing either."""
+"""Facts about the Neuron SDK, and about the port to it, that need no import of either."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ CONTINUATION_TOKENS = 512
 # Physical NeuronCores to a logical one; Trainium2's default, and what the NKI kernels are launched for. The runtime's
 # setting must be the same.
 LOGICAL_CORE_SIZE = 2
-# Who multiplies with the experts' weights in NxD Inference: this package in torch; that, and its NKI kernel where there
-# are few tokens; or NxD, with what neuron_config.blockwise_matmul_config names.
+# The code that multiplies with the experts' weights in NxD Inference: this package in torch; this package in torch, and
+# in its NKI kernel for few tokens; or NxD, with the settings in neuron_config.blockwise_matmul_config.
 EXPERT_PATHS = ("torch", "nki", "nxd")
 # Within a folder of compiled graphs, those of a draft model.
 DRAFT_GRAPHS = "draft"
@@ -22,8 +22,10 @@ GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-i
 
 
 def require() -> None:
-    """Raises:
-    UserError: a package is missing; the message lists which, and where to read how to install them.
+    """Check that the packages of the SDK are installed.
+
+    Raises:
+        UserError: a package is missing; the message lists which, and where to read how to install them.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:

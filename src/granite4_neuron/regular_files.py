@@ -1,4 +1,4 @@
-"""Files that somebody else may have put there: only regular ones are read, and written to."""
+"""Files that somebody else may have placed: only regular ones are read and written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MOST_BYTES = 2**26
 
 
 def check_regular(file: Path) -> os.stat_result:
-    """What the system knows of a file. Opening a named pipe that nobody writes to would wait forever, and a device may
-    have no end.
+    """Return the status of a regular file. Opening a named pipe that nobody writes to would wait forever, and a device
+    may have no end.
 
     Raises:
         UserError: it is something else than a regular file, or a link to one.
@@ -27,7 +27,7 @@ def check_regular(file: Path) -> os.stat_result:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file of settings.
+    """Read a file of settings.
 
     Raises:
         UserError: it is something else than a regular file of a reasonable size.

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint import loading as checkpoint
-from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main
@@ -125,14 +124,12 @@ class TestCommand:
         assert "the fused decoder layers are not used: they have their own scan" in output
 
     def test_a_layer_that_is_off(self, check, texting_folder, monkeypatch):
-        original = checkpoint.load_model
-
         def with_a_wrong_norm(*arguments, **options):
-            model = original(*arguments, **options)
+            model = load_model(*arguments, **options)
             model.model.layers[1].post_attention_layernorm.weight.mul_(1.1)
             return model
 
-        monkeypatch.setattr(checkpoint, "load_model", with_a_wrong_norm)
+        monkeypatch.setattr("granite4_neuron.generation.loading.load_model", with_a_wrong_norm)
         status, output, _ = check(texting_folder, "--cpu-kernels", "torch")
         assert status == 1 and "FAILED (layer 1, attention, is the first that is off)" in output
         (marked,) = [line for line in output.splitlines() if "<-" in line]

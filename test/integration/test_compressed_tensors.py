@@ -210,7 +210,7 @@ class TestCommands:
 
 
 REFUSED = {
-    "float8": (dict(format="float-quantized"), "with the format 'float-quantized'; what is read of it is symmetric"),
+    "float8": (dict(format="float-quantized"), "with the format 'float-quantized'; only symmetric weights are read"),
     "the format of a group": (dict(group=dict(format="nvfp4-pack-quantized")), "the format 'nvfp4-pack-quantized'"),
     "dense": (dict(format="dense"), "with the format 'dense'"),
     "no format": (dict(format=None), "with the format None"),

@@ -164,7 +164,7 @@ def test_no_such_folder_and_no_download(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a folder"):
         find(tmp_path / "nothing")
-    with pytest.raises(UserError, match="no-one/no-model is not a folder, and cannot be had from Hugging Face"):
+    with pytest.raises(UserError, match="no-one/no-model is not a folder, and cannot be loaded from Hugging Face"):
         find("no-one/no-model")
 
 

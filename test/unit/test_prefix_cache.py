@@ -216,6 +216,24 @@ class TestMemory:
             new_tokens(runtime, cache, OTHERS[start : start + 20], max_tokens=1)
         assert cache.export(TOKENS[:20]) is None
 
+    def test_nothing_is_evicted_for_an_entry_that_has_no_room_all_the_same(self, runtime):
+        """Of two entries one is in use; evicting the other would not make room for the longer prompt."""
+        config, itemsize = runtime.config, runtime.dtype.itemsize
+        entry = sequence_bytes(config, itemsize) + 20 * token_bytes(config, itemsize) + 4 * VOCAB
+        cache = PoisonedPrefixCache(runtime, 2 * entry, None)
+        for prompt in (TOKENS[:20], OTHERS[:20]):
+            new_tokens(runtime, cache, prompt, max_tokens=1)
+        prefix = cache.find(TOKENS[:30])
+        for prompt in (OTHERS[40:61], OTHERS[:19] + TOKENS[:2]):
+            new_tokens(runtime, cache, prompt, max_tokens=1)
+            assert cache.export(OTHERS[:20]) is not None and cache.stats.evictions == 0
+            assert cached_bytes(cache) == (2 * entry, 2)
+        new_tokens(runtime, cache, OTHERS[40:60], max_tokens=1)
+        assert cache.stats.evictions == 1
+        cache.release(prefix)
+        new_tokens(runtime, cache, OTHERS[60:81], max_tokens=1)
+        assert cached_bytes(cache) == (cache.stats.num_bytes, 1) and cache.stats.evictions == 3
+
     def test_every_sequence_that_ends_or_is_cancelled_lets_go(self, runtime, cache):
         new_tokens(runtime, cache, TOKENS[:20])
         engine = engine_with(runtime, cache, 3)

@@ -26,12 +26,13 @@ _OTHER_FORMATS = {
 
 
 def bundled_checkpoint() -> Path:
-    """The small trained checkpoint that comes with the package; its README.md says what it is."""
+    """Return the small trained checkpoint that comes with the package; its README.md says what it is."""
     return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 
 def find(model: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if need be.
+    """Return the folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if
+    needed.
 
     Raises:
         UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
@@ -51,7 +52,7 @@ def find(model: str | os.PathLike[str]) -> Path:
 
 
 def what_else_is_in(folder: Path) -> str:
-    """A sentence on why `folder` has no weights or no config, where its other files tell; else nothing."""
+    """Return a sentence on why `folder` has no weights or no config, if its other files tell; otherwise nothing."""
     if any(folder.glob("snapshots/*/config.json")):
         newest = max(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
         return f" It is a folder of the Hugging Face cache; give {newest.parent}."
@@ -78,7 +79,7 @@ def _format_of(name: str) -> str:
 
 
 def _suggestion(name: str) -> str:
-    """How a sentence goes on that says that `name` is not a folder."""
+    """Return the rest of a sentence that says that `name` is not a folder."""
     if address := _HUB_ADDRESS.fullmatch(name):
         return f"; did you mean {address[1]}?"
     if GraniteMoeHybridConfig.is_family_member(name):
@@ -100,21 +101,21 @@ def _from_hub(name: str) -> Path:
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
         raise UserError(
-            f"{name} is not a folder, and cannot be had from Hugging Face: {why}, and there is no copy of it in the "
+            f"{name} is not a folder, and cannot be loaded from Hugging Face: {why}, and there is no copy of it in the "
             "cache. On a machine without a network copy the checkpoint's folder there; with HF_HUB_OFFLINE=1 only the "
             "cache is searched."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UserError(f"{name} is not a folder, and cannot be had from Hugging Face ({reason}).") from None
+        raise UserError(f"{name} is not a folder, and cannot be loaded from Hugging Face ({reason}).") from None
 
 
 def _why_unreachable(address: str) -> str | None:
-    """Why nothing answers at a web address, or at the proxy on the way there; None if something does.
+    """Return why nothing answers at a web address, or at the proxy on the way there; None if something does.
 
     huggingface_hub would try for half a minute, and say so after each time.
     """
-    # Not at the top: it takes longer to import than all else that --help needs.
+    # Not at the top: it takes longer to import than everything else that --help needs.
     import urllib.request
 
     url = urllib.parse.urlsplit(address)
@@ -131,7 +132,7 @@ def _why_unreachable(address: str) -> str | None:
         except OSError as error:
             outcome.append(f"cannot be reached ({error.strerror or error})")
 
-    # In a thread of its own, for looking up a name has no time limit.
+    # In a thread of its own, because looking up a name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_CONNECT)

@@ -59,8 +59,8 @@ def load_model(
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
     convolutions, norms and biases are not. The format says what becomes of a head that is tied to the embedding.
 
-    A checkpoint that is quantized is read as it is: one that `save_model` wrote of a quantized model, or that
-    compressed-tensors wrote, where it has one of the schemes of `quantization_config.WeightScheme`.
+    A quantized checkpoint is read as it is, if `save_model` wrote it from a quantized model, or compressed-tensors in
+    one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
         folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
@@ -126,7 +126,7 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype that a checkpoint's embedding, and with it the model, is stored in."""
+    """Return the dtype in which a checkpoint's embedding, and so the model, is stored."""
     return getattr(torch, StoredTensors(folder).dtype())
 
 
@@ -168,7 +168,7 @@ def save_model(
 
 
 def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:
-    """See whether all numbers of a stored weight, or its scales, are finite and will be in `dtype`."""
+    """Check that all numbers of a stored weight, or its scales, are finite and will be in `dtype`."""
     numbers = weight if isinstance(weight, torch.Tensor) else weight.scales
     least, most = (float(extreme) for extreme in numbers.aminmax())
     if not (math.isfinite(least) and math.isfinite(most)):
@@ -181,7 +181,7 @@ def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:
 
 
 def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
-    """Put a weight where `model` has the parameter of that name."""
+    """Put a weight in the place of the parameter with this name in `model`."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if isinstance(weight, torch.Tensor):
@@ -191,7 +191,7 @@ def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
 
 
 def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
-    """The part of a stored tensor that one of `degree` ranks has."""
+    """Return the part of a stored tensor that belongs to one of `degree` ranks."""
     whole, part = (parameter(name, config, ranks) for ranks in (1, degree))
     axis = whole.split_axis
     if degree == 1 or axis is None:
@@ -206,9 +206,9 @@ def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, 
 
 
 def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
-    """Every rank's slice, one rank after another: for a framework that gives each rank an equal run of a tensor.
+    """Return every rank's slice, one after another, for a framework that gives each rank an equal run of a tensor.
 
-    It is longer than `tensor` where ranks share a part.
+    The result is longer than `tensor` if ranks share a part.
     """
     axis = parameter(name, config).split_axis
     if axis is None:

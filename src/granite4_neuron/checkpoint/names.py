@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# The tensors that a checkpoint may have instead of a published one. Where they are several, its rows are theirs.
+# The tensors that a checkpoint may have instead of a published one. Several of them hold its rows together.
 OTHER_NAMES = {
     # GraniteForCausalLM.
     "shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def part_of(stored_name: str) -> Part:
-    """The place of a stored tensor, also of one that belongs to a quantized weight, such as "...weight_scale"."""
+    """Return the place of a stored tensor, also of a part of a quantized weight such as "...weight_scale"."""
     for published, others in OTHER_NAMES.items():
         for number, other in enumerate(others):
             before, found, ending = stored_name.partition(f".{other}")

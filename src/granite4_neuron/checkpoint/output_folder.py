@@ -18,7 +18,7 @@ _LOCK = ".lock"
 
 
 def check_output(folder: Path) -> None:
-    """See, before any work, whether `complete_or_absent` can write there.
+    """Check, before any work, that `complete_or_absent` can write there.
 
     Raises:
         UserError: it is in use, or the folder that it would be in is not there or cannot be written to.
@@ -37,9 +37,9 @@ def check_output(folder: Path) -> None:
 
 @contextmanager
 def complete_or_absent(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write to; it becomes `folder` when all went well, and is removed otherwise.
+    """Provide a folder beside `folder` to write to; it becomes `folder` if all goes well, and is removed otherwise.
 
-    What a process that was killed has left behind there is removed too.
+    Leftovers of processes that were killed are removed too.
 
     Raises:
         UserError: the folder is in use, or writing failed (no space, no permission).
@@ -68,7 +68,8 @@ def complete_or_absent(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what `complete_or_absent` had begun to write for `folder` in processes that are gone; returns what it was.
+    """Remove what `complete_or_absent` had begun to write for `folder` in processes that are gone; return the removed
+    paths.
 
     A process holds a lock on the folder that it writes to for as long as it lives.
     """
@@ -82,7 +83,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 
 def _locked(partial: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None if another process has it."""
+    """Lock a folder; return the descriptor that holds the lock, or None if another process has it."""
     lock = os.open(partial / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

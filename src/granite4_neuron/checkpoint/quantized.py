@@ -132,7 +132,7 @@ def quantized_weights(
 
 
 def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """Four numbers to an int32 as `ops.int8` has them: [..., columns] in int8.
+    """Unpack four numbers from each int32, in the layout of `ops.int8`: [..., columns] in int8.
 
     The first column is in the lowest bits, and 128 is stored for 0.
     """
@@ -140,7 +140,9 @@ def _unpacked_int8(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """Eight numbers to an int32 as `ops.int4` has them: the same bytes, and zeros up to the end of a group."""
+    """Turn eight numbers in each int32 into the layout of `ops.int4`: the same bytes, and zeros up to the end of a
+    group.
+    """
     values = packed.contiguous().view(torch.uint8)[..., : math.ceil(columns / 2)]
     if columns % 2:
         values = values.clone()
@@ -149,26 +151,28 @@ def _whole_groups(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _matrix_shapes(model: GraniteMoeHybridForCausalLM) -> dict[str, torch.Size]:
-    """By the names of the weights; a head that is the embedding is there too."""
+    """Return shapes by the names of the weights; a head that is the embedding is included."""
     return {f"{name}.weight": one.weight.shape for name, one in model.named_modules() if isinstance(one, Matrix)}
 
 
 def _stored_format(
     name: str, shape: torch.Size, choices: Sequence[StoredFormat], stored: StoredTensors
 ) -> StoredFormat | None:
-    """The one that all tensors fit; if there is none, one that the numbers fit, whose layout says what is wrong."""
-    of_numbers = []
+    """Return the format that all tensors fit; if there is none, one that the numbers fit, whose layout says what is
+    wrong.
+    """
+    with_these_numbers = []
     for choice in choices:
         fits = [stored.has(f"{name}{ending}", *about) for ending, about in choice.layout(shape).items()]
         if all(fits):
             return choice
         if fits[0]:
-            of_numbers.append(choice)
-    return of_numbers[0] if of_numbers else None
+            with_these_numbers.append(choice)
+    return with_these_numbers[0] if with_these_numbers else None
 
 
 def _check_experts(formats: Mapping[str, Format], stored: StoredTensors) -> None:
-    """No kernel takes experts whose two matrices have different formats."""
+    """Check that the two matrices of experts have one format: no kernel takes two."""
     for name in formats:
         layer, experts, which = name.partition(".block_sparse_moe.")
         pair = [formats.get(f"{layer}{experts}{part}_linear.weight") for part in ("input", "output")]

@@ -1,4 +1,4 @@
-"""Random weights that exercise a model the way trained ones do, for tests and for measuring without a download."""
+"""Random weights that exercise a model as trained ones do, for tests and for measuring without a download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 def random_model(
     config: GraniteMoeHybridConfig, seed: int = 0, dtype: torch.dtype = torch.float32, max_A: float = 16.0
 ) -> GraniteMoeHybridForCausalLM:
-    """A model whose every part matters to its output.
+    """Make a model in which every part matters to the output.
 
     Decay rates are uniform in (1, max_A) and dt_bias in (-4, 1), so that some heads forget at once and others hardly;
     norm weights lie around 1, biases and D are not zero, projections keep the scale of their input.

@@ -68,7 +68,7 @@ class StoredTensors:
         self._dtypes = {name: parts[0].dtype for name, parts in self._parts.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor. Files are opened anew each time, so that what was read before is not kept mapped in memory."""
+        """Read one tensor. Files are opened anew each time, so that earlier reads are not kept mapped in memory."""
         tensors = []
         for one in self._parts[name]:
             with _open(one.file, framework="pt") as file:
@@ -76,12 +76,12 @@ class StoredTensors:
         return tensors[0] if len(tensors) == 1 else _joined(name, tensors)
 
     def has(self, name: str, shape: torch.Size, dtype: torch.dtype | None) -> bool:
-        """Whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
+        """Return whether there is a tensor of this name, shape and dtype; None for any floating dtype."""
         return self._shapes.get(name) == tuple(shape) and _is_of(self._dtypes[name], dtype)
 
     def dtype(self) -> str:
-        """The dtype of the embedding, and with it of the model: one of `config.DTYPES`. Where the embedding is stored
-        quantized, that of the last norm.
+        """Return the dtype of the embedding, and with it of the model: one of `config.DTYPES`. If the embedding is
+        stored quantized, the dtype is that of the last norm.
         """
         name = EMBEDDING if f"{EMBEDDING}_scale" not in self._dtypes else NORM
         if self._dtypes.get(name) not in _DTYPES:
@@ -159,7 +159,7 @@ class StoredTensors:
 
 
 def _is_of(stored: str, dtype: torch.dtype | None) -> bool:
-    """Whether safetensors' name of a dtype is of this one; None for any floating dtype."""
+    """Return whether safetensors' name of a dtype means this one; None stands for any floating dtype."""
     return stored in _DTYPES if dtype is None else _QUANTIZED_DTYPES.get(stored) == str(dtype).removeprefix("torch.")
 
 
@@ -171,7 +171,7 @@ def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
 
 
 def _joined(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of its parts."""
+    """Join the parts of a tensor."""
     # Not at the top: names and shapes need no torch.
     import torch
 
@@ -181,7 +181,7 @@ def _joined(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor, as model.safetensors.index.json has it."""
+    """Read the file of each tensor from model.safetensors.index.json."""
     file = folder / INDEX
     if not file.exists():
         raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}.{what_else_is_in(folder)}")

@@ -18,7 +18,7 @@ _WIDE_ROW = torch.Size([1, 2**12])
 
 
 def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dict[str, Format]:
-    """The format of each weight that `checkpoint.load_model` quantizes, by name.
+    """Return the format of each weight that `checkpoint.load_model` quantizes, by name.
 
     Args:
         model: without weights.
@@ -36,13 +36,13 @@ def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dic
 
 
 def model_format(formats: Mapping[str, Format]) -> Format:
-    """The format that names a model: of its layers' weights the one with the fewest bits.
+    """Return the format that names a model: of its layers' formats the one with the fewest bits.
 
     Args:
         formats: of the weights that are quantized, by name.
     """
-    of_layers = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
-    return min(of_layers or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
+    layer_formats = {format for name, format in formats.items() if name not in (EMBEDDING, HEAD)}
+    return min(layer_formats or formats.values(), key=lambda format: (format.num_bytes(_WIDE_ROW), format.name))
 
 
 class WeightPlan:
@@ -78,7 +78,7 @@ class WeightPlan:
         return [tensor for name in self.shapes for tensor in self._tensors_of(name).values()]
 
     def largest_first(self) -> list[str]:
-        """All names, in the order in which reading takes the least memory beside what is there already."""
+        """Return all names, in the order in which reading takes the least memory beside what has been read."""
         return sorted(self.shapes, key=lambda name: self.shapes[name].numel(), reverse=True)
 
     def num_bytes_of(self, name: str) -> int:

@@ -1,1 +1,1 @@
-"""What a person can ask for: a module for each command, with its parser and what it does."""
+"""The commands: a module for each, with its parser and its work."""

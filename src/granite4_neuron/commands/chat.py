@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         **sampling_options(options),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
-        # Whether there is a template, before anything is typed.
+        # Check that there is a template before anything is typed.
         encoder.encode([{"role": "user", "content": "a message"}])
         conversation = Conversation(engine, cache, encoder, request, options.system)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()

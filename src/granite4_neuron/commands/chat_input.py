@@ -21,7 +21,7 @@ class PipedInput:
     """One message a line."""
 
     def read(self) -> str | None:
-        """The next message; None at the end.
+        """Read the next message; None at the end.
 
         Raises:
             UserError: it is not text.
@@ -65,7 +65,7 @@ class TerminalInput:
         )
 
     def read(self) -> str | None:
-        """The next message; empty if Ctrl-C cleared the line, None at the end."""
+        """Read the next message; empty if Ctrl-C cleared the line, None at the end."""
         try:
             return self._session.prompt()
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ class TerminalInput:
 
 
 def _history() -> History:
-    """A file in the user's state folder, readable only by its owner; in memory if that cannot be written."""
+    """Return a history in the user's state folder, readable only by its owner; in memory if no file can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:

@@ -33,10 +33,10 @@ _CONTROL_CHARACTERS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)
 
 
 class Input(Protocol):
-    """Where messages come from."""
+    """A source of messages."""
 
     def read(self) -> str | None:
-        """The next message; None at the end."""
+        """Read the next message; None at the end."""
 
 
 class Session:
@@ -52,7 +52,7 @@ class Session:
         self._is_terminal = is_terminal
 
     def run(self) -> int:
-        """Returns the exit status.
+        """Run the chat; return the exit status.
 
         Raises:
             UserError: a message could not be answered, and the chat is not interactive.
@@ -97,12 +97,12 @@ class Session:
             _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
 
     def _write(self, text: str, end: str = "\n") -> None:
-        """Print what a model or a person said."""
+        """Print text of a model or a user."""
         write(text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text, end=end)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within it, Ctrl-C stops the answer and not the program, if the chat is interactive."""
+        """Let Ctrl-C stop the answer and not the program within the block, if the chat is interactive."""
         if not self._is_terminal:
             yield
             return

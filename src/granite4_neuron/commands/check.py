@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.layers and options.backend == "nxdi":
         raise UserError("compiled graphs of nxdi give no hidden states; --layers takes --backend cpu or xla.")
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
 
     folder = find(model_or_bundled(options))
@@ -120,13 +120,13 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
     add("prefill", report.phase(prefill=True))
     add("decode", report.phase(prefill=False))
     add("all", report.overall())
-    if (of_transformers := report.of_transformers()) is not None:
-        add("transformers in this dtype", of_transformers)
+    if (transformers_error := report.transformers_error()) is not None:
+        add("transformers in this dtype", transformers_error)
     return table
 
 
 def _print_layers(reports: Sequence[LayerReport], runtime: BoundModel) -> int:
-    """A table, then the operators of each kind of layer; returns the exit status."""
+    """Print a table, then the operators of each kind of layer; return the exit status."""
     from rich.table import Table
 
     from granite4_neuron.evaluation.layers import operators_of_layer

@@ -39,14 +39,14 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
         )
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
-    from granite4_neuron.checkpoint import loading as checkpoint
+    # Not at the top: these imports take seconds, and --help does not need them.
+    from granite4_neuron.checkpoint.loading import load_model, save_model
     from granite4_neuron.ops import TORCH, cpu
 
     folder = find(model_or_bundled(options))
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
-        model = checkpoint.load_model(
+        model = load_model(
             folder,
             dtype_of(options.dtype),
             quantize=options.quantize,
@@ -54,6 +54,6 @@ def run(options: argparse.Namespace) -> int:
             must_be_finite=True,
             progress=progress,
         )
-    checkpoint.save_model(model, options.output, files_from=folder)
+    save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0

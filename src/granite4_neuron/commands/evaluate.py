@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
         )
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import perplexity
 
     loaded = [load_runtime(_options_of(options, name), folder) for name in formats]
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _options_of(options: argparse.Namespace, name: str | None) -> argparse.Namespace:
-    """The options that load the weights in a format."""
+    """Return the options that load the weights in a format."""
     if name is None:
         return options
     choice = dict(quantize=name) if name in QUANTIZATIONS else dict(dtype=name)
@@ -167,10 +167,10 @@ def _windows(options: argparse.Namespace, config: GraniteMoeHybridConfig, length
 def _scored_bytes(
     tokenizer: PreTrainedTokenizerFast, text: str, tokens: Sequence[int], windows: Sequence[Window]
 ) -> int:
-    """Of the text without the tokens that are context only, and never scored."""
+    """Return the bytes of the scored text: tokens that are only context are left out."""
     scored = {position for window in windows for position in range(window.scored, window.stop)}
     others = [token for position, token in enumerate(tokens) if position not in scored]
-    # What is not a whole character is shown as one of three bytes, and is one byte at least.
+    # A token that is not a whole character is shown as one of three bytes, and is at least one byte.
     texts = (
         tokenizer.decode([token], skip_special_tokens=True).replace("\N{REPLACEMENT CHARACTER}", "?")
         for token in others

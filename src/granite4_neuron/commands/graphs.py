@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if max(options.buckets) > options.max_length:
         raise UserError(f"--buckets has {max(options.buckets)}; --max-length must be at least as large.")
     check_folder_of(options.json)
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
@@ -125,7 +125,7 @@ def _reports(
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:
-    """A row for the graph, and one for each of its parts."""
+    """Add a row for the graph, and one for each of its parts."""
     table.add_row(
         report.graph,
         f"{report.cost.flops / 1e9:.4g}",

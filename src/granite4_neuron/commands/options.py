@@ -56,7 +56,7 @@ MOST_THREADS = 1024
 
 
 def at_least(least: int, most: int = _LARGEST) -> Callable[[str], int]:
-    """The type of an option that is a whole number of at least `least`, and at most `most`."""
+    """Return the type of an option that is a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -74,7 +74,7 @@ def at_least(least: int, most: int = _LARGEST) -> Callable[[str], int]:
 
 
 def number_in(least: float, most: float = math.inf, includes_least: bool = True) -> Callable[[str], float]:
-    """The type of an option that is a finite number in a range; only its lower end may be left out."""
+    """Return the type of an option that is a finite number in a range; only the range's lower end may be excluded."""
 
     def parse(text: str) -> float:
         try:
@@ -120,7 +120,7 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Options of the generated text, named as in `engine.SamplingParams`."""
+    """Add the options of the generated text, named as in `engine.SamplingParams`."""
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before it; may be repeated")
     sampling = parser.add_argument_group(
         "sampling", "defaults are those of the checkpoint's generation_config.json, mostly greedy"
@@ -151,7 +151,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options among a command's options, by their names in `engine.SamplingParams`."""
+    """Return the sampling options among a command's options, by their names in `engine.SamplingParams`."""
     # Not at the top: it imports torch.
     from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 
@@ -186,7 +186,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 def load_runtime(
     options: argparse.Namespace, model: str | Path, compiled: Path | None = None
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """`load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and a bar while it reads.
+    """Call `load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and show a progress bar.
 
     Args:
         compiled: the folder of the model's graphs, if not that of --compiled.
@@ -229,7 +229,7 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
 
 
 def add_cpu_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
+    """Add the options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
     parser.add_argument(
         "--cpu-kernels",
         choices=CPU_KERNELS,
@@ -277,12 +277,12 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
 
 
 def folder_of(name: str) -> Path | None:
-    """Of a checkpoint; None for a family member where there is no folder of that name."""
+    """Return the folder of a checkpoint; None for a family member if there is no folder of that name."""
     return None if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name) else find(name)
 
 
 def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
-    """Config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
+    """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
     DTYPES.
     """
     if (folder := folder_of(name)) is None:
@@ -292,14 +292,14 @@ def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of that name; None for None."""
+    """Return the dtype with this name; None for None."""
     import torch
 
     return None if name is None else getattr(torch, name)
 
 
 def read_text(file: str | None, nothing: str) -> str:
-    """The text in a file, or on standard input where it is None or "-".
+    """Read the text in a file, or on standard input if the file is None or "-".
 
     Raises:
         UserError: it cannot be read, is not text, or has no end; with the message `nothing` if standard input is

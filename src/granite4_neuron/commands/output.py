@@ -16,7 +16,7 @@ class OutputError(Exception):
 
 
 def write(text: str, end: str = "\n") -> None:
-    """Print on standard output, at once.
+    """Print on standard output and flush it.
 
     Raises:
         BrokenPipeError: the reader has closed the pipe.
@@ -33,7 +33,7 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def print_table(table: Table) -> None:
-    """Through `write`: rich would turn a closed pipe into an exit status of its own."""
+    """Print a table through `write`, because rich would turn a closed pipe into an exit status of its own."""
     from rich.console import Console
 
     shown, text = Console(), io.StringIO()
@@ -51,7 +51,7 @@ def size(count: int) -> str:
 
 
 def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
-    """The most memory that this process, or with RUSAGE_CHILDREN one of those it has waited for, has held so far."""
+    """Return the peak memory of this process; with RUSAGE_CHILDREN, that of the largest child it has waited for."""
     peak = resource.getrusage(of).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan_latency(options: argparse.Namespace) -> int:
-    """What steps of a model are predicted to take."""
+    """Print how long steps of a model are predicted to take."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -127,8 +127,8 @@ def _plan_latency(options: argparse.Namespace) -> int:
 
 
 def _plan_model(options: argparse.Namespace) -> int:
-    """The parts of one model's sum, and what would fit."""
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    """Print the parts of one model's sum, and what would fit."""
+    # Not at the top: these imports take seconds, and --help does not need them.
     from rich.markup import escape
     from rich.table import Table
 
@@ -157,7 +157,7 @@ def _plan_model(options: argparse.Namespace) -> int:
 
 
 def _plan_family(options: argparse.Namespace) -> int:
-    """A line for each member: what fits at its whole context, or at the one that is asked for."""
+    """Print a line for each member: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
     table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "", "largest batch")

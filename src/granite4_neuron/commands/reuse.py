@@ -62,7 +62,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def prefix_cache(
     options: argparse.Namespace, runtime: Runtime, num_sequences: int
 ) -> PrefixCache | SlotPrefixCache | None:
-    """The prefix cache for the options of `add_prefix_cache`, with the state from the file; None without them.
+    """Return the prefix cache for the options of `add_prefix_cache`, with the state from the file; None without them.
 
     Raises:
         UserError: an option is malformed, the file is damaged or of another model, or the runtime makes no snapshots.
@@ -90,7 +90,7 @@ def prefix_cache(
 def prefix_cache_of(
     runtime: Runtime, max_bytes: int, num_sequences: int, at_branches: bool = False
 ) -> PrefixCache | SlotPrefixCache:
-    """A `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
+    """Return a `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
 
     Raises:
         UserError: there is no such slot, or none that fits.
@@ -122,7 +122,7 @@ def new_engine(
     max_length: int | None,
     cache: PrefixCache | SlotPrefixCache | None,
 ) -> Engine:
-    """An engine with the drafter of `add_speculation`; a draft model gets a prefix cache as large as `cache`.
+    """Return an engine with the drafter of `add_speculation`; a draft model gets a prefix cache as large as `cache`.
 
     Raises:
         UserError: as `drafter` and `Engine`.
@@ -149,7 +149,7 @@ def drafter(
     max_length: int | None = None,
     cache: PrefixCache | SlotPrefixCache | None = None,
 ) -> tuple[Drafter | None, int]:
-    """The drafter for the options of `add_speculation`, or None, and the most tokens that it drafts.
+    """Return the drafter for the options of `add_speculation`, or None, and the most tokens that it drafts.
 
     Raises:
         UserError: options exclude one another, the draft model has another vocabulary, or the runtime cannot verify.
@@ -178,7 +178,7 @@ def drafter(
 
 
 def _compiled_draft(options: argparse.Namespace) -> Path | None:
-    """The folder of a draft model's compiled graphs; None if the model is not compiled.
+    """Return the folder of a draft model's compiled graphs; None if the model is not compiled.
 
     Raises:
         UserError: it was compiled without a draft model.
@@ -192,7 +192,7 @@ def _compiled_draft(options: argparse.Namespace) -> Path | None:
 
 
 def num_bytes(text: str) -> int:
-    """The number of bytes of a size such as 500MiB.
+    """Return the number of bytes of a size such as 500MiB.
 
     Raises:
         UserError: it is not a size.
@@ -207,7 +207,7 @@ def num_bytes(text: str) -> int:
 
 
 def ngram_tokens(text: str) -> int:
-    """How many tokens --speculate drafts.
+    """Return how many tokens --speculate drafts.
 
     Raises:
         UserError: it is malformed.

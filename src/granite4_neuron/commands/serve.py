@@ -135,19 +135,19 @@ def run(options: argparse.Namespace) -> int:
             limits=Limits(engine.max_length, options.max_tokens, options.max_num_seqs + options.max_queue),
             model=model,
             api_key=key,
-            # Who has the key may call the server as they like, such as a proxy by its own name.
+            # A client with the key may use any name for the server, such as that of a proxy.
             hosts=None if is_open or key is not None else own_names(options.host),
             max_body=max_body,
             shutdown_timeout=options.shutdown_timeout,
             on_start=lambda port: write(f"Serving {model} at http://{in_url(options.host)}:{port}/v1"),
         )
-        # A full collection would hold up all requests for a third of a second; what is there by now stays.
+        # A full collection would delay all requests by a third of a second; objects that exist by now stay.
         gc.freeze()
         return 0 if server.serve_on(listener) else EXIT_FAILED
 
 
 def _api_key(options: argparse.Namespace) -> str | None:
-    """The API key; None for none.
+    """Return the API key; None for none.
 
     Raises:
         UserError: clients could not send it.
@@ -159,7 +159,8 @@ def _api_key(options: argparse.Namespace) -> str | None:
 
 
 def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | SlotPrefixCache | None:
-    """The prefix cache; None if it is switched off, or if the runtime has no room for one and the user gave no size.
+    """Return the prefix cache; None if it is switched off, or if the runtime has no room for one and the user gave no
+    size.
 
     Raises:
         UserError: the size is malformed, or the runtime has no room for the size that was given.

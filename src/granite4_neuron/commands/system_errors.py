@@ -1,4 +1,4 @@
-"""What the system refuses, as a sentence."""
+"""Turns errors of the operating system into sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from granite4_neuron.errors import UserError
 
 @contextmanager
 def as_user_errors() -> Iterator[None]:
-    """Within it, an error of the system, other than a closed pipe, is a `UserError`; so is memory that has run out."""
+    """Raise a `UserError` for an error of the system within the block, other than a closed pipe; so also if memory runs
+    out.
+    """
     try:
         yield
     except BrokenPipeError:

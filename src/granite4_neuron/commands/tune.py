@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output.exists() and not options.output.is_dir():
         raise UserError(f"--output is {options.output}, which is not a folder.")
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     import torch
 
     from granite4_neuron.ops.launch_parameters import LaunchParameters, file_name, write_launch_parameters

@@ -1,4 +1,4 @@
-"""`granite4-neuron vllm-check`: whether vLLM runs on this machine's CPU with this package, and gives the right text."""
+"""`granite4-neuron vllm-check`: check that vLLM runs on this machine's CPU with this package and gives right text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     folder = find(model_or_bundled(options))
     _import_vllm()
-    # Not at the top: what follows takes seconds to import, and --help does not need it.
+    # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.ops import cpu
     from granite4_neuron.vllm import cpu as vllm_cpu
     from granite4_neuron.vllm.cpu import self_test
@@ -51,13 +51,13 @@ def run(options: argparse.Namespace) -> int:
             facts[f"kernels beside plain torch, {what}"] = f"{difference:.1e}"
             passed = passed and difference <= self_test.TOLERANCE
     texts, used = _through_vllm(folder, options.max_tokens)
-    own = _by_this_package(folder, options.max_tokens)
+    own_texts = _by_this_package(folder, options.max_tokens)
     _print_facts({**used, **facts})
-    for prompt, text, of_own in zip(PROMPTS, texts, own, strict=True):
+    for prompt, text, own_text in zip(PROMPTS, texts, own_texts, strict=True):
         write(f"{prompt}{text}")
-        if text != of_own:
-            write(f"  but this package alone says: {of_own}")
-    passed = passed and texts == own
+        if text != own_text:
+            write(f"  but this package alone says: {own_text}")
+    passed = passed and texts == own_texts
     write("passed" if passed else "FAILED")
     return 0 if passed else EXIT_CHECK_FAILED
 
@@ -75,7 +75,7 @@ def _import_vllm() -> None:
 
 
 def _through_vllm(folder: Path, max_tokens: int) -> tuple[list[str], dict[str, str]]:
-    """The texts, and the versions, model class and kernels that made them."""
+    """Generate the texts through vLLM; return them, and the versions, model class and kernels that made them."""
     from vllm import LLM, SamplingParams
 
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)

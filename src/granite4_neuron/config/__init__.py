@@ -28,7 +28,7 @@ ARCHITECTURE = "GraniteMoeHybridForCausalLM"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 DTYPES = tuple(DTYPE_BYTES)
 
-# How the types of fields are called in a sentence.
+# The names of field types in a sentence.
 _TYPE_NAMES = {
     "int": "a whole number",
     "int | None": "a whole number",
@@ -42,7 +42,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class RankDimensions:
-    """What one of `tp_degree` ranks holds of each layer."""
+    """One rank's share of each layer's dimensions, of `tp_degree` ranks."""
 
     mamba_heads: int
     mamba_groups: int
@@ -125,7 +125,7 @@ class GraniteMoeHybridConfig:
         return self.position_embedding_type == "rope"
 
     def rank_dimensions(self, tp_degree: int = 1) -> RankDimensions:
-        """The share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.
+        """Return the share of one rank. Key heads and groups are replicated where there are fewer of them than ranks.
 
         Raises:
             UserError: the model cannot be split into `tp_degree` equal parts; the message lists the degrees that can.
@@ -155,7 +155,7 @@ class GraniteMoeHybridConfig:
         return ATTENTION not in self.layer_types or key_heads % tp_degree == 0 or tp_degree % key_heads == 0
 
     def _split_sizes(self) -> list[int]:
-        """What every rank has an equal part of."""
+        """Return the dimensions of which every rank has an equal part."""
         split = [self.vocab_size, self.shared_intermediate_size]
         if self.num_local_experts:
             split.append(self.intermediate_size)
@@ -194,12 +194,13 @@ class GraniteMoeHybridConfig:
 
     @staticmethod
     def is_family_member(name: str) -> bool:
-        """Whether `from_family` knows the name."""
+        """Return whether `from_family` knows the name."""
         return f"granite-4.0-{name.removeprefix('granite-4.0-')}" in family_names()
 
     @classmethod
     def from_family(cls, name: str) -> GraniteMoeHybridConfig:
-        """The real dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or ``h-350m``.
+        """Return the published dimensions of a member of the Granite 4.0 family, such as ``granite-4.0-h-350m`` or
+        ``h-350m``.
 
         Raises:
             UserError: no such member; the message lists them.
@@ -210,7 +211,7 @@ class GraniteMoeHybridConfig:
         return cls.from_dict(json.loads(file.read_text(encoding="utf-8")), source=file.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of a ``config.json`` in the published spelling, readable by transformers 4.57 and 5.x."""
+        """Return the content of a ``config.json`` in the published spelling, readable by transformers 4.57 and 5.x."""
         values = dataclasses.asdict(self)
         lower, upper = values.pop("time_step_limit")
         if (lower, upper) != (0.0, math.inf):
@@ -226,7 +227,7 @@ class GraniteMoeHybridConfig:
 
 
 def family_names() -> list[str]:
-    """Names that `GraniteMoeHybridConfig.from_family` knows."""
+    """Return the names that `GraniteMoeHybridConfig.from_family` knows."""
     return sorted(file.name.removesuffix(".json") for file in _family_folder().iterdir())
 
 
@@ -252,7 +253,7 @@ def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(name: str, value: Any, annotation: str) -> Any:
-    """`value` as the type that `annotation` (the dataclass field's, a string) names."""
+    """Convert `value` to the type that `annotation` (the dataclass field's, a string) names."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if annotation == "float" and is_number and -sys.float_info.max <= value <= sys.float_info.max:
         return float(value)

@@ -1,4 +1,4 @@
-"""How different writers of config.json spell the same: transformers 4.57, transformers 5.x, and the published files."""
+"""Spellings of config.json by its writers: transformers 4.57, transformers 5.x, and the published files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which configs describe a model that can be built."""
+"""Checks that a config describes a model that can be built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from granite4_neuron.errors import UserError
 if TYPE_CHECKING:
     from granite4_neuron.config import GraniteMoeHybridConfig
 
-# Far beyond any model there is.
+# Far beyond any existing model.
 LARGEST = {
     "num_hidden_layers": 2**12,
     "num_local_experts": 2**12,
@@ -38,7 +38,7 @@ LARGEST = {
 
 
 def check(config: GraniteMoeHybridConfig, dtypes: Sequence[str]) -> None:
-    """See whether a config describes a model that can be built, of one of these dtypes.
+    """Check that a config describes a model that can be built, of one of these dtypes.
 
     Raises:
         UserError: it does not; the message names the field, its value, and what it must be.
@@ -73,7 +73,7 @@ def check(config: GraniteMoeHybridConfig, dtypes: Sequence[str]) -> None:
 
 
 def _check_magnitudes(config: GraniteMoeHybridConfig) -> None:
-    """Keep out numbers with which reading a model would take minutes, or its sizes would not fit 64 bits."""
+    """Refuse numbers with which reading a model would take minutes, or its sizes would not fit in 64 bits."""
     for name, most in LARGEST.items():
         value = getattr(config, name)
         _require(value <= most, f"{name} is {reprlib.repr(value)}, and can be at most {most:,}")

@@ -16,7 +16,7 @@ DENSE_MODEL_TYPE = "granite"
 
 
 def as_hybrid(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of its config.json in the fields of GraniteMoeHybridForCausalLM.
+    """Return the content of its config.json in the fields of GraniteMoeHybridForCausalLM.
 
     Raises:
         UserError: the MLPs have biases.

@@ -13,7 +13,7 @@ from granite4_neuron.regular_files import read_bytes
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Read the JSON object in a file.
 
     Raises:
         UserError: there is no such file, it is something else than a file of a reasonable size, or it does not hold a
@@ -37,10 +37,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object from its pairs, as `json.loads` calls it.
+    """Build an object from its pairs, as `json.loads` calls it.
 
     Raises:
-        ValueError: a name is there twice, of which each reader would take another one.
+        ValueError: a name is there twice; readers would differ in which value they take.
     """
     values = dict(pairs)
     if len(values) < len(pairs):

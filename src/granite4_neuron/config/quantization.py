@@ -1,4 +1,4 @@
-"""The `quantization_config` of a config.json: how weights are stored that are quantized."""
+"""The `quantization_config` of a config.json: how quantized weights are stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How the quantized weights of a checkpoint are stored.
+    """The way in which the quantized weights of a checkpoint are stored.
 
     name: one of `choices.QUANTIZATIONS`, or COMPRESSED_TENSORS.
     schemes: of compressed-tensors, those that weights have. The tensors tell which weight has which.
@@ -43,7 +43,7 @@ class StoredQuantization:
 
 
 def quantization_config(name: str) -> dict[str, str]:
-    """The entry in config.json for weights that this package wrote, in one of `choices.QUANTIZATIONS`."""
+    """Return the entry in config.json for weights that this package wrote, in one of `choices.QUANTIZATIONS`."""
     return {"quant_method": _OURS, "format": name}
 
 
@@ -57,7 +57,7 @@ def stored_quantization(file: Path) -> StoredQuantization | None:
 
 
 def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
-    """As `stored_quantization`, of the content of a config.json."""
+    """Read the content of a config.json as `stored_quantization` reads the file."""
     about = values.get("quantization_config")
     if about is None:
         return None
@@ -108,7 +108,7 @@ def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
         raise _refusal(f"weights of type {reprlib.repr(weights.get('type'))}")
     if weights.get("symmetric") is not True:
         raise _refusal("weights that are not symmetric")
-    # Others order columns while they quantize, and store them as they were.
+    # Methods that are accepted order columns only while they quantize, and store them in their own order.
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _refusal(f"columns in another order (actorder {reprlib.repr(weights['actorder'])})")
     if strategy == "channel" and (bits == 8 or (bits == 4 and is_packed)):
@@ -122,7 +122,7 @@ def _scheme(group: dict[str, Any], format: Any) -> WeightScheme:
 
 def _refusal(what: str) -> UserError:
     return UserError(
-        f"the weights are quantized by {COMPRESSED_TENSORS} with {what}; what is read of it is symmetric weights of 8 "
+        f"the weights are quantized by {COMPRESSED_TENSORS} with {what}; only symmetric weights are read, of 8 "
         f"bits per channel (pack-quantized or int-quantized), or of 4 bits per channel or per group of {INT4_GROUP}, "
         f"{2 * INT4_GROUP}, {3 * INT4_GROUP}... columns (pack-quantized), without quantized activations."
     )

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens run in each step, and in which slot of a runtime's state."""
+"""Continuous batching: the choice of tokens for each step, and of slots in a runtime's state."""
 
 from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine

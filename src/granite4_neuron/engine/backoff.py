@@ -18,7 +18,7 @@ class DraftBackoff:
         self._resumes_at = 0
 
     def allows(self, length: int) -> bool:
-        """Whether to draft for the sequence at this length in tokens."""
+        """Return whether to draft for the sequence at this length in tokens."""
         return length >= self._resumes_at
 
     def note(self, length: int, accepted: int) -> None:

@@ -56,18 +56,18 @@ class DraftModel:
         self._followed: dict[int, _Followed] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """As `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
+        """See `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
         drafts = [_Draft(request, self._follow(request), self._most(request)) for request in requests]
         growing = [draft for draft in drafts if draft.followed is not None and draft.most > 0]
         if growing:
             self._read(growing)
             logits = [draft.followed.logits for draft in growing]
-            while growing := [draft for draft, of_one in zip(growing, logits, strict=True) if draft.grow(of_one)]:
+            while growing := [draft for draft, last in zip(growing, logits, strict=True) if draft.grow(last)]:
                 logits = self._last_logits([draft.row for draft in growing])
         return [draft.tokens for draft in drafts]
 
     def end(self, id: int) -> None:
-        """As `Drafter.end`."""
+        """See `Drafter.end`."""
         if id in self._followed:
             followed = self._followed.pop(id)
             if self._cache is not None and followed.stored:
@@ -83,7 +83,7 @@ class DraftModel:
         return followed
 
     def _most(self, request: DraftRequest) -> int:
-        """The most drafts for a sequence; one more than there is room for, because the last draft is never run."""
+        """Return the most drafts for a sequence: one more than there is room for, as the last draft is never run."""
         room = self._max_length - len(request.tokens)
         return min(request.most, room + 1, self._runtime.tokens_per_verification + 1) if room >= 0 else 0
 
@@ -123,7 +123,7 @@ class DraftModel:
 
     def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         logits = self._runtime.verify(self._state, rows).logits
-        return [of_row[len(row.tokens) - 1] for of_row, row in zip(logits, rows, strict=True)]
+        return [row_logits[len(row.tokens) - 1] for row_logits, row in zip(logits, rows, strict=True)]
 
 
 @dataclass
@@ -141,7 +141,7 @@ class _Followed:
     logits: torch.Tensor | None = None
 
     def next_row(self, stop: int) -> Row:
-        """The tokens to run next, up to `stop`."""
+        """Return the tokens to run next, up to `stop`."""
         return Row(self.slot, self.stored, self.tokens[self.stored : stop])
 
     def add(self, row: Row, logits: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class _Draft:
         return Row(self.followed.slot, self.followed.stored, self.tokens)
 
     def grow(self, logits: torch.Tensor) -> bool:
-        """Add a draft; returns whether there may be a further one."""
+        """Add a draft; return whether there may be a further one."""
         try:
             self.tokens.append(self._chooser(logits, [*self.request.tokens, *self.tokens]))
         except UserError:  # the small model's logits are not finite; the sequence goes on without drafts

@@ -1,4 +1,4 @@
-"""Drafters. Their proposals change how fast a text comes, never the text."""
+"""Drafters. Their proposals change the speed of a text, never the text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from granite4_neuron.engine.ngram import ngram_propose
 
 
 class TokenChooser(Protocol):
-    """How a sequence's next token is chosen, see `engine.Sampler`."""
+    """Chooses a sequence's next token, see `engine.Sampler`."""
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """The token after `tokens`, by logits [vocab_size]; a UserError if none can be chosen."""
+        """Choose the token after `tokens` by logits [vocab_size]; raises a UserError if none can be chosen."""
 
     def fork(self) -> TokenChooser:
-        """A copy that chooses the same tokens and leaves this one unchanged."""
+        """Return a copy that chooses the same tokens and leaves this one unchanged."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Drafter(Protocol):
     """Proposes the next tokens of sequences."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """For each sequence 0 to `most` tokens that may follow it."""
+        """Propose for each sequence 0 to `most` tokens that may follow it."""
 
     def end(self, id: int) -> None:
-        """The sequence has ended. It may never have been in a call of `propose`."""
+        """Forget a sequence that has ended. It may never have been in a call of `propose`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class NgramDrafter:
     max_n: int = 4
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """As `Drafter.propose`."""
+        """See `Drafter.propose`."""
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: DraftRequest) -> list[int]:
@@ -63,4 +63,4 @@ class NgramDrafter:
         return ngram_propose(request.tokens, self.min_n, self.max_n, length, request.most).tolist()
 
     def end(self, id: int) -> None:
-        """As `Drafter.end`."""
+        """See `Drafter.end`."""

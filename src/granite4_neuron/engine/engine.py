@@ -33,7 +33,7 @@ from granite4_neuron.runtime.interface import Row, Runtime, require
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an engine that waits while another thread is in such a method."""
+    """Make a method of an engine wait while another thread is in such a method."""
 
     @functools.wraps(method)
     def locked(self: Engine, *arguments: Any, **options: Any) -> Any:
@@ -178,7 +178,7 @@ class Engine:
 
     @_one_at_a_time
     def finish(self, id: int) -> str:
-        """End a running sequence as if it had reached its limit; returns the text that was held back.
+        """End a running sequence as if it had reached its limit; return the text that was held back.
 
         Unlike `cancel`, this keeps its state in the prefix cache.
 
@@ -195,7 +195,7 @@ class Engine:
 
     @_one_at_a_time
     def step(self) -> list[Output]:
-        """Run one step; returns the new tokens, in order for each sequence: with a drafter perhaps several."""
+        """Run one step; return the new tokens, in order for each sequence: with a drafter perhaps several."""
         self._start_waiting()
         prompts = [sequence for sequence in self._running.values() if sequence.is_prompt]
         others = [sequence for sequence in self._running.values() if not sequence.is_prompt]
@@ -240,12 +240,12 @@ class Engine:
         return outputs
 
     def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
-        """Whether a step of these rows has room for another row of so many tokens; an empty step always has."""
+        """Return whether a step of these rows has room for another row of so many tokens; an empty step always has."""
         longest = max(tokens, *(len(row.tokens) for row in rows), 0)
         return not rows or (len(rows) + 1) * longest <= self.runtime.tokens_per_step
 
     def _prompt_logits(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        """Run rows of prompts: logits [vocab_size] after the last token of each."""
+        """Run rows of prompts; return the logits [vocab_size] after the last token of each."""
         if all(sequence.request.prompt_logprobs is None for sequence in sequences):
             return self.runtime.step(self._slots.state, rows)
         logits = self.runtime.step(self._slots.state, rows, all_logits=True)
@@ -255,7 +255,7 @@ class Engine:
         return [row_logits[len(row.tokens) - 1] for row, row_logits in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Whether one of the others is about to put a shared prefix into the cache in this same step."""
+        """Return whether one of the others is about to put a shared prefix into the cache in this same step."""
         if self._cache is None or sequence.has_begun:
             return False
         lengths = (common_length(sequence.tokens, other.tokens) for other in others)
@@ -305,7 +305,7 @@ class Engine:
         return self._drafter.propose(requests)
 
     def _max_drafts(self, sequence: RunningSequence) -> int:
-        """How many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
+        """Return how many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
         if not sequence.backoff.allows(len(sequence.tokens)):
             return 0
         most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]

@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """The log-probability of one token after each row of logits.
+    """Return the log-probability of one token after each row of logits.
 
     Args:
         logits: [tokens, vocab_size], float32.
@@ -32,5 +32,5 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) ->
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     values, ids = (tensor.tolist() for tensor in logprobs.topk(num_top))
-    tops = [list(zip(*of_one, strict=True)) for of_one in zip(ids, values, strict=True)]
-    return [TokenLogprob(*of_one) for of_one in zip(tokens, chosen, tops, strict=True)]
+    tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
+    return [TokenLogprob(*fields) for fields in zip(tokens, chosen, tops, strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def ngram_propose(tokens: Sequence[int] | np.ndarray, min_n: int, max_n: int, max_model_len: int, k: int) -> np.ndarray:
-    """Drafts for `tokens`: the tokens after the earliest other occurrence of their longest suffix that occurs again.
+    """Propose the tokens after the earliest other occurrence of the longest suffix of `tokens` that occurs again.
 
     Args:
         tokens: [length], integer.

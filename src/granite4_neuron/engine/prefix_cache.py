@@ -129,7 +129,7 @@ class PrefixCache:
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
-        """The longest cached prefix of a sequence, which may be all of it."""
+        """Find the longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
         node, _, _ = self._descend(tokens)
         while node.recurrent is None:
@@ -143,7 +143,7 @@ class PrefixCache:
         return Prefix(node.length, self._snapshots(node), node.logits, node)
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Where a sequence diverges from an earlier one, if the nearest snapshot before that is far enough away."""
+        """Return where a sequence diverges from an earlier one, if the last snapshot before that is far enough away."""
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
@@ -153,12 +153,12 @@ class PrefixCache:
         return {length} if length - kept.length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
-        """The sequence that started from it has ended."""
+        """Record that a sequence that started from this prefix has ended."""
         prefix.node.users -= 1
         self.stats.in_use -= 1
 
     def attach(self, state: HybridState | None) -> None:
-        """Nothing: snapshots do not depend on the state."""
+        """Do nothing: snapshots do not depend on the state."""
 
     def restore(self, prefix: Prefix, state: HybridState | None, slot: int) -> None:
         """Copy a prefix into a slot."""
@@ -174,21 +174,18 @@ class PrefixCache:
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
 
     def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
-        """As `keep`; `take` makes the snapshot, with the keys and values from a position on."""
+        """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
             self._entries.move_to_end(node)
             return
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
-        neighbour = child or node
-        neighbour.users += 1  # so that it is not evicted itself
-        has_room = self._make_room(needed)
-        neighbour.users -= 1
-        if has_room:
-            if child is not None:
-                node = self._split(child, shared)
-            self._add(node, tuple(tokens[covered:]), take(covered), logits)
+        if not self._make_room(needed, child or node):
+            return
+        if child is not None:
+            node = self._split(child, shared)
+        self._add(node, tuple(tokens[covered:]), take(covered), logits)
         if child is not None:
             self._prune(child)
 
@@ -210,7 +207,9 @@ class PrefixCache:
         self._keep(snapshot.tokens, take, logits)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
-        """The entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is none."""
+        """Return the entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is
+        none.
+        """
         node, _, _ = self._descend(tokens)
         if node.length != len(tokens) or node.recurrent is None:
             return None
@@ -219,8 +218,8 @@ class PrefixCache:
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
-        """The last node whose tokens all match; its child that matches in part, if any; and how many of the child's
-        tokens match.
+        """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the
+        child's tokens match.
         """
         node = self._root
         while node.length < len(tokens):
@@ -262,17 +261,25 @@ class PrefixCache:
         self.stats.snapshots += 1
         self._entries[node] = None
 
-    def _make_room(self, needed: int) -> bool:
-        if self.max_bytes is None:
+    def _make_room(self, needed: int, neighbour: _Node) -> bool:
+        """Evict the least recently used entries until there is room; if that would not do, evict none and return false.
+
+        The new entry's neighbour is not evicted.
+        """
+        if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
             return True
-        if needed > self.max_bytes:
-            return False
-        while self.stats.num_bytes + needed > self.max_bytes:
-            oldest = next((node for node in self._entries if not node.users), None)
-            if oldest is None:
-                return False
-            self._evict(oldest)
-        return True
+        neighbour.users += 1  # so that it is not evicted itself
+        has_room = self._bytes_in_use(neighbour) + needed <= self.max_bytes
+        while has_room and self.stats.num_bytes + needed > self.max_bytes:
+            self._evict(next(node for node in self._entries if not node.users))
+        neighbour.users -= 1
+        return has_room
+
+    def _bytes_in_use(self, neighbour: _Node) -> int:
+        """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
+        used = [node for node in self._entries if node.users]
+        nodes = {node for each in (*used, neighbour) for node in each.path}
+        return sum(_entry_bytes(node) for node in used) + sum(_bytes(node.keys_and_values) for node in nodes)
 
     def _evict(self, node: _Node) -> None:
         self.stats.num_bytes -= _entry_bytes(node)
@@ -290,14 +297,14 @@ class PrefixCache:
             node = node.parent
 
     def _num_bytes(self, tokens: int) -> int:
-        """Bytes of an entry with the keys and values of so many tokens."""
+        """Return the bytes of an entry with the keys and values of this many tokens."""
         config, itemsize = self._runtime.config, self._runtime.dtype.itemsize
         state = sequence_bytes(config, itemsize, state_itemsize=self._runtime.state_dtype.itemsize)
         return state + tokens * token_bytes(config, itemsize)
 
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
-    """Length of the longest common prefix of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
 

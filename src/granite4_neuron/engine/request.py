@@ -128,7 +128,7 @@ class GenerationStats:
 
     @property
     def decode_tokens_per_row(self) -> float:
-        """How many tokens a sequence gains in a step."""
+        """The mean number of tokens that a sequence gains in a step."""
         return self.decode_tokens / self.decode_rows if self.decode_rows else 0.0
 
     @property
@@ -181,7 +181,8 @@ class RunningSequence:
         return self.stored < len(self.request.tokens)
 
     def next_cut(self, chunk: int) -> int:
-        """Where the tokens to run next end: at a multiple of `chunk`, at a requested snapshot, or after the last token.
+        """Return where the tokens to run next end: at a multiple of `chunk`, at a requested snapshot, or after the last
+        token.
 
         The cuts depend only on the request, so that the computation does too; but a prefix cache may add cuts where
         sequences diverge.
@@ -190,11 +191,11 @@ class RunningSequence:
         return min(len(self.tokens), (self.stored // chunk + 1) * chunk, *asked)
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
-        """The tokens to run next, up to `stop`, followed by drafts."""
+        """Return the tokens to run next, up to `stop`, followed by drafts."""
         return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts])
 
     def is_kept(self, interval: int | None) -> bool:
-        """Whether a prefix cache keeps a snapshot at the current length of a running sequence."""
+        """Return whether a prefix cache keeps a snapshot at the current length of a running sequence."""
         is_multiple = interval is not None and self.stored % interval == 0
         return is_multiple or self.stored == len(self.request.tokens) or self.stored in self.cuts
 

@@ -1,4 +1,4 @@
-"""Sampling: which token comes next."""
+"""Sampling: the choice of the next token."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def fork(self) -> Sampler:
-        """A copy that chooses the same tokens and does not advance this one's random numbers."""
+        """Return a copy that chooses the same tokens and does not advance this one's random numbers."""
         forked = copy.copy(self)
         forked._generator = self._generator.clone_state()
         return forked
@@ -106,7 +106,7 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
 
 
 def _argmax(logits: torch.Tensor) -> int:
-    """The token of the highest logit, or one whose logit is NaN.
+    """Return the token of the highest logit, or one whose logit is NaN.
 
     numpy's argmax runs in one thread. torch's would wake its threads, which then spin beside those of the next step.
     """

@@ -19,7 +19,7 @@ _NUM_SEEDS = 2**63
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number of any library's, and not a boolean."""
+    """Return whether a value is a finite number of any library's, and not a boolean."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number beyond those of double precision
@@ -27,19 +27,19 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is an integer of any library's, and not a boolean."""
+    """Return whether a value is an integer of any library's, and not a boolean."""
     if type(value) is int:  # a prompt may have a hundred thousand, and what follows takes a microsecond
         return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def are_whole(values: object) -> bool:
-    """Whether it is a collection of integers."""
+    """Return whether a value is a collection of integers."""
     return isinstance(values, Collection) and all(map(is_whole, values))
 
 
 def is_list(value: object) -> bool:
-    """Whether it is a sequence, and not a text."""
+    """Return whether a value is a sequence, and not a text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -71,7 +71,9 @@ class Option:
 
 
 def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = None, **rule: Any) -> Any:
-    """A field of a dataclass of options; arguments are those of `Option`. None is allowed where it is the default."""
+    """Return a field of a dataclass of options; arguments are those of `Option`. None is allowed where it is the
+    default.
+    """
     return field(default=default, metadata={"option": Option(is_valid, requirement, **rule)})
 
 
@@ -105,7 +107,7 @@ def _is_num_logprobs(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a sequence's tokens are chosen, what ends it, and what is reported of it. The names are vLLM's.
+    """Options for how a sequence's tokens are chosen, when it ends, and what is reported of it. The names are vLLM's.
 
     temperature: divides the logits; 0 is greedy.
     top_k: choose among so many of the likeliest tokens; 0 for all.
@@ -159,7 +161,7 @@ class SamplingParams:
                 object.__setattr__(self, each.name, rule.convert() if value is None else rule.convert(value))
 
     def with_defaults(self, defaults: GenerationConfig) -> SamplingParams:
-        """A copy with the checkpoint's values where an option is None.
+        """Return a copy with the checkpoint's values where an option is None.
 
         If the checkpoint's default is greedy, the temperature is 0, unless an option turns sampling on.
 
@@ -177,7 +179,7 @@ class SamplingParams:
         return replace(self, **values)
 
     def with_seed_offset(self, number: int) -> SamplingParams:
-        """A copy for text `number` of several: it has the seed plus that number."""
+        """Return a copy for text `number` of several: it has the seed plus that number."""
         return self if self.seed is None else replace(self, seed=(self.seed + number) % _NUM_SEEDS)
 
 

@@ -62,13 +62,13 @@ class SlotPrefixCache:
         self._forget()
 
     def attach(self, state: HybridState | None) -> None:
-        """Use this state; if it is another one than before, forget all prefixes."""
+        """Use this state; forget all prefixes if it is not the same as before."""
         if state is not self._state:
             self._state = state
             self._forget()
 
     def find(self, tokens: Sequence[int]) -> KeptSlot | None:
-        """The longest cached prefix of a sequence, which may be all of it."""
+        """Find the longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
         found = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
         if not found:
@@ -80,7 +80,9 @@ class SlotPrefixCache:
         return longest
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
-        """Where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones end."""
+        """Return where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones
+        end.
+        """
         found = max((kept.length for kept in self._kept.values() if _begins_with(tokens, kept.tokens)), default=0)
         shared = max((common_length(tokens, kept.tokens) for kept in self._kept.values()), default=0)
         pinned = {len(prefix) for prefix in self._pinned if _begins_with(tokens, prefix)}
@@ -88,11 +90,11 @@ class SlotPrefixCache:
         return branches | {length for length in pinned if length > found}
 
     def restore(self, prefix: KeptSlot, state: HybridState | None, slot: int) -> None:
-        """Copy a prefix into a slot; it also stays in its own."""
+        """Copy a prefix into a slot; the original stays in its own slot."""
         self._runtime.copy(state, prefix.slot, slot, prefix.length)
 
     def release(self, prefix: KeptSlot) -> None:
-        """The sequence that started from a copy of it has ended."""
+        """Record that a sequence that started from a copy of this prefix has ended."""
         self.stats.in_use -= 1
 
     def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
@@ -130,24 +132,24 @@ class SlotPrefixCache:
 
 
 def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:
-    """The slots for a `SlotPrefixCache` of a runtime that keeps its state itself: those above `num_sequences`, as many
-    as fit into `max_bytes`.
+    """Return the slots for a `SlotPrefixCache` of a runtime that keeps its state itself: those above `num_sequences`,
+    as many as fit into `max_bytes`.
 
     Raises:
         UserError: there are none.
     """
     require(runtime, "copy")
     config, itemsize = runtime.config, runtime.dtype.itemsize
-    of_slot = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-    of_slot += runtime.max_length * token_bytes(config, itemsize)
+    slot_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+    slot_bytes += runtime.max_length * token_bytes(config, itemsize)
     if runtime.own_slots <= num_sequences:
         raise UserError(
             f"the model is compiled for {runtime.own_slots} sequences, and {num_sequences} run at a time; for a prefix "
             "cache compile it with a larger --batch-size."
         )
-    if of_slot > max_bytes:
-        raise UserError(f"a slot of the compiled model takes {of_slot:,} bytes; the prefix cache has {max_bytes:,}.")
-    last = min(runtime.own_slots, num_sequences + max_bytes // of_slot)
+    if slot_bytes > max_bytes:
+        raise UserError(f"a slot of the compiled model takes {slot_bytes:,} bytes; the prefix cache has {max_bytes:,}.")
+    last = min(runtime.own_slots, num_sequences + max_bytes // slot_bytes)
     return range(num_sequences + 1, last + 1)
 
 

@@ -62,7 +62,7 @@ class Slots:
             )
 
     def take(self, length: int) -> int | None:
-        """A slot for a sequence of up to `length` tokens; None if there is no room for it now."""
+        """Take a slot for a sequence of up to `length` tokens; None if there is no room for it now."""
         if not self._free:
             return None
         slot = max(self._free, key=self._lengths.get)
@@ -76,7 +76,7 @@ class Slots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """The sequence in it has ended."""
+        """Free a slot whose sequence has ended."""
         self._free.append(slot)
 
     def _allocate(self) -> None:
@@ -92,5 +92,5 @@ class Slots:
         return sum(map(self._bytes, lengths.values())) <= self._memory_bytes
 
     def _bytes(self, length: int) -> int:
-        """Bytes that a slot has taken for a sequence of that length; 0 before its first one."""
+        """Return the bytes that a slot has taken for a sequence of this length; 0 before its first one."""
         return self._sequence_bytes + length * self._token_bytes if length else 0

@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece."""
+"""Turns tokens into text, piece by piece."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextStream:
         self._of_prompt = len(self._undecoded)
 
     def add(self, token: int) -> str:
-        """The text that is now certain; sets `stopped` when a stop string is complete."""
+        """Add tokens; return the text that is now certain, and set `stopped` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
         self._held += self._decode(token)
@@ -48,7 +48,7 @@ class TextStream:
         return self._give_out(len(self._held) - self._possible_start())
 
     def finish(self) -> str:
-        """The text that was held back, once no token follows."""
+        """Return the text that was held back; call it when no token follows."""
         if len(self._undecoded) > self._of_prompt:
             self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
         self._undecoded = []
@@ -63,7 +63,7 @@ class TextStream:
         return text
 
     def _incomplete_end(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The last tokens of a prompt that ends in the middle of a character; otherwise none."""
+        """Return the last tokens of a prompt that ends in the middle of a character; otherwise none."""
         if self._tokenizer is None:
             return ()
         for length in range(1, _LONGEST_CHARACTER):
@@ -82,7 +82,7 @@ class TextStream:
         return text
 
     def _possible_start(self) -> int:
-        """Length of the longest suffix of the held text that is a prefix of a stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         lengths = (
             length
             for text in self._stop

@@ -1,1 +1,1 @@
-"""How good a model's numbers are: beside transformers, and on a text."""
+"""Measures of a model's numbers: against transformers, and on a text."""

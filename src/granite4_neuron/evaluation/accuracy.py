@@ -20,7 +20,7 @@ COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or stat
 
 @dataclass(frozen=True)
 class Difference:
-    """How far logits lie from the reference, over some tokens."""
+    """The difference of logits from the reference's, over some tokens."""
 
     tokens: int
     maximum: float
@@ -30,7 +30,7 @@ class Difference:
 
     @classmethod
     def between(cls, logits: torch.Tensor, reference: torch.Tensor) -> Difference:
-        """Both [tokens, vocab_size]."""
+        """Compare logits, both [tokens, vocab_size]."""
         error = (logits.double() - reference.double()).abs()
         return cls(
             tokens=len(reference),
@@ -58,17 +58,19 @@ class AccuracyReport:
     is_last_of_prompt: bool = False
 
     def phase(self, prefill: bool) -> Difference:
-        """Over all tokens of prefill, or of decode."""
+        """Return the difference over all tokens of prefill, or of decode."""
         ends = [length - start for length, start in zip(self.prompt_lengths, self._starts, strict=True)]
         return self._difference(self.ours, [slice(None, end) if prefill else slice(end, None) for end in ends])
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return max(start + len(logits) for start, logits in zip(self._starts, self.reference, strict=True))
 
     def positions(self, start: int, stop: int) -> Difference | None:
-        """Over the tokens at positions start to stop - 1 of every sequence; None if none of them was compared."""
+        """Return the difference over the tokens at positions start to stop - 1 of every sequence; None if none was
+        compared.
+        """
         parts = [slice(max(0, start - first), max(0, stop - first)) for first in self._starts]
         if not any(len(logits[part]) for logits, part in zip(self.reference, parts, strict=True)):
             return None
@@ -77,23 +79,23 @@ class AccuracyReport:
     def overall(self) -> Difference:
         return self._difference(self.ours, [slice(None)] * len(self.ours))
 
-    def of_transformers(self) -> Difference | None:
-        """The error of transformers in our dtype."""
+    def transformers_error(self) -> Difference | None:
+        """Return the error of transformers in our dtype; None in float32."""
         if self.reference_in_dtype is None:
             return None
         return self._difference(self.reference_in_dtype, [slice(None)] * len(self.ours))
 
     def passed(self, tolerance: float = FLOAT32_TOLERANCE) -> bool:
-        """Whether `criterion` holds."""
+        """Return whether `criterion` holds."""
         if self._is_compressed:
             return self.overall().top1_agreement >= COMPRESSED_AGREEMENT
-        of_transformers = self.of_transformers()
-        if of_transformers is None:
+        transformers_error = self.transformers_error()
+        if transformers_error is None:
             return self.overall().maximum <= tolerance
-        return self.overall().mean <= of_transformers.mean
+        return self.overall().mean <= transformers_error.mean
 
     def criterion(self, tolerance: float = FLOAT32_TOLERANCE) -> str:
-        """What `passed` asks for."""
+        """The condition that `passed` checks."""
         if self._is_compressed:
             what = "quantized" if self.is_quantized else "SSM states in 16 bits"
             return f"{what}: the same top token for {COMPRESSED_AGREEMENT:.0%} of the tokens at least"
@@ -107,7 +109,7 @@ class AccuracyReport:
 
     @property
     def _starts(self) -> list[int]:
-        """The position of each sequence's first logits."""
+        """Return the position of each sequence's first logits."""
         return [length - 1 if self.is_last_of_prompt else 0 for length in self.prompt_lengths]
 
     def _difference(self, logits: list[torch.Tensor], parts: list[slice]) -> Difference:
@@ -121,8 +123,8 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
     """Compare logits over prompts and the reference's own greedy continuation of them.
 
     The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
-    prompts in steps as generation takes them, then token by token. So padding, slots and carried state are in what is
-    compared. A runtime that has no logits of all of a prompt's tokens is compared from the last one on.
+    prompts in steps as generation takes them, then token by token. So the comparison covers padding, slots and carried
+    state. A runtime that has no logits of all of a prompt's tokens is compared from the last one on.
 
     Args:
         folder: the checkpoint that `runtime` was loaded from.
@@ -153,7 +155,9 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
 
 
 def default_prompts(tokenizer) -> list[list[int]]:
-    """Texts of several lengths, one of them shorter than the convolution window, that any model can be checked on."""
+    """Return texts of several lengths, one of them shorter than the convolution window, on which any model can be
+    checked.
+    """
     texts = (
         "A",
         "The import statement",
@@ -164,7 +168,7 @@ def default_prompts(tokenizer) -> list[list[int]]:
 
 
 def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> int:
-    """The length of the longest prompt and its new tokens.
+    """Return the length of the longest prompt and its new tokens.
 
     Raises:
         UserError: it is more than the model's longest.
@@ -177,7 +181,7 @@ def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runti
 
 @torch.inference_mode()
 def greedy(reference: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """A prompt and the reference's own continuation of it."""
+    """Return a prompt and the reference's own continuation of it."""
     tokens = torch.tensor([list(prompt)])
     for _ in range(new_tokens):
         logits = reference(tokens, use_cache=False, logits_to_keep=1).logits
@@ -194,7 +198,7 @@ def _whole(reference: PreTrainedModel, sequences: list[list[int]], starts: list[
 def _all_of_prompts(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
-    """Logits after each token of the prompts, in steps as generation takes them."""
+    """Return logits after each token of the prompts, in steps as generation takes them."""
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     for start in range(0, max(prompt_lengths), runtime.tokens_per_step):
         stop = start + runtime.tokens_per_step
@@ -208,7 +212,7 @@ def _all_of_prompts(
 def _last_of_prompts(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
-    """Logits after the last token of each prompt, one prompt after another."""
+    """Return logits after the last token of each prompt, one prompt after another."""
     rows = [Row(i + 1, 0, tokens[:n]) for i, (tokens, n) in enumerate(zip(sequences, prompt_lengths, strict=True))]
     return [runtime.step(state, [row]) for row in rows]
 
@@ -216,7 +220,7 @@ def _last_of_prompts(
 def _decode(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
-    """Logits after each token that follows the prompts, all sequences at a time."""
+    """Return logits after each token that follows the prompts, all sequences at a time."""
     logits = []
     for step in range(len(sequences[0]) - prompt_lengths[0]):
         rows = [

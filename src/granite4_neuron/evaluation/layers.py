@@ -35,7 +35,7 @@ class Gap:
 
     @classmethod
     def between(cls, ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> Gap:
-        """Both [tokens, hidden_size], of several sequences."""
+        """Compare hidden states of several sequences, both [tokens, hidden_size]."""
         expected = torch.cat(list(reference)).double()
         error = torch.cat(list(ours)).double() - expected
         return cls(error.abs().max().item(), (error.norm() / expected.norm()).item())
@@ -43,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How far hidden states after a layer are off.
+    """The error of the hidden states after a layer.
 
     kind: "mamba" or "attention".
     prefill, decode: over the tokens of prompts, and over those that were decoded one by one.
@@ -106,7 +106,7 @@ def compare_layers(
 
 
 def operators_of_layer(operators: Operators, kind: str, has_experts: bool) -> list[str]:
-    """The functions that compute a layer of a kind, such as "ops.norm.rms_norm", or the module of fused layers."""
+    """Name the functions that compute a layer of a kind, as "ops.norm.rms_norm", or the module of fused layers."""
     if operators.fused_layers is not None:
         return [operators.fused_layers.__name__.removeprefix("granite4_neuron.")]
     names = ["rms_norm", "linear", "residual_add", "mlp"]
@@ -123,7 +123,7 @@ def _name(operator: object) -> str:
 
 
 def _first_layers(runtime: BoundModel, count: int) -> BoundModel:
-    """A runtime of the model's first layers, over the same weights."""
+    """Return a runtime of the model's first layers, over the same weights."""
     whole = runtime.model
     config = replace(whole.config, layer_types=whole.config.layer_types[:count], num_hidden_layers=count)
     with torch.device("meta"):
@@ -136,7 +136,9 @@ def _first_layers(runtime: BoundModel, count: int) -> BoundModel:
 
 
 def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """[tokens, hidden_size] after the last layer: a prompt in steps as generation takes them, then token by token."""
+    """Return the hidden states [tokens, hidden_size] after the last layer: of a prompt in steps as generation takes
+    them, then token by token.
+    """
     starts = [*range(0, prompt_length, runtime.tokens_per_step), *range(prompt_length, len(tokens))]
     state, seen = runtime.allocate(1, len(tokens)), []
     hook = runtime.model.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].cpu()))
@@ -153,18 +155,20 @@ def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: in
 def _reference_hidden_states(
     reference: PreTrainedModel, sequences: Sequence[Sequence[int]]
 ) -> list[list[torch.Tensor]]:
-    """By layer and sequence: [tokens, hidden_size] in float32. Sequences are seen alone, whole and without a cache."""
+    """Return hidden states by layer and sequence: [tokens, hidden_size] in float32. The model sees each sequence alone,
+    whole and without a cache.
+    """
     layers = reference.model.layers
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
-    for layer, of_layer in zip(layers, seen, strict=True):
-        layer.register_forward_hook(lambda _, __, output, keep=of_layer.append: keep(_tensor(output)[0].float()))
+    for layer, layer_outputs in zip(layers, seen, strict=True):
+        layer.register_forward_hook(lambda _, __, output, keep=layer_outputs.append: keep(_tensor(output)[0].float()))
     for tokens in sequences:
         reference(torch.tensor([tokens]), use_cache=False)
     return seen
 
 
 def _tensor(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """A layer's hidden states, which transformers 4.57 returns in a tuple."""
+    """Return a layer's hidden states, which transformers 4.57 has in a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 

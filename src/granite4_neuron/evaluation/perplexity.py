@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and how far its predictions lie from those of another."""
+"""Perplexity of a model on a text, and the divergence of its predictions from those of another."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Window:
 
 @dataclass
 class Score:
-    """What a model says to a text. Grows while it is measured.
+    """The totals of a model over a text; they grow while it is measured.
 
     tokens: how many were scored.
     nats: -ln of their probability, all of them together.
     divergence: Kullback-Leibler divergence from the first model's next-token distributions to this one's, in nats,
         summed over the scored tokens.
-    run_tokens, seconds: what the steps took, without the scoring.
+    run_tokens, seconds: the tokens and the time of the steps, without the scoring.
     """
 
     tokens: int = 0
@@ -49,7 +49,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Per token; infinity where it is no number of double precision."""
+        """Per token; infinity if it is beyond double precision."""
         return _exp(self.nats / self.tokens)
 
     def perplexity_per_byte(self, num_bytes: int) -> float:
@@ -66,15 +66,15 @@ class Score:
 
 
 def one_window(length: int) -> list[Window]:
-    """The whole text as one sequence, whose state is carried from its start to its end."""
+    """Return the whole text as one window, whose state is carried from its start to its end."""
     return [Window(0, 1, length)] if length > 1 else []
 
 
 def sliding_windows(length: int, window: int, stride: int) -> list[Window]:
-    """Windows that begin every `stride` tokens, of which each scores what the one before has not seen.
+    """Return windows that begin every `stride` tokens; each scores what the one before has not seen.
 
-    So each token but the first of the text has at least `window - stride` tokens before it, or the text's start. Where
-    `stride` is `window` the first token of each window has none, and is not scored.
+    So each token but the first of the text has at least `window - stride` tokens before it, or the text's start. If
+    `stride` equals `window`, the first token of each window has none, and is not scored.
 
     Raises:
         UserError: the window has fewer than two tokens, or the stride is not between 1 and the window.
@@ -128,8 +128,8 @@ def measure(
             stop = min(start + tokens_per_step, last)
             row = Row(1, start - window.start, tokens[start:stop])
             logits = [_step(*each, row) for each in zip(runtimes, states, scores, strict=True)]
-            first = max(start, window.scored - 1)  # the logits after it say what the token behind it is
-            _add(scores, [of_one[first - start :] for of_one in logits], tokens[first + 1 : stop + 1])
+            first = max(start, window.scored - 1)  # the logits after it predict the token that follows
+            _add(scores, [model_logits[first - start :] for model_logits in logits], tokens[first + 1 : stop + 1])
             done += stop - start
             if progress is not None:
                 progress(done, total)
@@ -139,19 +139,21 @@ def measure(
 
 
 def decode_seconds(runtimes: Sequence[Runtime], tokens: Sequence[int]) -> list[float]:
-    """What one more token of one sequence takes each runtime: the median over the first tokens of a text, in turns."""
+    """Time one more token of one sequence on each runtime, in turns; return the medians over the first tokens of a
+    text.
+    """
     states = [runtime.allocate(1, _DECODE_TOKENS) for runtime in runtimes]
     seconds: list[list[float]] = [[] for _ in runtimes]
     for position, token in enumerate(tokens[:_DECODE_TOKENS]):
-        for runtime, state, of_one in zip(runtimes, states, seconds, strict=True):
+        for runtime, state, runtime_seconds in zip(runtimes, states, seconds, strict=True):
             started = time.perf_counter()
             runtime.step(state, [Row(1, position, [token])])
-            of_one.append(time.perf_counter() - started)
-    return [statistics.median(of_one) for of_one in seconds]
+            runtime_seconds.append(time.perf_counter() - started)
+    return [statistics.median(runtime_seconds) for runtime_seconds in seconds]
 
 
 def _step(runtime: Runtime, state: object, score: Score, row: Row) -> torch.Tensor:
-    """Logits after every token of a row, [tokens, vocab_size]."""
+    """Run a row; return the logits after every token, [tokens, vocab_size]."""
     started = time.perf_counter()
     logits = runtime.step(state, [row], all_logits=True)[0, : len(row.tokens)]
     score.seconds += time.perf_counter() - started
@@ -164,8 +166,8 @@ def _add(scores: Sequence[Score], logits: Sequence[torch.Tensor], targets: Seque
     for start in range(0, len(targets), _ROWS):
         expected = torch.tensor(targets[start : start + _ROWS])[:, None]
         reference = None
-        for score, of_one in zip(scores, logits, strict=True):
-            log_probabilities = of_one[start : start + _ROWS].double().log_softmax(-1)
+        for score, model_logits in zip(scores, logits, strict=True):
+            log_probabilities = model_logits[start : start + _ROWS].double().log_softmax(-1)
             reference = log_probabilities if reference is None else reference
             score.tokens += len(expected)
             score.nats -= log_probabilities.gather(1, expected).sum().item()

@@ -1,4 +1,4 @@
-"""From prompts to text: loading a model, batches of prompts, conversations."""
+"""Generation of text from prompts: loading a model, batches of prompts, conversations."""
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats

@@ -17,7 +17,8 @@ _FIRST_PRIVATE_CHARACTER = 0xF0000
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
-    """Tokens of a conversation with one user message, up to the assistant's answer, by the tokenizer's chat template.
+    """Return the tokens of a conversation with one user message, up to the assistant's answer, by the tokenizer's chat
+    template.
 
     Raises:
         UserError: as `ConversationEncoder`.
@@ -48,12 +49,12 @@ class ConversationEncoder:
         self._renderer = chat_template.Renderer()
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the tokenizer adds to every text; control tokens in it are text."""
+        """Encode a text, with the tokens that the tokenizer adds to every text; control tokens in it are text."""
         check_text(text, "the prompt")
         return self._encode_as_text(text, add_special_tokens=True)
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of a conversation up to the assistant's next answer.
+        """Encode a conversation up to the assistant's next answer.
 
         Args:
             messages: each with a "role" and a "content".
@@ -86,7 +87,7 @@ class ConversationEncoder:
         return self._control_pattern.sub(lambda match: f"{mark}{self._control_tokens.index(match[0])}{mark}", content)
 
     def _encode_rendered(self, text: str, mark: str) -> list[int]:
-        """Tokens of a rendered text; hidden control tokens become text again."""
+        """Encode a rendered text; hidden control tokens become text again."""
         tokens, end = [], 0
         for match in (*self._control_pattern.finditer(text), None):
             between = text[end : match.start() if match else None]

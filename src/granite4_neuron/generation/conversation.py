@@ -16,7 +16,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation.chat import ConversationEncoder
 from granite4_neuron.model.snapshot import Snapshot
 
-_POINTER_BYTES = 8  # to a token in a list
+_POINTER_BYTES = 8  # per token in a list
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Conversation:
         self._is_interrupted = False
 
     def ask(self, user: str, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """Send a message; yields the answer piece by piece, and adds the turn when the answer ends.
+        """Send a message; yield the answer piece by piece, and add the turn when the answer ends.
 
         A turn is not added if it is interrupted before its answer begins, or if the caller does not read it to the end.
 
@@ -160,7 +160,7 @@ class Conversation:
             saved = _check_saved(json.loads(snapshot.note), self._engine.runtime.config.vocab_size)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); save the conversation again.") from None
-        # A turn has all tokens before it too: a short file may stand for more than there is room for.
+        # A turn also has all tokens before it, so a short file may need more memory than there is.
         num_bytes = _POINTER_BYTES * sum(turn["start"] + len(turn["prompt"]) for turn in saved["turns"])
         available_memory.check_available(num_bytes, f"the turns in {file}", "take another conversation")
         turns = _loaded_turns(saved["turns"])
@@ -184,7 +184,7 @@ class Conversation:
         return len(self.turns[-1].prompt) + len(self.turns[-1].generated) if self.turns else 0
 
     def _prompt(self, user: str) -> list[int]:
-        """The next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
+        """Return the next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
         messages = self._messages()
         tokens = self._encoder.encode([*messages, _message("user", user)])
         last = self.turns[-1] if self.turns else None
@@ -198,7 +198,7 @@ class Conversation:
         return [*last.prompt, *last.generated[: -1 if ended else None], *tokens[len(spelled) :]]
 
     def _is_cut_by_text(self, turn: Turn) -> bool:
-        """Whether the answer ends before the generated tokens do, because of a stop string."""
+        """Return whether the answer ends before the generated tokens do, because of a stop string."""
         return turn.finish_reason == "stop" and turn.generated[-1] not in self._request.stop_token_ids
 
     def _messages(self) -> list[Mapping[str, str]]:
@@ -208,7 +208,7 @@ class Conversation:
         return messages
 
     def _saved_turns(self) -> list[dict]:
-        """The turns; each has only the tokens that the turn before it does not have."""
+        """Return the turns to save; each has only the tokens that the turn before it does not have."""
         saved, before = [], []
         for turn in self.turns:
             start = common_length(before, turn.prompt)
@@ -256,7 +256,7 @@ def _check_saved(note: object, vocab_size: int) -> dict[str, Any]:
 
 
 def _loaded_turns(saved: Sequence[Mapping]) -> list[Turn]:
-    """The reverse of `_saved_turns`."""
+    """Rebuild the turns: the reverse of `_saved_turns`."""
     turns, before = [], []
     for values in saved:
         values = dict(values)
@@ -276,7 +276,7 @@ def _raise_error(output: Output) -> None:
 
 
 def _difference(after: GenerationStats, before: GenerationStats) -> GenerationStats:
-    """The difference of the totals at two moments."""
+    """Return the difference of the totals at two moments."""
     return GenerationStats(
         **{field.name: getattr(after, field.name) - getattr(before, field.name) for field in fields(GenerationStats)}
     )

@@ -1,4 +1,4 @@
-"""From a checkpoint to something that generates."""
+"""Loads a checkpoint into a runtime and a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
 from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
@@ -39,7 +39,7 @@ def load(
     tuned_configs: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """A runtime with a model, ready to run, and the model's tokenizer.
+    """Load a model into a runtime that is ready to run; return it and the model's tokenizer.
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
@@ -85,7 +85,7 @@ def load(
             raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
-    weights = checkpoint.load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
+    weights = load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
@@ -94,7 +94,7 @@ def load(
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:
-    """A `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
+    """Load a `NeuronRuntime`; see `neuron.nxdi.loading.load_compiled`.
 
     Raises:
         UserError: as there; also when the Neuron SDK is not installed.
@@ -107,7 +107,7 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
-    """The checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer.
 
     Raises:
         UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it has
@@ -121,7 +121,7 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
             _check_tokenizer_config(folder / name)
     try:
         check_normalizer(file)
-        # A tokenizer_config.json may name another file, which nobody has looked at.
+        # A tokenizer_config.json may name another file, which has not been checked.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file))
         check_growth(tokenizer.backend_tokenizer, str(file))
         tokenizer.encode("a")
@@ -155,12 +155,12 @@ def _import_xla_runtime() -> type:
 
 
 def _read_generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
-    """The fields of generation_config.json for sampling and stopping; its other fields are not used.
+    """Read the fields of generation_config.json for sampling and stopping; its other fields are not used.
 
     Raises:
         UserError: a field is outside its range.
     """
-    file = folder / checkpoint.GENERATION_CONFIG
+    file = folder / GENERATION_CONFIG
     stored = read_object(file) if file.exists() else {}
     generation_config = GenerationConfig()
     for name, rule in _GENERATION_FIELDS.items():

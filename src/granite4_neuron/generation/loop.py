@@ -50,7 +50,7 @@ def stream_generate(
     draft_tokens: int = 4,
     **options,
 ) -> Iterator[GenerationResponse]:
-    """Continue one prompt or several; yields each token as it comes.
+    """Continue one prompt or several; yield each token as it comes.
 
     Args:
         runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
@@ -101,7 +101,7 @@ def stream_generate(
 def generate(
     runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], **options
 ) -> str | list[str]:
-    """The continuation of a prompt, or the list of those of several; arguments are those of `stream_generate`."""
+    """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`."""
     texts = [""] * len(_as_list(prompt))
     for response in stream_generate(runtime, tokenizer, prompt, **options):
         texts[response.index] += response.text
@@ -132,7 +132,9 @@ def _run(
 
 
 def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
-    """For each prompt, the lengths of prefixes that it shares with others and that are long enough for a snapshot."""
+    """Return for each prompt the lengths of prefixes that it shares with others and that are long enough for a
+    snapshot.
+    """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     # In sorted order, prompts with a common prefix are neighbours.
     shared = [common_length(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
@@ -167,7 +169,7 @@ def _encode(
 
 
 def _is_several(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Whether it is a list of prompts, and not one prompt."""
+    """Return whether a prompt is a list of prompts, and not one."""
     return is_list(prompt) and (len(prompt) == 0 or isinstance(prompt[0], str) or is_list(prompt[0]))
 
 
@@ -176,7 +178,7 @@ def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def end_of_sequence_tokens(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig) -> frozenset[int]:
-    """The end-of-sequence tokens of the tokenizer and of the checkpoint's generation_config.json."""
+    """Return the end-of-sequence tokens of the tokenizer and of the checkpoint's generation_config.json."""
     ids: set[int] = set()
     for each in (generation_config.eos_token_id, tokenizer.eos_token_id):
         ids |= set(each if isinstance(each, Sequence) else () if each is None else (each,))

@@ -1,8 +1,8 @@
-"""How many characters a tokenizer makes of one.
+"""Bounds on how many characters a tokenizer makes of one.
 
-A tokenizer came with a download and may replace each character by many, step after step, until the memory ends. So each
-step's growth is bounded here, and a tokenizer whose steps together could do more than `MOST` is refused before it
-reads a text. What a regular expression takes of time is not bounded.
+A tokenizer came with a download and may replace each character by many, step after step, until memory runs out. So each
+step's growth is bounded here, and a tokenizer whose steps together could do more than `MOST` is refused before it reads
+a text. The time that a regular expression takes is not bounded.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _STEPS = ("normalizers", "pretokenizers", "processors", "decoders")  # of a Sequ
 
 
 def check_normalizer(file: Path) -> None:
-    """See how much the normalizer in a tokenizer.json makes of a text, before the tokenizer is built: that already
-    normalizes its added tokens.
+    """Check how much the normalizer in a tokenizer.json makes of a text. This comes before the tokenizer is built,
+    because building already normalizes the added tokens.
 
     Raises:
         UserError: it may be too much, or cannot be told.
@@ -67,14 +67,14 @@ def check_normalizer(file: Path) -> None:
     """
     content = read_bytes(file)
     if not _NORMALIZER.search(content) and not any(spelling in content for spelling in _SPELLED_OTHERWISE):
-        return  # reading the whole vocabulary would take longer than all else here
+        return  # reading the whole vocabulary would take longer than everything else here
     values = json.loads(content.decode("utf-8"), object_pairs_hook=without_duplicates)
     if isinstance(values, dict):
         _check(str(file), values.get("normalizer"))
 
 
 def check_growth(tokenizer: Tokenizer, source: str) -> None:
-    """See how much each part of a tokenizer makes of what it is given; errors call the tokenizer `source`.
+    """Check how much text each part of a tokenizer makes of its input; errors call the tokenizer `source`.
 
     Raises:
         UserError: it may be too much, or cannot be told.
@@ -85,7 +85,7 @@ def check_growth(tokenizer: Tokenizer, source: str) -> None:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as tokenizer.json has it."""
+    """Return a part of a tokenizer as tokenizer.json has it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -116,7 +116,7 @@ def _growth(part: Any, source: str) -> float:
 def _replacement_growth(pattern: dict[str, str], content: str) -> float:
     if pattern.get("String"):
         return max(1.0, len(content) / len(pattern["String"]))
-    return 1.0 + 2 * len(content)  # what matches nothing, matches on both sides of a character
+    return 1.0 + 2 * len(content)  # an empty match occurs on both sides of a character
 
 
 def _tokens(piece: dict[str, Any], special_tokens: dict[str, Any]) -> int:

@@ -82,7 +82,7 @@ class CPURuntime(BoundModel):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, as they are held in memory."""
-        weights = {id(weight): weight for _, weight in self.model.named_weights()}.values()  # a tied one is there once
+        weights = [weight for _, weight in self.model.named_weights()]
         return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The address that the server listens on, and the names that clients may call it by."""
+"""The address on which the server listens, and the names that clients may use for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to that address; it does not listen yet.
+    """Return a socket bound to this address; it does not listen yet.
 
     Raises:
         UserError: the address is not available.
@@ -24,25 +24,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def in_url(host: str) -> str:
-    """A name or address as URLs have it."""
+    """Return a name or address in the form that URLs use."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_for_this_machine(listener: socket.socket) -> bool:
-    """Whether only this machine can connect."""
+    """Return whether only this machine can connect."""
     return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def own_names(host: str) -> frozenset[str]:
-    """The hosts that requests may name, if the server listens on `host` and only this machine can connect.
+    """Return the hosts that requests may name, if the server listens on `host` and only this machine can connect.
 
-    A web page from elsewhere may have its own name lead to this machine, and could then read answers.
+    Otherwise a web page from elsewhere could point its own name at this machine and read answers.
     """
     return _LOOPBACK_NAMES | {in_url(host).lower()}
 
 
 def without_port(host: str) -> str:
-    """The name in a Host header, in lower case."""
+    """Return the name in a Host header, without the port and in lower case."""
     end = host.rfind(":") if not host.endswith("]") else -1
     return (host[:end] if end >= 0 else host).lower()
 

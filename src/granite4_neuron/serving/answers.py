@@ -25,18 +25,18 @@ class TokenTexts:
         self.text = functools.cache(self._text)
 
     def _text(self, token: int) -> str:
-        """The token's text, or its spelling in the vocabulary if it is not a whole character."""
+        """Return the token's text, or its spelling in the vocabulary if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         if text and _REPLACEMENT not in text:
             return text
         return self._tokenizer.id_to_token(token) or f"token_id:{token}"
 
     def texts(self, tokens: Sequence[int]) -> str:
-        """The text of several tokens together."""
+        """Return the text of several tokens together."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def bytes(self, token: int) -> list[int] | None:
-        """The token's text in UTF-8; None if it is not a whole character."""
+        """Return the token's text in UTF-8; None if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
         return None if _REPLACEMENT in text else list(text.encode())
 
@@ -63,7 +63,7 @@ class Answer(ABC):
         self._outputs: list[list[Output]] = [[] for _ in requests]
 
     def add(self, batch: Iterable[tuple[int, Output]]) -> dict[int, list[Output]]:
-        """Add the outputs of a step; returns the new outputs by sequence."""
+        """Add the outputs of a step; return the new outputs by sequence."""
         new: dict[int, list[Output]] = {}
         for index, output in batch:
             new.setdefault(index, []).append(output)
@@ -72,18 +72,18 @@ class Answer(ABC):
         return new
 
     def chunk(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The chunk of a stream for new outputs of a sequence."""
+        """Return the chunk of a stream for new outputs of a sequence."""
         is_first = len(outputs) == len(self._outputs[index])
         choice = {"index": index, **self._delta(index, outputs, is_first)}
         choice["finish_reason"] = outputs[-1].finish_reason
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream, with the usage."""
+        """Return the last chunk of a stream, with the usage."""
         return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}
 
     def whole(self) -> dict[str, Any]:
-        """The whole response, once all sequences have ended."""
+        """Return the whole response, once all sequences have ended."""
         choices = [
             {"index": index, **self._all(index, outputs), "finish_reason": outputs[-1].finish_reason}
             for index, outputs in enumerate(self._outputs)
@@ -91,7 +91,7 @@ class Answer(ABC):
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """A prompt counts once for all its choices."""
+        """Return the usage; a prompt counts once for all its choices."""
         firsts = range(0, len(self._requests), self._choices)
         prompt_tokens = sum(len(self._requests[index].tokens) for index in firsts)
         completion_tokens = sum(map(self._new_tokens, self._outputs))
@@ -109,11 +109,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
-        """The part of a choice for new outputs."""
+        """Return the part of a choice for new outputs."""
 
     @abstractmethod
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The whole choice."""
+        """Return the whole choice."""
 
 
 class CompletionAnswer(Answer):
@@ -144,7 +144,9 @@ class CompletionAnswer(Answer):
         return {"text": text, "logprobs": self._logprobs(index, new, outputs[0].prompt if echoes else None)}
 
     def _logprobs(self, index: int, new: Sequence[TokenLogprob], prompt: PromptReport | None) -> dict[str, Any]:
-        """Log-probabilities of the new tokens, after those of the prompt if it is echoed; its first token has none."""
+        """Return the log-probabilities of the new tokens, after those of the prompt if it is echoed; its first token
+        has none.
+        """
         reports = [*(prompt.logprobs if prompt else ()), *new]
         first = [self._requests[index].tokens[0]] if prompt else []
         tokens = [self._texts.text(token) for token in (*first, *(report.token for report in reports))]
@@ -161,7 +163,9 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, report: TokenLogprob) -> dict[str, float]:
-        """Always with the token itself. Of tokens with the same text, only the likeliest is there."""
+        """Return the top tokens, always with the token itself. Of tokens with the same text, only the likeliest is
+        included.
+        """
         pairs = sorted({(report.token, report.logprob), *report.top}, key=lambda pair: pair[1])
         return {self._texts.text(token): logprob for token, logprob in pairs}
 

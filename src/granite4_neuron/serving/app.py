@@ -53,7 +53,7 @@ class Service:
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The ASGI application. It starts and ends the engine's thread."""
+    """Make the ASGI application. It starts and ends the engine's thread."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +105,7 @@ class _Routes:
     async def _prepared(
         self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], list[Request]]
     ) -> tuple[Body, list[Request]]:
-        """The parsed body, and the sequences that it asks for."""
+        """Parse the body; return it and the sequences that it asks for."""
         content = await self._read(http)
 
         def prepare() -> tuple[Body, list[Request]]:
@@ -120,7 +120,7 @@ class _Routes:
         return self._service.texts, self._service.model, requests
 
     async def _read(self, http: HTTPRequest) -> bytes:
-        """The body.
+        """Read the body.
 
         Raises:
             RequestError: 413 if it is longer than `max_body`.
@@ -135,7 +135,7 @@ class _Routes:
     async def _answer(
         self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
     ) -> Response:
-        """The whole response, or a stream that starts with the first token."""
+        """Return the whole response, or a stream that starts with the first token."""
         generation = self._service.engine.submit(requests)
         is_handed_on = False
         try:
@@ -159,7 +159,7 @@ class _Routes:
 
 
 async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
-    """The events of a stream; an error is the last one."""
+    """Yield the events of a stream; an error is the last one."""
 
     def event(index: int, outputs: list[Output]) -> str:
         chunk = answer.chunk(index, outputs)
@@ -207,14 +207,14 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await _unless_gone(receive, self._send_all(send))
         except ClientDisconnect:
-            pass  # there is nobody to tell
+            pass  # no client is left to tell
         finally:
             self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         async for event in self._events:
             await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
-            await asyncio.sleep(0)  # the loop hears of a lost connection before more is written to it
+            await asyncio.sleep(0)  # the loop learns of a lost connection before more is written to it
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -222,7 +222,7 @@ Result = TypeVar("Result")
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of the work.
+    """Return the result of the work, or cancel it if the client disconnects.
 
     Raises:
         ClientDisconnect: the client went away first, and the work was cancelled.

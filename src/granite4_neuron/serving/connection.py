@@ -1,4 +1,4 @@
-"""A client's connection, on which the server waits for the client only so long."""
+"""A client's connection, with limits on how long the server waits for the client."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
     """uvicorn's HTTP/1.1, which by itself has a limit only for the time between two requests.
 
-    A connection is closed if a request's headers or body do not come in time, or if the client does not read what it is
-    sent: if nothing can be sent although much is waiting, or the rest of the last answer does not leave.
+    A connection is closed if a request's headers or body do not come in time, or if the client does not read what the
+    server sends: if nothing can be sent although much is waiting, or the rest of the last answer cannot be sent.
     """
 
     _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
@@ -70,7 +70,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._wait_for(None)
 
     def _watch(self) -> None:
-        """Look what the server waits for now; if that is not what it was, the time begins anew."""
+        """Check what the server waits for now; restart the time limit if that has changed."""
         if self.transport.is_closing() or self.flow.write_paused:
             self._wait_for(READER)
         else:

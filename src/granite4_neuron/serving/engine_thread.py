@@ -1,4 +1,4 @@
-"""The one thread that runs the engine. Requests come from the event loop, and tokens go back to it."""
+"""The one thread that runs the engine. Requests come from the event loop; tokens go back to it."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ def _cut(text: str) -> str:
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of `to_json`."""
+    """Return a JSON response, encoded by `to_json`."""
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
 def to_json(value: object) -> str:
-    """JSON in ASCII, because a message may quote invalid text."""
+    """Encode as JSON in ASCII, because a message may quote invalid text."""
     # Piece by piece, because `dumps` lets no other thread run.
     return "".join(json.JSONEncoder().iterencode(value))

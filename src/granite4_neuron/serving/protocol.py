@@ -164,7 +164,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many top tokens to report with each token; None for no log-probabilities."""
+        """The number of top tokens to report with each token; None for no log-probabilities."""
         return self.logprobs
 
 
@@ -186,7 +186,7 @@ class ChatBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `CompletionBody.num_logprobs`."""
+        """See `CompletionBody.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -198,7 +198,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
-    """The parsed body of a request.
+    """Parse the body of a request.
 
     Args:
         max_token_ids: how many token ids it may have.
@@ -223,7 +223,7 @@ def _check_parts(body: bytes, max_token_ids: int) -> None:
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")  # all quotes that are left begin or end a text
     parts = body.count(b'"') // 2
     if parts <= MAX_PARTS:
-        body = b"".join(body.split(b'"')[::2])  # what is outside of texts
+        body = b"".join(body.split(b'"')[::2])  # the parts outside of texts
         parts += body.count(b"[") + body.count(b"{")
     if parts > MAX_PARTS or body.count(b",") > MAX_PARTS + max_token_ids:
         raise RequestError(

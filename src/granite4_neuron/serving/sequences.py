@@ -34,7 +34,7 @@ class Limits:
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens of all sequences."""
+        """The most tokens of all sequences together."""
         return self.max_length * self.num_sequences
 
 
@@ -78,7 +78,9 @@ class SequenceMaker:
         return requests
 
     def chat_requests(self, body: ChatBody) -> list[Request]:
-        """As `completion_requests`; without `max_tokens`, as many new tokens as there is room for."""
+        """Make requests as `completion_requests` does; without `max_tokens`, each gets as many new tokens as there is
+        room for.
+        """
         self._check_number(body.n)
         messages = [message.model_dump() for message in body.messages]
         self._check_characters("messages", "".join(message["content"] for message in messages))
@@ -119,7 +121,7 @@ class SequenceMaker:
         return [request.with_seed_offset(number) for number in range(body.n)]
 
     def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
-        """How many new tokens to generate. For 0, one token is generated and not shown.
+        """Return how many new tokens to generate. For 0, one token is generated and not shown.
 
         Args:
             asked: by the request; None for `default`, or for as many as there is room for.

@@ -64,12 +64,12 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
-        # Its warnings are about what clients do, one for each time.
+        # It warns about each mistake of a client.
         quiet = dict(log_level="error", access_log=False, server_header=False)
         super().__init__(uvicorn.Config(make_app(self.service), http=Connection, lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:
-        """Serve until a signal, or until the engine fails; returns false if it failed.
+        """Serve until a signal, or until the engine fails; return false if it failed.
 
         Raises:
             KeyboardInterrupt: the signal was SIGINT.
@@ -81,7 +81,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals within it. Unlike uvicorn's, it does not raise them again within the event loop at the end."""
+        """Handle signals within the block. Unlike uvicorn's, it does not raise them again within the event loop at the
+        end.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -106,7 +108,7 @@ class Server(uvicorn.Server):
         while not (finishing.done() or self.force_exit or time.monotonic() > end):
             await asyncio.wait([finishing], timeout=POLL_SECONDS)
         self.force_exit |= not finishing.done()
-        if self.force_exit:  # uvicorn would leave what still runs to the end of the event loop, which complains
+        if self.force_exit:  # uvicorn would leave running tasks to the end of the event loop, which complains
             await self._cut_off()
         await finishing
         if self.force_exit:

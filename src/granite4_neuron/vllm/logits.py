@@ -12,7 +12,7 @@ from granite4_neuron.vllm.metadata import SamplingMetadata, SpecDecodeMetadata
 def apply_penalties(
     logits: torch.Tensor, metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """Penalties, then tokens that are not allowed, then bad words. The drafts before a draft count as generated."""
+    """Apply penalties, then mask tokens that are not allowed, then bad words. Earlier drafts count as generated."""
     counts = metadata.num_draft_tokens
     request = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(logits.device)
     if not sampling_metadata.no_penalties:
@@ -29,7 +29,7 @@ def apply_penalties(
 
 
 def apply_constraints(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """-inf for all but the `top_k` likeliest tokens, then for all but the likeliest that make up `top_p`; at least one
+    """Set all but the `top_k` likeliest tokens to -inf, then all but the likeliest that make up `top_p`; at least one
     stays.
 
     Args:
@@ -54,8 +54,8 @@ def _penalize(
     histories: Sequence[Sequence[int]],
     sampling_metadata: SamplingMetadata,
 ) -> None:
-    """Repetition divides positive logits and multiplies others, of prompt and generated tokens; frequency and presence
-    are subtracted, of generated ones.
+    """Apply the three penalties. Repetition divides positive logits and multiplies others, of prompt and generated
+    tokens; frequency and presence are subtracted, for generated ones.
     """
     vocab_size = logits.shape[1]
     in_prompt = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
@@ -70,10 +70,10 @@ def _penalize(
 
 
 def _histories(metadata: SpecDecodeMetadata, sampling_metadata: SamplingMetadata) -> list[list[int]]:
-    """The generated tokens before each draft, if all drafts before it are accepted."""
+    """Return the generated tokens before each draft, if all drafts before it are accepted."""
     drafts = [part.tolist() for part in metadata.draft_token_ids.split(metadata.num_draft_tokens)]
     return [
-        [token for token in (*generated, *of_request[:j]) if token >= 0]
-        for generated, of_request in zip(sampling_metadata.output_token_ids, drafts, strict=True)
-        for j in range(len(of_request))
+        [token for token in (*generated, *request_drafts[:j]) if token >= 0]
+        for generated, request_drafts in zip(sampling_metadata.output_token_ids, drafts, strict=True)
+        for j in range(len(request_drafts))
     ]

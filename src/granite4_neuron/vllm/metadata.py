@@ -69,7 +69,7 @@ class SpecDecodeMetadata:
 
     @classmethod
     def of(cls, drafts: Sequence[Sequence[int]]) -> SpecDecodeMetadata:
-        """Of drafts by request, where the step's logits are those of request 0's drafts, its bonus, request 1's, ..."""
+        """Describe drafts by request; the step's logits are those of request 0's drafts, its bonus, request 1's, ..."""
         counts = [len(each) for each in drafts]
         bonus = [end + index for index, end in enumerate(accumulate(counts))]
         target = [end - count + j for end, count in zip(bonus, counts, strict=True) for j in range(count)]
@@ -90,7 +90,7 @@ class SamplerOutput:
 
 
 class SpecConfig(Protocol):
-    """Of vLLM's speculative configuration, what the rejection sampler reads."""
+    """The fields of vLLM's speculative configuration that the rejection sampler reads."""
 
     rejection_sample_method: str
     synthetic_acceptance_rates: Sequence[float] | None

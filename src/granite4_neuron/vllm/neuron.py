@@ -6,7 +6,9 @@ import importlib.util
 
 
 def register() -> None:
-    """Entry point of the group vllm.general_plugins: does nothing where NxD Inference is not installed."""
+    """Register the model; the entry point of the group vllm.general_plugins. Does nothing if NxD Inference is not
+    installed.
+    """
     if importlib.util.find_spec("neuronx_distributed_inference") is not None:
         from granite4_neuron.neuron.nxdi.registration import register_model
 

@@ -35,7 +35,7 @@ MAX_SPEC_LEN = 128
 
 
 class RejectionSampler(nn.Module):
-    """From logits of drafts to accepted tokens.
+    """Chooses the accepted tokens from the logits of drafts.
 
     Args:
         sampler: chooses the bonus tokens; called as `sampler(logits=, sampling_metadata=, predict_bonus_token=True)`
@@ -73,7 +73,7 @@ class RejectionSampler(nn.Module):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """Penalties and other rules of the requests first, then temperature, top-k and top-p, then `rejection_sample`.
+        """Apply penalties and other rules of the requests, then temperature, top-k and top-p, then `rejection_sample`.
 
         Args:
             metadata: the drafts.
@@ -116,9 +116,9 @@ class RejectionSampler(nn.Module):
     def parse_output(
         output_token_ids: torch.Tensor, vocab_size: int, discard_req_indices: Sequence[int] = ()
     ) -> tuple[list[list[int]], None]:
-        """The tokens of each request without fillers and ids beyond the vocabulary; none of discarded requests.
+        """Return the tokens of each request without fillers and ids beyond the vocabulary; none for discarded requests.
 
-        The second of the pair stands where vLLM's has log probabilities.
+        The second of the pair is where vLLM has log probabilities.
         """
         discarded = set(discard_req_indices)
         rows = enumerate(output_token_ids.tolist())
@@ -138,7 +138,7 @@ def rejection_sample(
     synthetic_conditional_rates: torch.Tensor | None = None,
     use_fp64_gumbel: bool = False,
 ) -> torch.Tensor:
-    """The tokens that each request gains.
+    """Accept or reject drafts; return the tokens that each request gains.
 
     Args:
         draft_token_ids: [num_tokens], integer. An id of -1 is never accepted.
@@ -209,7 +209,7 @@ def sample_recovered_tokens(
     device: torch.device,
     use_fp64_gumbel: bool = False,
 ) -> torch.Tensor:
-    """For each draft the token that takes its place if it is not accepted, of draft_token_ids' shape and dtype.
+    """Return for each draft the token that takes its place if it is not accepted, of draft_token_ids' shape and dtype.
 
     Drawn as the argmax of weight / E, where E are independent exponential random numbers, one for each request and
     token of the vocabulary: an exponential race, in which each token wins in proportion to its weight. A request's
@@ -222,7 +222,7 @@ def sample_recovered_tokens(
         weights = target_probs.where(tokens != drafts, 0.0)
     else:
         weights = (target_probs - draft_probs).clamp_(min=0)
-    # By rounding the target may have no more than the draft anywhere. Then both are the same.
+    # With rounding, the target may nowhere exceed the draft. Then both are the same.
     weights = weights.where(weights.any(-1, keepdim=True), target_probs)
 
     dtype = torch.float64 if use_fp64_gumbel else torch.float32
@@ -237,7 +237,7 @@ def sample_recovered_tokens(
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Each request's value for each of its tokens, [batch_size] to [num_tokens], with `replace_from` replaced."""
+    """Repeat each request's value for its tokens, [batch_size] to [num_tokens], with `replace_from` replaced."""
     replaced = x.masked_fill(x == replace_from, replace_to)
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return replaced.repeat_interleave(counts, output_size=num_tokens)
@@ -246,8 +246,8 @@ def expand_batch_to_tokens(
 def apply_sampling_constraints(
     logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: SamplingMetadata
 ) -> torch.Tensor:
-    """Logits [num_tokens, vocab_size] under their requests' temperature, top-k and top-p, in place; as they are if all
-    requests are greedy.
+    """Apply the requests' temperature, top-k and top-p to logits [num_tokens, vocab_size] in place; leave them as they
+    are if all requests are greedy.
     """
     if sampling_metadata.all_greedy:
         return logits
@@ -263,9 +263,9 @@ def apply_sampling_constraints(
 def generate_uniform_probs(
     num_tokens: int, num_draft_tokens: Sequence[int], generators: Mapping[int, torch.Generator], device: torch.device
 ) -> torch.Tensor:
-    """[num_tokens] random numbers in [0, 1), of each request from its generator if it has one.
+    """Draw [num_tokens] random numbers in [0, 1), for each request from its generator if it has one.
 
-    In float64: in float32 exact zeros, which accept a draft that is impossible, are too frequent.
+    They are float64: in float32, exact zeros, which accept an impossible draft, are too frequent.
     """
     uniform = torch.rand(num_tokens, dtype=torch.float64, device=device)
     for index, part in enumerate(uniform.split(list(num_draft_tokens))):
@@ -284,7 +284,7 @@ def _is_accepted(
 
 
 def _places(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each draft, [num_tokens]: its request's index, and its position among that one's drafts."""
+    """Return for each draft, [num_tokens], its request's index, and its position among the request's drafts."""
     request = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     return request, torch.arange(len(request), device=counts.device) - first[request]

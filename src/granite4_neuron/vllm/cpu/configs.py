@@ -1,4 +1,4 @@
-"""What this package says to the config of an engine of Granite 4, before anything is loaded."""
+"""Checks of an engine's config for Granite 4, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = "granite4_neuron.vllm.cpu.worker.Granite4Worker"
 
 
 def call_with_each(check: Callable[[VllmConfig], None]) -> None:
-    """Have vLLM call `check` with each config of a Granite 4, beside what it does itself. An error ends the start."""
+    """Have vLLM call `check` with each config of a Granite 4, besides its own checks. An error ends the start."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
     class Granite4Config(MODELS_CONFIG_MAP.get(ARCHITECTURE, VerifyAndUpdateConfig)):
@@ -43,7 +43,7 @@ def accept(vllm_config: VllmConfig) -> None:
 
 
 def why_refused(vllm_config: VllmConfig) -> str | None:
-    """What does not work here, and what to do instead, in a sentence; None if all does."""
+    """Return what does not work here, and what to do instead, in a sentence; None if everything works."""
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if vllm_config.lora_config is not None:
@@ -58,8 +58,9 @@ def why_refused(vllm_config: VllmConfig) -> str | None:
 
 
 def no_speculation(reason: str) -> Callable[[VllmConfig], None]:
-    """For `call_with_each` where this package does not take over, because of `reason`, a sentence: vLLM alone gives
-    wrong text with speculation, without an error. Anything else is only said in the log.
+    """Make a check for `call_with_each` that refuses speculation, if this package does not take over because of
+    `reason`, a sentence. vLLM alone gives wrong text with speculation, without an error. In all other cases the reason
+    only goes to the log.
     """
 
     def check(vllm_config: VllmConfig) -> None:

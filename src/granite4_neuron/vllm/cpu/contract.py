@@ -1,7 +1,7 @@
-"""What this package replaces, calls and reads in vLLM, and whether the installed vLLM still has it.
+"""The parts of vLLM that this package replaces, calls and reads, and a check that the installed vLLM still has them.
 
-Most of it is internal to vLLM and may change in any release. A test compares the table with what this folder imports.
-Nothing here imports vLLM before `first_break` is called.
+Most of them are internal to vLLM and may change in any release. A test compares the table with what this folder
+imports. Nothing here imports vLLM before `first_break` is called.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NO_FUNCTION = "is no function"
 
 
 class Term(NamedTuple):
-    """What `target`, "module:name", must fulfil.
+    """A condition on `target`, "module:name".
 
-    kind: what is said of the names, a key of `_BREAKS`.
+    kind: the kind of condition on the names, a key of `_BREAKS`.
     names: separated by spaces.
     """
 
@@ -34,7 +34,7 @@ class Term(NamedTuple):
     names: str
 
 
-# What it takes to see each config of Granite 4 before an engine starts.
+# Needed to see each config of Granite 4 before an engine starts.
 HOOK = (
     Term(
         "mentions",
@@ -78,7 +78,7 @@ CONTRACT = (
     Term("arguments", "vllm.forward_context:get_forward_context", ""),
     Term("has", "vllm.forward_context:ForwardContext", "attn_metadata"),
     Term("arguments", f"{_LAYERS}.mamba.mamba_utils:is_conv_state_dim_first", ""),
-    # What a step does to the states: who builds it, and of what.
+    # The metadata of a step's states: who builds it, and of what.
     Term("parameters", f"{_MIXER}:MambaMixer2.get_attn_backend", "self"),
     Term("has", "vllm.v1.attention.backend:AttentionBackend", "get_builder_cls"),
     Term("parameters", f"{_MAMBA2}:Mamba2AttentionBackend.get_builder_cls", ""),
@@ -222,7 +222,7 @@ CONTRACT = (
 
 
 def first_break(terms: Iterable[Term]) -> str | None:
-    """What the installed vLLM lacks, as a clause; None if all terms hold."""
+    """Return the first thing that the installed vLLM lacks, as a clause; None if all terms hold."""
     for term in terms:
         module, _, name = term.target.partition(":")
         try:
@@ -238,7 +238,9 @@ def first_break(terms: Iterable[Term]) -> str | None:
 
 
 def _other_parameters(function: Callable, names: list[str]) -> str | None:
-    """vLLM calls a function of ours in its place, so the parameters must be the same, in the same order."""
+    """Return how the parameters differ from ours. vLLM calls our function in its place, so they must be the same, in
+    the same order.
+    """
     if not callable(function):
         return _NO_FUNCTION
     found = list(inspect.signature(_plain(function)).parameters)
@@ -246,7 +248,7 @@ def _other_parameters(function: Callable, names: list[str]) -> str | None:
 
 
 def _refused_arguments(function: Callable, names: list[str]) -> str | None:
-    """This package calls it with these arguments."""
+    """Return how a function refuses the arguments with which this package calls it."""
     if not callable(function):
         return _NO_FUNCTION
     try:
@@ -257,13 +259,13 @@ def _refused_arguments(function: Callable, names: list[str]) -> str | None:
 
 
 def _missing_attributes(owner: object, names: list[str]) -> str | None:
-    """This package reads them in it or, if it is a class, in its instances."""
+    """Return which attributes an object, or a class's instances, lack; this package reads them."""
     annotated = {name for base in getattr(owner, "__mro__", ()) for name in vars(base).get("__annotations__", ())}
     return _missing(name for name in names if name not in annotated and not hasattr(owner, name))
 
 
 def _missing_in_code(function: Callable, names: list[str]) -> str | None:
-    """It calls or sets them."""
+    """Return which names a function's code neither calls nor sets; this package relies on them."""
     code = getattr(inspect.unwrap(_plain(function)), "__code__", None)
     return _NO_FUNCTION if code is None else _missing(sorted(set(names) - _names_in(code)))
 
@@ -280,7 +282,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _keywords_in(code: CodeType) -> list[tuple[str, ...]]:
-    """Names of keyword arguments are constants that are tuples."""
+    """Return the names of keyword arguments in bytecode, where they are constants that are tuples."""
     return [
         constant
         for constant in code.co_consts
@@ -289,7 +291,7 @@ def _keywords_in(code: CodeType) -> list[tuple[str, ...]]:
 
 
 def _plain(function: Callable) -> Callable:
-    """Of a kernel that Triton compiles, its Python function."""
+    """Return the Python function of a kernel that Triton compiles; anything else as it is."""
     return getattr(function, "fn", function)
 
 

@@ -45,7 +45,7 @@ class DraftModelProposer:
         self._sequences = Sequences(num_sequences, self._drafter.end)
 
     def load_model(self, *_: object, **__: object) -> None:
-        """vLLM calls it; the model is loaded by then."""
+        """Do nothing: vLLM calls this, and the model is already loaded."""
 
     def propose(
         self,
@@ -54,7 +54,7 @@ class DraftModelProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Drafts for each row of the batch; none for rows whose prompt is not done.
+        """Propose drafts for each row of the batch; none for rows whose prompt is not done.
 
         Args:
             sampled_token_ids: the new tokens of each row.
@@ -95,7 +95,7 @@ class Sequences:
         self._next_id = self._step = 0
 
     def identify(self, texts: Sequence[np.ndarray]) -> list[int]:
-        """An id for each text: that of its longest known prefix, or a new one."""
+        """Return an id for each text: that of its longest known prefix, or a new one."""
         self._step += 1
         return [self._longest_beginning(text).id for text in texts]
 

@@ -1,9 +1,9 @@
-"""What a step does to the recurrent states of its sequences, worked out once for all Mamba layers of a cache group.
+"""The reads and writes of recurrent states in a step, worked out once for all Mamba layers of a cache group.
 
-A row of a step is some tokens that are certain, then drafts. vLLM's bookkeeping (v1/worker/mamba_utils.py) expects the
-state behind the certain tokens in the first of the row's pages, and the state behind each draft in one of the others.
-vLLM's own metadata does not always lead to that: it goes by a row's length and place among the rows, so that a prompt
-may advance the state by placeholders, with which the scheduler fills up single tokens to the length of a verify step.
+A row of a step is some certain tokens, then drafts. vLLM's bookkeeping (v1/worker/mamba_utils.py) expects the state
+behind the certain tokens in the first of the row's pages, and the state behind each draft in one of the others. vLLM's
+own metadata does not always lead to that: it goes by a row's length and place among the rows. The scheduler pads single
+tokens to the length of a verify step with placeholders, so a prompt may advance the state by them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from granite4_neuron.vllm.cpu.mixing import DecodeRows
 
 @dataclass(frozen=True)
 class Scan:
-    """Certain tokens of one sequence, by all of which its state advances.
+    """Certain tokens of one sequence; its state advances by all of them.
 
     tokens: of the step. read: the state's page before them, None for an empty state. write: its page behind them.
     """
@@ -65,7 +65,7 @@ class StepMetadataBuilder(Mamba2AttentionMetadataBuilder):
         num_decode_draft_tokens_cpu: torch.Tensor | None = None,
         **kwargs: object,
     ) -> StepMetadata:
-        """As vLLM's.
+        """Build the metadata as vLLM's builder does.
 
         Args:
             num_accepted_tokens: [rows], int32, of each sequence's last step; None without speculation.
@@ -95,7 +95,9 @@ class StepMetadataBuilder(Mamba2AttentionMetadataBuilder):
         return StepMetadata(parts)
 
     def _checkpoints(self, step: CommonAttentionMetadata, rows: list[int]) -> Sequence[tuple[int, int]]:
-        """For each row, behind how many of its tokens the prefix cache wants a state, 0 for none, and in which page."""
+        """Return, for each row, after how many of its tokens the prefix cache wants a state, 0 for none, and in which
+        page.
+        """
         checkpoints = self.checkpoint_builder.build(step, rows)
         if checkpoints is None:
             return [(0, 0)] * len(rows)
@@ -103,7 +105,7 @@ class StepMetadataBuilder(Mamba2AttentionMetadataBuilder):
 
 
 def _scans(start: int, certain: int, has_state: bool, page: int, checkpoint: int, kept_page: int) -> Iterator[Scan]:
-    """A row's certain tokens, in two parts if the prefix cache wants a state in their middle."""
+    """Return a row's certain tokens, in two parts if the prefix cache wants a state in their middle."""
     if page <= 0:  # padding
         return
     read, end = page if has_state else None, start + certain

@@ -55,7 +55,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return self.model_config.dtype, torch.float32
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
-        """As vLLM's: convolution and recurrence of a step's tokens, from z, x, B, C and dt to `output`."""
+        """Run convolution and recurrence of a step's tokens as vLLM does, from z, x, B, C and dt to `output`."""
         if not self.is_granite4:
             return super().conv_ssm_forward(projected_states, output)
         output.copy_(self.mix(projected_states[:, self.tped_intermediate_size :]))
@@ -64,7 +64,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return StepBackend if self.is_granite4 else super().get_attn_backend()
 
     def mix(self, xBC_dt: torch.Tensor) -> torch.Tensor:
-        """[tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""
+        """Mix [tokens, conv_dim + num_heads] to [tokens, num_heads * head_dim] in float32; zeros for padding."""
         parts = self._parts()
         if len(parts) == 1 and parts[0].tokens == slice(0, len(xBC_dt)):
             return self._mix_part(parts[0], xBC_dt)
@@ -74,16 +74,16 @@ class Granite4MambaMixer2(MambaMixer2):
         return mixed
 
     def decode_rows(self, tokens: int) -> tuple[Pages, DecodeRows] | None:
-        """States and rows of a step that only decodes, a few tokens of each sequence; None for other steps."""
+        """Return states and rows of a step that only decodes, a few tokens of each sequence; None for other steps."""
         parts = self._parts()
         if len(parts) != 1 or not isinstance(parts[0], Verify) or parts[0].tokens != slice(0, tokens):
             return None
         return self._pages(), parts[0].rows
 
     def _parts(self) -> list[Scan | Verify]:
-        """Of the step; none while vLLM is measuring the memory of a step."""
-        of_layers = get_forward_context().attn_metadata
-        return [] if of_layers is None else of_layers[self.prefix].parts
+        """Return the parts of the step; none while vLLM is measuring the memory of a step."""
+        layer_metadata = get_forward_context().attn_metadata
+        return [] if layer_metadata is None else layer_metadata[self.prefix].parts
 
     def _mix_part(self, part: Scan | Verify, xBC_dt: torch.Tensor) -> torch.Tensor:
         if isinstance(part, Verify):
@@ -91,7 +91,7 @@ class Granite4MambaMixer2(MambaMixer2):
         return self.prefill(self.mixer_weights, xBC_dt, self._pages(), part.read, part.write)
 
     def _pages(self) -> Pages:
-        """The pages of the cache that vLLM has bound last."""
+        """Return the pages of the cache that vLLM has bound last."""
         if self._paged_cache is not self.kv_cache:
             conv, ssm = self.kv_cache[:2]
             self._views = Pages(conv if is_conv_state_dim_first() else conv.transpose(1, 2), ssm)

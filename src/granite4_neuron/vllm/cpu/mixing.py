@@ -79,7 +79,7 @@ Prefill = Callable[[MixerWeights, torch.Tensor, Pages, int | None, int], torch.T
 
 
 def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
-    """`Decode` as one call of a kernel."""
+    """Run `Decode` as one call of a kernel."""
     return weights.fused.step_paged(
         projected=xBC_dt,
         conv_state=pages.conv,
@@ -93,7 +93,7 @@ def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
 def fused_prefill(
     weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
 ) -> torch.Tensor:
-    """`Prefill` as one call of a kernel, on a copy of the state, whose cost is negligible beside a prompt's."""
+    """Run `Prefill` as one call of a kernel, on a copy of the state; beside a prompt the copy costs little."""
     conv, ssm = _dense(weights, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
     y = weights.fused.step(
@@ -110,7 +110,7 @@ def fused_prefill(
 
 
 def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
-    """`Decode` of the operators with vLLM's signatures."""
+    """Run `Decode` with the operators that have vLLM's signatures."""
     xBC, dt = _split(weights, xBC_dt)
     table = rows.pages if rows.accepted is not None else rows.pages[:, :1]
     mixed = causal_conv1d_update(
@@ -132,7 +132,7 @@ def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
 def torch_prefill(
     weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
 ) -> torch.Tensor:
-    """`Prefill` of the plain definitions."""
+    """Run `Prefill` with the plain definitions."""
     conv, ssm = _dense(weights, pages, read)
     xBC, dt = _split(weights, xBC_dt)
     lengths = torch.tensor([len(xBC_dt)])
@@ -147,7 +147,7 @@ def torch_prefill(
 
 
 def _dense(weights: MixerWeights, pages: Pages, read: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's states, [1, conv_dim, d_conv - 1] and [1, num_heads, head_dim, d_state], to advance in place."""
+    """Return a sequence's states [1, conv_dim, d_conv - 1] and [1, num_heads, head_dim, d_state], to advance."""
     history = weights.conv_weight.shape[1] - 1
     conv, ssm = pages.conv[:1, :, :history], pages.ssm[:1]
     if read is None:
@@ -165,14 +165,14 @@ def _store(pages: Pages, write: int, conv: torch.Tensor, ssm: torch.Tensor) -> N
 
 
 def _split(weights: MixerWeights, xBC_dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs of the convolution, and step sizes in float32."""
+    """Split the projection into inputs of the convolution, and step sizes in float32."""
     conv_dim = len(weights.conv_weight)
     dt = F.softplus(xBC_dt[:, conv_dim:].float() + weights.dt_bias.float()).clamp(*weights.time_step_limit)
     return xBC_dt[:, :conv_dim], dt
 
 
 def _heads(weights: MixerWeights, mixed: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, [tokens, num_heads, head_dim], and B and C, [tokens, n_groups, d_state]."""
+    """Return x, [tokens, num_heads, head_dim], and B and C, [tokens, n_groups, d_state]."""
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
     group_width = weights.n_groups * d_state
     x, B, C = mixed.split([num_heads * head_dim, group_width, group_width], dim=1)

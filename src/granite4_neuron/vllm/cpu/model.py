@@ -72,7 +72,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         return super().load_weights((name, weight) for name, weight in weights if not name.startswith(prefixes))
 
     def process_weights_after_loading(self) -> None:
-        """vLLM calls this when all weights are loaded."""
+        """Fuse the layers; vLLM calls this when all weights are loaded."""
         for module in self.modules():
             if isinstance(module, Granite4MambaMixer2):
                 module.forget_weights()
@@ -99,7 +99,7 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor | IntermediateTensors:
-        """As vLLM's."""
+        """Run the model as vLLM's method does."""
         if self.refusal is not None:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         if get_pp_group().is_first_rank:
@@ -116,14 +116,16 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         return cpu.rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[tokens, hidden_size] to [tokens, vocab_size] in float32."""
+        """Compute logits [tokens, vocab_size] in float32 from hidden states [tokens, hidden_size]."""
         if self.refusal is not None:
             return super().compute_logits(hidden_states)
         logits = cpu.logits(hidden_states, self._head, self.config.logits_scaling)
         return logits[:, : self.config.vocab_size]
 
     def _rotary(self, positions: torch.Tensor) -> RotaryTables | None:
-        """Of the positions, [1, tokens, head_dim / 2] in float32; None for a model without rotary ones."""
+        """Return the rotary embedding of the positions, [1, tokens, head_dim / 2] in float32; None for a model without
+        it.
+        """
         attention = (layer.self_attn for layer in _own_layers(self.model) if hasattr(layer, "self_attn"))
         rotary = next((each.rotary_emb for each in attention), None)  # all layers have the same one
         if rotary is None:
@@ -151,14 +153,17 @@ class FusedLayer(ABC):
         self._feed_forward = _feed_forward(layer, config, packed)
 
     def __call__(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
-        """[tokens, hidden_size] in float32 to the same. rotary: of the tokens' positions, [1, tokens, head_dim / 2]."""
+        """Run the layer on hidden states [tokens, hidden_size] in float32.
+
+        rotary: of the tokens' positions, [1, tokens, head_dim / 2].
+        """
         if get_forward_context().attn_metadata is not None:  # otherwise vLLM is measuring the memory of a step
             hidden_states = self._mix(hidden_states, rotary)
         return self._feed_forward.step(hidden_states=hidden_states)
 
     @abstractmethod
     def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
-        """The first half."""
+        """Run the first half of the layer, the mixer or attention."""
 
 
 class FusedMambaLayer(FusedLayer):
@@ -233,8 +238,8 @@ class FusedAttentionLayer(FusedLayer):
         )
 
     def _pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [pages, kv_heads, page_size, head_dim], in the cache that vLLM has bound last. The
-        cache is [pages, kv_heads, page_size, 2 * head_dim].
+        """Return keys and values, each [pages, kv_heads, page_size, head_dim], in the cache that vLLM has bound last.
+        The cache is [pages, kv_heads, page_size, 2 * head_dim].
         """
         cache = self._attention.attn.kv_cache
         if cache is not self._cache:
@@ -244,7 +249,7 @@ class FusedAttentionLayer(FusedLayer):
 
 
 def why_not_fused(vllm_config: VllmConfig) -> str | None:
-    """Why all layers but the mixer must stay vLLM's, as a clause; None if they need not."""
+    """Return why all layers but the mixer must stay vLLM's, as a clause; None if they need not."""
     cases = {
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "quantization": vllm_config.quant_config is not None,
@@ -256,7 +261,7 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
 
 
 def unknown_layer(model: nn.Module) -> str | None:
-    """The class of a decoder layer or mixer that this package does not know, if any."""
+    """Return the class of a decoder layer or mixer that this package does not know, if any."""
     known = {
         upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
         upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
@@ -279,17 +284,17 @@ def _name(module: nn.Module) -> str:
 
 class _KeptLinear(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: the model packs it."""
+        """Do nothing: the model packs it."""
 
 
 class _KeptEmbedding(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: the model packs it."""
+        """Do nothing: the model packs it."""
 
 
 class _KeptExperts(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: the model packs them."""
+        """Do nothing: the model packs them."""
 
 
 def _keep_matrices(model: nn.Module) -> None:
@@ -305,12 +310,12 @@ def _keep_matrices(model: nn.Module) -> None:
 
 
 def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of this rank of a pipeline."""
+    """Return the layers of this rank of a pipeline."""
     return iter(model.layers[model.start_layer : model.end_layer])
 
 
 def _pack(module: nn.Module, packed: dict[int, PackedWeight], name: str = "weight") -> PackedWeight:
-    """A module's matrix, packed and moved out of the module; two modules that share a matrix get the same one."""
+    """Pack a module's matrix and move it out of the module; modules that share a matrix get the same one."""
     parameter = getattr(module, name)
     key = id(parameter)
     if key not in packed:

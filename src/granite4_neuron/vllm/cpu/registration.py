@@ -13,7 +13,7 @@ from granite4_neuron.vllm.cpu.model import Granite4ForCausalLM
 
 
 def taken_by() -> str | None:
-    """The class that another plugin has registered for MambaMixer2, if any."""
+    """Return the class that another plugin has registered for MambaMixer2, if any."""
     registered = op_registry_oot.get(MambaMixer2.__name__)
     if registered in (None, Granite4MambaMixer2):
         return None
@@ -21,7 +21,7 @@ def taken_by() -> str | None:
 
 
 def register_all() -> None:
-    """Replace them; a second call does nothing."""
+    """Replace vLLM's classes and functions; a second call does nothing."""
     if MambaMixer2.__name__ in op_registry_oot:
         return
     MambaMixer2.register_oot(Granite4MambaMixer2, name=MambaMixer2.__name__)

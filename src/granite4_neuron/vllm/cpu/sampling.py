@@ -32,8 +32,8 @@ def expand_kernel(
 
 
 def rejecting_placeholders(kernel: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's `_rejection_random_sample_kernel_impl`, which takes the probability of a placeholder for a draft, -1, for
-    that of the last token in the row before, and so may accept it.
+    """Wrap vLLM's `_rejection_random_sample_kernel_impl` so that it rejects placeholders for drafts, -1. By itself it
+    reads the probability of the last token in the row before for them, and so may accept them.
     """
 
     @wraps(kernel)

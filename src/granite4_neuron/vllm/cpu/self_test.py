@@ -1,4 +1,4 @@
-"""Whether this machine's fused kernels agree with plain torch on states in pages. Nothing here imports vLLM."""
+"""A test that this machine's fused kernels agree with plain torch on states in pages. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _CHANNELS = _HEADS * _HEAD_DIM + 2 * _D_STATE
 
 
 def largest_differences() -> dict[str, float]:
-    """Between results and states of both, in float32, by what is computed: prompts, single tokens, verified drafts.
-
-    Relative to the largest value.
+    """Return the largest differences between results and states of both, in float32, for prompts, single tokens and
+    verified drafts. They are relative to the largest value.
     """
     torch.manual_seed(0)
     weights = MixerWeights(

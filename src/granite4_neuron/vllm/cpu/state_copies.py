@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class _States:
-    """Where the states of all layers are, in vLLM's form: each tensor has one entry per state."""
+    """The places of all layers' states, in vLLM's form: each tensor has one entry per state."""
 
     block_table_ptrs: torch.Tensor  # per group
     block_table_stride: int  # elements from request to request
@@ -55,7 +55,7 @@ class _States:
             ctypes.memmove(to, origin + bias * column, (width - bias) * column)
 
     def _address(self, state: int, request: int, column: int) -> int:
-        """The address of a state's block."""
+        """Return the address of a state's block."""
         table = _unsigned(self.block_table_ptrs[int(self.group_indices[state])])
         entry = table + (request * self.block_table_stride + column) * ctypes.sizeof(ctypes.c_int32)
         block = ctypes.c_int32.from_address(entry).value

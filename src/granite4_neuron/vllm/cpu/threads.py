@@ -15,15 +15,15 @@ _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
 
 
 def bound_processors(environment: Mapping[str, str]) -> set[int]:
-    """The processors that OpenMP's threads are bound to; empty if they are not bound."""
+    """Return the processors that OpenMP's threads are bound to; empty if they are not bound."""
     return {int(number) for name in _BINDINGS for number in re.findall(r"\d+", environment.get(name, ""))}
 
 
 def spread_threads() -> None:
     """Start the kernels' threads on the processors that the main thread does not use.
 
-    OpenMP binds the main thread to the first processor, and threads that it starts inherit this, so that all of them
-    would share one processor.
+    OpenMP binds the main thread to the first processor. Threads that it starts inherit this, so all of them would share
+    one processor.
     """
     if not hasattr(os, "sched_getaffinity"):
         return

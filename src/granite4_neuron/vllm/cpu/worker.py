@@ -1,4 +1,4 @@
-"""vLLM's worker of a CPU with one correction: of requests with a seed that wait for the rest of their prompt."""
+"""vLLM's CPU worker with one correction, for requests with a seed that wait for the rest of their prompt."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 class Granite4Worker(CPUWorker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """As vLLM's, but the generators of requests whose new token is thrown away are left alone.
+        """Sample as vLLM does, but leave alone the generators of requests whose new token is thrown away.
 
-        vLLM draws from them and then sets them back by `set_offset`, which generators of a CPU have not.
+        vLLM draws from them and then sets them back by `set_offset`, which generators of a CPU do not have.
         """
         if self.use_v2_model_runner:  # it keeps seeds, and no generators
             return super().sample_tokens(grammar_output)

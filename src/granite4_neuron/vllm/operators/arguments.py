@@ -12,7 +12,7 @@ NULL_BLOCK_ID = 0  # in vLLM's block tables
 
 
 def check_shape(name: str, tensor: torch.Tensor | None, *shape: int) -> None:
-    """`shape` has -1 where any size will do; an optional argument that is None passes."""
+    """Check a tensor's shape; -1 stands for any size, and an optional argument that is None passes."""
     if tensor is None:
         return
     same = tensor.dim() == len(shape) and all(
@@ -30,7 +30,7 @@ def check_floating(**tensors: torch.Tensor | None) -> None:
 
 
 def check_silu(activation: bool | str | None) -> bool:
-    """Whether to apply SiLU."""
+    """Return whether to apply SiLU."""
     if activation not in (None, True, False, "silu", "swish"):
         raise ValueError(f"activation is {activation!r} where None, True, False, 'silu' or 'swish' is needed")
     return bool(activation)
@@ -43,7 +43,7 @@ def check_flags(name: str, flags: torch.Tensor | None, count: int) -> None:
 
 
 def check_integers(name: str, values: torch.Tensor, lowest: int, end: int) -> torch.Tensor:
-    """`values` in int64, each of them in [lowest, end)."""
+    """Return `values` in int64; each must be in [lowest, end)."""
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} is {values.dtype} where an integer dtype is needed")
     if values.numel() and not lowest <= int(values.min()) <= int(values.max()) < end:
@@ -54,18 +54,18 @@ def check_integers(name: str, values: torch.Tensor, lowest: int, end: int) -> to
 
 
 def check_slots(name: str, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """`slots` in int64, each of them -1 (padding) or a slot that exists."""
+    """Return `slots` in int64; each must be -1 (padding) or a slot that exists."""
     return check_integers(name, slots, PAD_SLOT_ID, num_slots)
 
 
 def check_distinct(name: str, slots: torch.Tensor) -> None:
-    """Two writes to one slot would make the result depend on their order."""
+    """Check that no slot is written twice: the result would depend on the order."""
     if slots.unique().numel() != slots.numel():
         raise ValueError(f"{name} names a slot twice as a destination: {sorted(slots.tolist())}")
 
 
 def is_padding(slots: torch.Tensor, *padding_ids: int | None) -> torch.Tensor:
-    """Where an index table holds padding: -1, or one of `padding_ids`."""
+    """Return where an index table holds padding: -1, or one of `padding_ids`."""
     padding = slots == PAD_SLOT_ID
     for padding_id in padding_ids:
         if padding_id is not None:
@@ -74,7 +74,7 @@ def is_padding(slots: torch.Tensor, *padding_ids: int | None) -> torch.Tensor:
 
 
 def ragged(name: str, offsets: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(starts, lengths) in int64, each [sequences], of sequences that lie one after another.
+    """Return (starts, lengths) in int64, each [sequences], of sequences that lie one after another.
 
     Args:
         offsets: [sequences + 1], where each sequence starts; the last one's end is at most `total`.
@@ -88,6 +88,6 @@ def ragged(name: str, offsets: torch.Tensor, total: int) -> tuple[torch.Tensor, 
 
 
 def tokens_of(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The indices of all tokens of some sequences of a ragged batch, sequence by sequence."""
+    """Return the indices of all tokens of some sequences of a ragged batch, sequence by sequence."""
     before = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))

@@ -36,11 +36,11 @@ def causal_conv1d_fn(
     metadata: object = None,
     validate_data: bool = False,
 ) -> torch.Tensor:
-    """Causal depthwise convolution of whole sequences or chunks of them, lying one after another.
+    """Run a causal depthwise convolution over whole sequences, or chunks of them, that lie one after another.
 
-    Sequence b convolves its window followed by its tokens, and leaves in its slot the last d_conv - 1 inputs of the
-    two together, each input once, however few the tokens are. x is first rounded to the window's dtype, so that a
-    sequence gives the same wherever it is cut; the arithmetic is float32. x is not changed.
+    Sequence b convolves its window followed by its tokens, and leaves in its slot the last d_conv - 1 inputs of the two
+    together, however few the tokens are. x is first rounded to the window's dtype, so that a sequence gives the same
+    wherever it is cut; the arithmetic is float32. x is not changed.
 
     Args:
         x: [dim, tokens], any strides. Tokens after the last sequence are padding.
@@ -112,7 +112,8 @@ def causal_conv1d_update(
     block_idx_last_scheduled_token: torch.Tensor | None = None,
     initial_state_idx: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal depthwise convolution of a few new tokens per sequence: a decode step, or the verify step of speculation.
+    """Run a causal depthwise convolution over a few new tokens per sequence: a decode step, or the verify step of
+    speculation.
 
     Let w be the d_conv - 1 inputs before a row's first token.
 
@@ -203,7 +204,7 @@ def causal_conv1d_update(
     rows = tokens_of(starts, lengths)
     y, inputs, first = _convolve(windows, tokens[rows].to(conv_state.dtype), lengths, weight, bias, silu)
 
-    # What each slot receives, [kept[b]] consecutive inputs from `kept_from[b]` on.
+    # Each slot receives [kept[b]] consecutive inputs from `kept_from[b]` on.
     kept_from = first + 1 if speculative else first + lengths
     kept = lengths + history - 1 if speculative else torch.full_like(lengths, history)
     if len(kept) and kept.max() > conv_state.shape[2]:
@@ -225,7 +226,7 @@ def _convolve(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The computation behind both operators, on dense tensors.
+    """Convolve dense tensors, for both operators.
 
     Args:
         windows: [sequences, d_conv - 1, dim], the inputs before each sequence, oldest first.
@@ -254,7 +255,7 @@ def _convolve(
 def _check_weights(
     x: torch.Tensor, dim: int, weight: torch.Tensor, bias: torch.Tensor | None, conv_state: torch.Tensor, name: str
 ) -> int:
-    """d_conv - 1; `name` is conv_state's."""
+    """Check weight and bias; return d_conv - 1. `name` is conv_state's."""
     check_shape("weight", weight, dim, -1)
     check_shape("bias", bias, dim)
     check_shape(name, conv_state, -1, dim, -1)
@@ -268,7 +269,7 @@ def _check_weights(
 
 
 def _own_slots(batch: int, conv_state: torch.Tensor, name: str) -> torch.Tensor:
-    """Where no table is given, row b is in slot b."""
+    """Return the slots of rows without a table: row b is in slot b."""
     if len(conv_state) < batch:
         raise ValueError(f"{name} has {len(conv_state)} slots where {batch} are needed")
     return torch.arange(batch)
@@ -277,7 +278,7 @@ def _own_slots(batch: int, conv_state: torch.Tensor, name: str) -> torch.Tensor:
 def _blocks(
     table: torch.Tensor, batch: int, num_slots: int, read: torch.Tensor | None, write: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sources, destinations), each [batch], from conv_state_indices."""
+    """Return (sources, destinations), each [batch], from conv_state_indices."""
     check_shape("conv_state_indices", table, *((batch,) if table.dim() == 1 else (batch, -1)))
     table = check_slots("conv_state_indices", table if table.dim() == 2 else table[:, None], num_slots)
     if read is None and write is None:

@@ -42,7 +42,7 @@ def mamba_chunk_scan_combined_varlen(
     final_states_out: torch.Tensor | None = None,
     final_state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`mamba_chunk_scan_combined` over sequences that lie one after another, cut into chunks by the caller.
+    """Run `mamba_chunk_scan_combined` over sequences that lie one after another, cut into chunks by the caller.
 
     The state passes from chunk to chunk in float32, and is rounded to `state_dtype` only where it is returned or
     stored. A sequence without tokens ends in its initial state.
@@ -158,7 +158,9 @@ def _chunks_of_sequences(
     last_chunk_indices: torch.Tensor,
     seq_idx: torch.Tensor,
 ) -> tuple[list[range], list[int]]:
-    """(the chunks of each sequence, where each chunk starts and the last one ends), after a check that they agree."""
+    """Check that the arguments agree; return (the chunks of each sequence, where each chunk starts and the last one
+    ends).
+    """
     _, lengths = ragged("cu_seqlens", cu_seqlens, tokens)
     chunk_starts, chunk_lengths = ragged("cu_chunk_seqlens", cu_chunk_seqlens, tokens)
     batch, chunks = len(lengths), len(chunk_lengths)

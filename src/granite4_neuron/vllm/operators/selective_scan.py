@@ -44,7 +44,7 @@ def selective_scan_fn(
     cu_chunk_seqlen: torch.Tensor | None = None,
     last_chunk_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mamba-1's selective scan over a batch, or over sequences that lie one after another.
+    """Run Mamba-1's selective scan over a batch, or over sequences that lie one after another.
 
         h_t = exp(delta_t A) h_{t-1} + delta_t u_t B_t;    y_t = h_t . C_t + D u_t;    y_t <- y_t silu(z_t)
 
@@ -146,11 +146,11 @@ def selective_scan_fn(
 def _scan(
     u: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The computation behind `selective_scan_fn` for consecutive tokens of one sequence, chunk by chunk, in float32.
+    """Compute `selective_scan_fn` for consecutive tokens of one sequence, chunk by chunk, in float32.
 
     Within a chunk the recurrence is a prefix sum of pairs (decay, input), (a, b) then (c, d) being (a c, b c + d): as
     many steps as the chunk's length has binary digits (Blelloch 1990, section 1.4; in the order of Hillis and Steele).
-    Nothing is ever divided by a decay, so that none can underflow to harm.
+    Nothing is divided by a decay, so underflow does no harm.
 
     Args:
         u, dt: [dim, tokens].
@@ -179,7 +179,7 @@ def _scan(
 
 
 def _per_channel(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """[n_groups, d_state, tokens] as [tokens, dim, d_state]."""
+    """Expand [n_groups, d_state, tokens] to [tokens, dim, d_state]."""
     return values.permute(2, 0, 1).repeat_interleave(dim // len(values), 1)
 
 
@@ -193,7 +193,8 @@ def _sources_and_stores(
     cu_chunk_seqlen: torch.Tensor | None,
     last_chunk_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[list[tuple[int, int]]]]:
-    """Where each sequence's state is read, [batch], and how it is cut: (tokens, slot to store in after them) in order.
+    """Return where each sequence's state is read, [batch], and how it is cut: (tokens, slot to store in after them) in
+    order.
 
     Slots are -1 where nothing is read or stored. A sequence that is padding, or empty, has no tokens here.
     """
@@ -242,7 +243,7 @@ def _blocks_of(
     cu_chunk_seqlen: torch.Tensor | None,
     last_chunk_indices: torch.Tensor | None,
 ) -> list[list[int]]:
-    """How many tokens of each sequence go to each of its blocks."""
+    """Return how many tokens of each sequence go to each of its blocks."""
     if cu_chunk_seqlen is None or last_chunk_indices is None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size} where 1 or more is needed")

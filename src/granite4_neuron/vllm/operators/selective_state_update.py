@@ -21,7 +21,7 @@ from granite4_neuron.vllm.operators.arguments import (
     ragged,
 )
 
-_TRITON_ROUNDS = 10  # what vLLM's 0 stands for
+_TRITON_ROUNDS = 10  # vLLM's 0 stands for it
 
 
 def selective_state_update(
@@ -182,7 +182,7 @@ def _advance(
     dt_softplus: bool,
     store: Callable[[torch.Tensor, torch.dtype, torch.Tensor, int], torch.Tensor],
 ) -> torch.Tensor:
-    """The computation behind `selective_state_update`: no padding among the rows, and indices that need no checks.
+    """Compute `selective_state_update` for rows without padding, whose indices need no checks.
 
     Args:
         sources, starts, lengths: [rows]; lengths never rise, so that the rows with a token t are the first ones.
@@ -243,7 +243,8 @@ def _sources_and_destinations(
     null_block_id: int | None,
     num_accepted_tokens: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each row's state is read, [rows], and where it is stored after each token, [rows, tokens of the longest].
+    """Return where each row's state is read, [rows], and where it is stored after each token, [rows, tokens of the
+    longest].
 
     Either holds -1 where nothing is read or stored.
     """
@@ -283,7 +284,7 @@ def _sources_and_destinations(
 
 
 def _table(name: str, indices: torch.Tensor, rows: int, num_slots: int, null_block_id: int | None) -> torch.Tensor:
-    """[rows, columns] in int64, -1 for padding of either kind."""
+    """Return a table [rows, columns] in int64, with -1 for padding of either kind."""
     table = indices[:, None] if indices.dim() == 1 else indices
     check_shape(name, table, -1, -1)
     if len(table) < rows or table.shape[1] == 0:
