@@ -13,7 +13,7 @@ def test_all_texts_are_right_and_nothing_is_left(monkeypatch):
     monkeypatch.setattr(hostile_clients, "LONGEST_STALL", 1)
     report = soak(num_requests=120, num_clients=16, num_hostile=2)
     assert not report.mismatches
-    assert report.compared_texts > 80 and report.disconnected > 5 and report.malformed > 2
+    assert report.compared_texts > 80 and report.disconnected > 5 and report.malformed > 0
     assert set(report.statuses) <= {200, 400, 404}
     assert not any(outcome.endswith("lost") for outcome in report.hostile), report.hostile
     assert not report.log

@@ -140,6 +140,7 @@ CONTRACT = (
         f"{_GRANITE}:GraniteMoeHybridAttention.__init__",
         "qkv_proj o_proj attn rotary_emb num_heads num_key_value_heads",
     ),
+    Term("has", f"{_LAYERS}.rotary_embedding:RotaryEmbedding", "forward"),
     Term("mentions", f"{_LAYERS}.rotary_embedding.base:RotaryEmbeddingBase.__init__", "cos_sin_cache"),
     Term("mentions", f"{_MODELS}.granitemoeshared:GraniteMoeSharedMLP.__init__", "input_linear output_linear"),
     Term("mentions", f"{_MODELS}.granitemoe:GraniteMoeMoE.__init__", "gate"),
