@@ -27,7 +27,7 @@ _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _ONE_OPERATOR = "linear"
 _BUILDING = "building-"
-_STALE_SECONDS = 3600  # a build takes half a minute
+_STALE_SECONDS = 3600  # a build takes a minute or two
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ def _library() -> Path:
             return library
         _say(f"{library} is damaged or may be written to by others; it is compiled again.")
         library.unlink()
-    _say("compiling the CPU kernels for this machine, once; this takes about half a minute ...")
+    _say("compiling the CPU kernels for this machine, once; this takes a minute or two ...")
     return _compile(_compiler(), _SOURCES / "kernels.cpp", folder, name)
 
 
