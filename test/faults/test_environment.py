@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron import UserError, memory
+from granite4_neuron import UserError, available_memory
 from granite4_neuron.checkpoint import folder as checkpoint_folder
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
@@ -37,7 +37,7 @@ def run(*arguments):
 
 class TestMemory:
     def test_a_model_that_does_not_fit_is_refused_with_the_numbers(self, folder, refuses, monkeypatch):
-        monkeypatch.setattr(memory, "available_bytes", lambda: 1_000_000)
+        monkeypatch.setattr(available_memory, "available_bytes", lambda: 1_000_000)
         said = refuses("generate", "--model", folder, "x")
         assert "the weights in" in said and "GB of memory, and 0.00 GB are available; bfloat16 takes half" in said
 
@@ -67,9 +67,9 @@ class TestMemory:
         assert refuses("generate", "--model", texting_folder, "x") == "there is not enough memory."
 
     def test_what_is_available(self, monkeypatch):
-        assert 10**6 < memory.available_bytes() < 10**14
+        assert 10**6 < available_memory.available_bytes() < 10**14
         monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
-        assert memory.available_bytes() == 0
+        assert available_memory.available_bytes() == 0
 
 
 class TestStreams:

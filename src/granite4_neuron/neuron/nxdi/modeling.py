@@ -94,8 +94,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         Returns:
             conv_state and ssm_state of each Mamba layer.
         """
-        tokens = kept_inputs[0].shape[1] if kept_inputs else 0
-        positions = position_ids.long() + torch.arange(tokens, device=position_ids.device)
+        if not kept_inputs:
+            return []
+        positions = position_ids.long() + torch.arange(kept_inputs[0].shape[1], device=position_ids.device)
         slots = torch.arange(len(accepted), device=position_ids.device)
         step = NeuronStep(positions, accepted.long(), slots, self.n_positions, None, has_begun=True)
         new = []

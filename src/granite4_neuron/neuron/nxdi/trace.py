@@ -6,7 +6,6 @@ Operators of the Neuron SDK that have no public source are traced as custom call
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +22,11 @@ from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 from neuronx_distributed_inference.utils.compile_env import set_compile_env_vars
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
+from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.state import MambaState
-from granite4_neuron.model.step import Step
 from granite4_neuron.neuron.nxdi import sdk_custom_calls
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
+from granite4_neuron.neuron.nxdi.state import NeuronStep
 
 # Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
 # modules that are there once.
@@ -148,6 +148,8 @@ def _outputs_of_component(component: torch.nn.Module, arguments: tuple, options:
     _forget_token()
     fresh = _Fresh()
     result = component(*fresh(arguments), **fresh(options))
+    if isinstance(component, Mamba2):
+        result, _ = result  # the inputs of `advance` are kept by the layer around it
     return list(_tensors([result, fresh.states]))
 
 
@@ -168,9 +170,9 @@ class _Fresh:
         if isinstance(value, MambaState):
             self.states.append(MambaState(*self(list(vars(value).values()))))
             return self.states[-1]
-        if isinstance(value, Step):
-            tensors = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-            return dataclasses.replace(value, **self(tensors))
+        if isinstance(value, NeuronStep):
+            where = self(value.positions), self(value.lengths), self(value.slots), value.kv_length
+            return NeuronStep(*where, self(value.sequences), verifies=value.verifies, has_begun=value.has_begun)
         return value
 
 
