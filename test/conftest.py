@@ -14,7 +14,7 @@ from test.support.nki_emulator import provide_nki
 
 provide_nki()
 
-# What they test does not depend on the versions of torch and transformers: one environment is enough.
+# These tests do not depend on the versions of torch and transformers, so one environment is enough.
 ONCE = (
     "test/faults/",
     "test/integration/test_benchmark",
@@ -93,7 +93,7 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture(scope="session")
 def random_checkpoints(tmp_path_factory):
-    """A function from a case and a dtype to a checkpoint folder, written once a session."""
+    """Return a function from a case and a dtype to the folder of a checkpoint, which is written once a session."""
     written = {}
 
     def folder(case, dtype=torch.float32):
@@ -109,13 +109,13 @@ def random_checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
 def case_folder(request, random_checkpoints):
-    """The folder of each random checkpoint in turn."""
+    """Return the folder of each random checkpoint in turn."""
     return random_checkpoints(request.param)
 
 
 @pytest.fixture(scope="session", params=cpu.CPU_KERNELS)
 def kernels(request):
-    """Each choice of CPU kernels in turn, as operators."""
+    """Return the operators of each choice of CPU kernels in turn."""
     if request.param == "fused" and not cpu.has_fused_kernels():
         pytest.skip("the fused kernels need a C++ compiler")
     return cpu.operators(request.param)
@@ -123,13 +123,13 @@ def kernels(request):
 
 @pytest.fixture(scope="session")
 def case_model(case_folder, kernels):
-    """Each random checkpoint in turn, loaded in float32, with each choice of kernels."""
+    """Load each random checkpoint in float32 and bind it to each choice of kernels in turn."""
     return load_model(case_folder, torch.float32).bind(kernels)
 
 
 @pytest.fixture(scope="session")
 def texting_folder(tmp_path_factory):
-    """A random checkpoint with a tokenizer of one token per byte and a chat template."""
+    """Write a random checkpoint with a tokenizer of one token per byte and a chat template."""
     folder = tmp_path_factory.mktemp("texting") / "model"
     save_model(
         random_model(
@@ -151,5 +151,5 @@ def texting_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texting(texting_folder):
-    """That checkpoint, loaded: (runtime, tokenizer)."""
+    """Load the checkpoint of `texting_folder`: (runtime, tokenizer)."""
     return load(texting_folder)

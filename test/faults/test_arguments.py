@@ -1,4 +1,4 @@
-"""Arguments that make no sense: of the functions, and of the command."""
+"""Arguments that make no sense, given to the functions and to the command."""
 
 import math
 

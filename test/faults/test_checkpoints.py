@@ -1,6 +1,6 @@
 """Checkpoints that are damaged, contradict themselves, or were made to do harm. Each gets one sentence that helps.
 
-To add one: a function that damages a good folder, and a part of the sentence.
+To add a case, write a function that damages a good folder and a part of the expected sentence.
 """
 
 import json
@@ -25,12 +25,12 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614
 
 
 def text_of(name, text):
-    """Damage: the file has this text."""
+    """Damage: replace the text of the file."""
     return lambda folder: (folder / name).write_text(text)
 
 
 def values_of(name, **changes):
-    """Damage: the JSON object in the file has other values; `1e400` and the like are put in as they stand."""
+    """Damage: change values of the JSON object in the file. Strings such as `1e400` are put in as they stand."""
 
     def damage(folder):
         file = folder / name
@@ -44,12 +44,12 @@ def values_of(name, **changes):
 
 
 def tokenizer_with(**parts):
-    """Damage: tokenizer.json has other parts."""
+    """Damage: change parts of tokenizer.json."""
     return values_of("tokenizer.json", **parts)
 
 
 def tokenizer_text(old, new):
-    """Damage: tokenizer.json has another text in one place."""
+    """Damage: change the text of tokenizer.json in one place."""
 
     def damage(folder):
         file = folder / "tokenizer.json"
@@ -61,7 +61,7 @@ def tokenizer_text(old, new):
 
 
 def pipe(name):
-    """Damage: the file is a named pipe, which nobody writes to."""
+    """Damage: replace the file with a named pipe that nobody writes to."""
 
     def damage(folder):
         (folder / name).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def pipe(name):
 
 
 def tensors(change):
-    """Damage: `change` edits the dictionary of stored tensors."""
+    """Damage: let `change` edit the dictionary of stored tensors."""
 
     def damage(folder):
         stored = load_file(folder / WEIGHTS)
@@ -82,7 +82,7 @@ def tensors(change):
 
 
 def shards(change_index=None, change_folder=None):
-    """Damage to a checkpoint of several shards: `change_index` edits the weight_map, `change_folder` the folder."""
+    """Damage a checkpoint of several shards: `change_index` edits the weight_map, `change_folder` the folder."""
 
     def damage(folder):
         model = load_model(folder)
@@ -117,7 +117,7 @@ def under_both_spellings(stored):
 
 
 def in_parts(up):
-    """Damage: an MLP's first matrix is stored as its gate and as what `up` makes of the rest, None for nothing."""
+    """Damage: store an MLP's first matrix as its gate and `up(rest)`. If `up` returns None, only the gate is stored."""
 
     def change(stored):
         gate, rest = stored.pop("model.layers.0.shared_mlp.input_linear.weight").chunk(2)
@@ -129,7 +129,7 @@ def in_parts(up):
 
 
 def only(name, content=b"x"):
-    """Damage: all weights are gone, and there is a file of another format."""
+    """Damage: remove all weights and add a file of another format."""
 
     def damage(folder):
         (folder / WEIGHTS).unlink()
@@ -139,7 +139,7 @@ def only(name, content=b"x"):
 
 
 def hub_cache(folder):
-    """The folder of the Hugging Face cache, and not the snapshot in it."""
+    """Damage: turn the folder into one of the Hugging Face cache, with the snapshot inside it."""
     snapshot = folder / "snapshots" / "0123456789"
     snapshot.mkdir(parents=True)
     for file in list(folder.iterdir()):
@@ -175,7 +175,7 @@ FAULTS = {
     "config is not text": (lambda folder: (folder / CONFIG).write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
     "config is a list": (text_of(CONFIG, "[]"), "holds a JSON list; it must hold an object"),
     "config is huge": (lambda folder: os.truncate(folder / CONFIG, 2**30), "too many for a file of settings"),
-    # JSON that is made to hurt
+    # JSON that is made to do harm
     "deep config": (text_of(CONFIG, DEEP), "nested too deeply"),
     "deep generation config": (text_of(GENERATION_CONFIG, DEEP), "nested too deeply"),
     "deep tokenizer config": (text_of(TOKENIZER_CONFIG, DEEP), "nested too deeply"),
@@ -228,7 +228,7 @@ FAULTS = {
         values_of(CONFIG, model_type='"granite"', num_hidden_layers=10**8),
         "num_hidden_layers is 100000000, and can be at most",
     ),
-    # Quantized by others
+    # Checkpoints quantized by other tools
     "gptq": (values_of(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), "are quantized ('gptq')"),
     "fp8": (values_of(CONFIG, quantization_config={"quant_method": "fp8"}), "are quantized ('fp8')"),
     "compressed-tensors, and no more": (
@@ -388,13 +388,13 @@ def test_a_damaged_checkpoint(folder, refuses, damage, message):
 
 
 def test_sharded_as_it_should_be_is_read(folder, capsys):
-    """What the damage to shards starts from."""
+    """The sharded checkpoint loads before it is damaged."""
     shards()(folder)
     load_model(folder)
 
 
 def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
-    """Whatever file its configuration names, nobody has looked at that."""
+    """The configuration may name another file, which nobody has looked at. The folder's tokenizer is loaded."""
     text = (folder / "tokenizer.json").read_text().replace("<|bos|>", "<|begin|>")
     (tmp_path / "tokenizer.json").write_text(text)
     values_of(TOKENIZER_CONFIG, tokenizer_file=json.dumps(str(tmp_path / "tokenizer.json")))(folder)
@@ -403,7 +403,7 @@ def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
 
 
 def test_an_incomplete_download(folder, refuses):
-    """As a download that was stopped leaves the Hugging Face cache behind."""
+    """The Hugging Face cache is as a stopped download leaves it."""
     cache = folder / "models--somebody--model"
     snapshot = cache / "snapshots" / "0123456789"
     snapshot.mkdir(parents=True)
@@ -440,7 +440,7 @@ def test_a_chat_template(folder, refuses, template, message):
 
 
 def with_number(name, number):
-    """Damage: one number of a tensor is another."""
+    """Damage: change one number of a tensor."""
 
     def change(stored):
         stored[name].view(-1)[-1] = number

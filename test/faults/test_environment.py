@@ -1,6 +1,6 @@
 """Surroundings that are not as they should be: memory, disks, closed streams, signals, users, forks, the network.
 
-Most need a process of their own.
+Most tests need a process of their own.
 """
 
 import os
@@ -42,7 +42,7 @@ class TestMemory:
         assert "the weights in" in said and "GB of memory, and 0.00 GB are available; bfloat16 takes half" in said
 
     def test_a_state_that_does_not_fit(self, texting):
-        """So large that the system refuses it at once."""
+        """The state is so large that the system refuses it at once."""
         with pytest.raises(UserError, match="not enough memory for the state of 1,000,000,000 sequences of up to 600"):
             texting[0].allocate(10**9, 600)
 
@@ -50,7 +50,7 @@ class TestMemory:
     @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CUDA build alone is larger")
     @pytest.mark.parametrize("gigabytes", [1, 2])
     def test_a_small_address_space(self, texting_folder, gigabytes):
-        """It may be enough, or it may not; Python and torch alone take most of it."""
+        """The space may or may not be enough, because Python and torch alone take most of it."""
         limit = f"ulimit -v {gigabytes * 2**20}; exec {sys.executable} -m granite4_neuron"
         command = f"{limit} generate --model {texting_folder} --max-tokens 3 --cpu-kernels torch x"
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
@@ -114,7 +114,7 @@ class TestStreams:
 class TestInterrupts:
     @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7, 1.5, 3])
     def test_ctrl_c(self, seconds):
-        """While Python starts it is Python's own matter; so the clock runs from the first line of the package's."""
+        """An interrupt while Python starts is Python's own matter, so the clock starts in the package's code."""
         marker = "import granite4_neuron.__main__ as main, sys; print('started', flush=True); sys.exit(main.main())"
         command = [sys.executable, "-c", marker, "generate", "x", "--max-tokens", "100000", "--ignore-eos"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -163,11 +163,11 @@ with complete_or_absent(Path({str(tmp_path / "new")!r})) as partial:
 
 @needs_fused_kernels
 class TestKernelCache:
-    """What is compiled is loaded into this process: it must be whole, and nobody else's."""
+    """The compiled library is loaded into this process, so it must be complete and belong to the user."""
 
     @pytest.fixture
     def cache(self, tmp_path, monkeypatch):
-        """A cache with the real library in it, and no compiler that would be of any use."""
+        """Make a cache that holds the real library, with a compiler that always fails."""
         real = build._library()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setenv("CXX", "false")
@@ -225,7 +225,7 @@ class TestKernelCache:
         assert "CXX is 'g++ \"', which is not a command" in caplog.text
 
     def test_neither_home_nor_name(self, monkeypatch):
-        """As with docker run --user."""
+        """The user has neither a home nor a name, as with `docker run --user`."""
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
         def nobody():
@@ -283,7 +283,7 @@ def test_a_fork_after_a_generation(texting_folder, kernels):
 
 class TestNetwork:
     def test_offline(self, refuses, monkeypatch):
-        """It says so at once, and nothing else; huggingface_hub alone would try for half a minute."""
+        """The command says so at once, and nothing else. huggingface_hub alone would try for half a minute."""
         monkeypatch.setattr(socket, "create_connection", no_network)
         said = refuses("generate", "--model", "somebody/some-model", "x")
         assert "cannot be reached (Network is unreachable)" in said and "HF_HUB_OFFLINE" in said

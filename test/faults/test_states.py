@@ -1,4 +1,4 @@
-"""Files of states: prompt caches and conversations that are damaged, or were made to do harm."""
+"""Prompt caches and conversation files that are damaged or were made to do harm."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def conversation(texting, encoder):
 
 @pytest.fixture(scope="module")
 def saved(texting, encoder, tmp_path_factory):
-    """The tensors and the metadata of a file with a conversation of two turns."""
+    """Return the tensors and the metadata of a file with a conversation of two turns."""
     file = tmp_path_factory.mktemp("saved") / "chat"
     cache = PrefixCache(texting[0], None, None)
     engine = Engine(texting[0], 1, tokenizer=texting[1], prefix_cache=cache)
@@ -49,7 +49,7 @@ def saved(texting, encoder, tmp_path_factory):
 
 
 def without(ending):
-    """Damage: the tensors with this ending are gone."""
+    """Damage: remove the tensors whose names have this ending."""
 
     def damage(tensors, about):
         for name in [name for name in tensors if name.endswith(ending)]:
@@ -59,7 +59,7 @@ def without(ending):
 
 
 def changed(ending, change):
-    """Damage: `change` gives the first tensor with this ending another value."""
+    """Damage: let `change` replace the first tensor whose name has this ending."""
 
     def damage(tensors, about):
         name = next(name for name in tensors if name.endswith(ending))
@@ -69,7 +69,7 @@ def changed(ending, change):
 
 
 def says(**values):
-    """Damage: the metadata has other values, or with ... lacks them."""
+    """Damage: change values of the metadata; a value of ... removes the key."""
 
     def damage(tensors, about):
         about.update(values)
@@ -80,12 +80,12 @@ def says(**values):
 
 
 def metadata(text):
-    """Damage: this stands where the metadata's object should."""
+    """Damage: put this text where the metadata's object should be."""
     return lambda tensors, about: text
 
 
 def turn(**values):
-    """Damage: the second turn has other values, or with ... lacks them."""
+    """Damage: change values of the second turn; a value of ... removes the key."""
 
     def damage(tensors, about):
         note = json.loads(about["note"])
@@ -185,7 +185,7 @@ CONVERSATIONS = {
 
 
 def damaged(saved, damage, file):
-    """Write what is left of the saved file."""
+    """Write the saved tensors and metadata to `file` after `damage` has changed them."""
     tensors, about = dict(saved[0]), json.loads(json.dumps(saved[1]))
     text = damage(tensors, about)
     save_file(tensors, file, metadata={"snapshot": text if isinstance(text, str) else json.dumps(about)})
@@ -217,7 +217,7 @@ def test_a_conversation(conversation, saved, tmp_path, damage, message):
 
 
 def test_what_is_not_damaged_is_read(conversation, saved, tmp_path):
-    """What the damage starts from."""
+    """The saved file loads before it is damaged."""
     conversation.load(damaged(saved, says(), tmp_path / "file"))
     assert [turn.user for turn in conversation.turns] == ["Hello", "What else?"]
 
@@ -229,7 +229,7 @@ def test_turns_that_would_take_more_than_the_memory(conversation, saved, tmp_pat
 
 
 def test_a_tensor_larger_than_the_memory_is_not_read(texting, saved, tmp_path, monkeypatch):
-    """As a file with a hole in it could have."""
+    """A file with a hole in it could claim such a tensor."""
     file = damaged(saved, changed(".key", lambda key: key.repeat(1, 1000, 1)), tmp_path / "file")
     before = [name for name in saved[0] if name.endswith(".key")]
     assert before
@@ -241,7 +241,7 @@ def test_a_tensor_larger_than_the_memory_is_not_read(texting, saved, tmp_path, m
 
 
 def irregular_files(folder):
-    """One of each kind that a name can stand for."""
+    """Make one file of each irregular kind and return their names."""
     os.mkfifo(folder / "pipe")
     (folder / "zeros").symlink_to("/dev/zero")
     (folder / "null").symlink_to("/dev/null")
@@ -259,7 +259,7 @@ def test_other_files_than_regular_ones(texting_folder, refuses, tmp_path):
 
 
 class Lines:
-    """What a person types."""
+    """Lines that a person types."""
 
     def __init__(self, *lines):
         self._lines = list(lines)
@@ -269,7 +269,7 @@ class Lines:
 
 
 def test_a_chat_goes_on(conversation, tmp_path, capsys, monkeypatch):
-    """After each command that cannot be done there is one sentence, and the conversation is still there."""
+    """Each command that cannot be done gives one sentence, and the conversation is still there."""
     monkeypatch.setattr("granite4_neuron.commands.chat_session.Session._answer", lambda self, text: None)
     "".join(conversation.ask("Hello"))
     names = irregular_files(tmp_path)

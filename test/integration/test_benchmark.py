@@ -1,4 +1,4 @@
-"""benchmark_latency.py as users run it; no test depends on what it measures."""
+"""benchmark_latency.py as users run it. No test depends on the times that it measures."""
 
 import argparse
 import dataclasses
@@ -161,7 +161,7 @@ def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, 
 
 
 class TestResult:
-    """Times that are known beforehand: prompts are done after 0.5 and 0.7 s, further tokens come after 10 to 40 ms."""
+    """Known times: prompts take 0.5 and 0.7 s, and further tokens come after 10 to 40 ms."""
 
     RUNS = (
         Run([0.5, 0.51, 0.53, 0.54], peak_bytes=2 * 2**20, weight_bytes=2**20, round_trips=(5e-8, 6e-8)),
@@ -180,7 +180,7 @@ class TestResult:
         assert result.token_ms_p99 == pytest.approx(40)
 
     def test_rates(self, result):
-        """All rows of the batch count, and each once."""
+        """Every row of the batch counts once."""
         assert result.prefill_tokens_per_second == pytest.approx(3 * 100 / 0.6)
         assert result.decode_tokens_per_second == pytest.approx(3 / 0.02)
 
@@ -201,7 +201,7 @@ class TestResult:
         assert line == "machine, at batch 3 and prompt 100: 200 GFLOP/s, 40.0 GB/s"
 
     def test_the_bound(self, texting_folder):
-        """The weights' arithmetic at the machine's FLOP/s, weights and state at its bytes per second."""
+        """The bound has the weights' arithmetic at the machine's FLOP/s, and weights and state at its bytes/s."""
         config = GraniteMoeHybridConfig.from_file(texting_folder / "config.json")
         options = argparse.Namespace(dtype=None, quantize=None, state_dtype=None)
         rates = Rates(flops=2e9, bytes=3e9)
@@ -225,7 +225,7 @@ class TestResult:
 
 
 class TestStates:
-    """Near, ours takes 100 and 10 ms where theirs takes 200 and 15; far, 300 and 40 where theirs takes 450 and 100."""
+    """Ours takes 100 and 10 ms near and 300 and 40 ms far; theirs takes 200 and 15 ms near and 450 and 100 ms far."""
 
     NEAR, FAR, CHANGED = (60.0, 80.0), (300.0, 350.0), (60.0, 300.0)
 
@@ -255,7 +255,7 @@ class TestStates:
     "case_folder", [case for case in CASES if case.name in ("moe", "two_groups", "untied_head")], indirect=True
 )
 def test_a_checkpoint_as_gguf(tmp_path, case_folder):
-    """Every weight is there once, by llama.cpp's names and as it computes with it."""
+    """Every weight is there once, under llama.cpp's name and with the values that llama.cpp computes with."""
     gguf = pytest.importorskip("gguf")
     stored = StoredTensors(case_folder)
     config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
@@ -287,7 +287,7 @@ def test_a_round_trip():
 
 
 class TestBound:
-    """Counted by hand for small models."""
+    """The bounds of small models equal figures counted by hand."""
 
     def test_flops_and_bytes(self):
         config = small_config(num_local_experts=0, tie_word_embeddings=True)
@@ -304,7 +304,7 @@ class TestBound:
         assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * of_one_slot
 
     def test_quantized_weights_are_counted_with_their_scales(self):
-        """Columns are multiples of 32, so that four bits with scales are 4.5."""
+        """Columns are multiples of 32, so four bits with scales take 4.5 bits per value."""
         config = small_config(num_local_experts=0, tie_word_embeddings=True, shared_intermediate_size=96)
         model = random_model(config)
         matrices = [

@@ -1,4 +1,4 @@
-"""benchmark_serving.py against a server of ours, and what it makes of times that are known."""
+"""benchmark_serving.py against a server of ours, and its results for known times."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def server():
 
 
 def measure(server, tmp_path, *options):
-    """The exit status and the numbers."""
+    """Run the benchmark and return its exit status and its numbers."""
     file = tmp_path / "numbers.json"
     arguments = [f"a={server.address}/v1", f"b={server.address}/v1/", "--json", str(file), *options]
     return benchmark_serving.main(arguments), json.loads(file.read_text())

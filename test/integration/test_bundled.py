@@ -1,4 +1,4 @@
-"""The small trained checkpoint: real text, transformers' tokens, and a bug anywhere shows in them."""
+"""The small trained checkpoint on real text: its tokens are those of transformers, and a bug anywhere changes them."""
 
 import ast
 import dataclasses
@@ -38,7 +38,7 @@ def bundled():
 
 
 def greedy(runtime, tokenizer, new_tokens=NEW_TOKENS) -> list[list[int]]:
-    """New tokens for PROMPTS, run as one ragged batch."""
+    """Generate new tokens for PROMPTS as one ragged batch."""
     tokens = [[] for _ in PROMPTS]
     for response in stream_generate(runtime, tokenizer, PROMPTS, max_tokens=new_tokens, temperature=0, ignore_eos=True):
         tokens[response.index].append(response.token)
@@ -68,7 +68,7 @@ def test_bfloat16_gives_the_same_tokens(bundled, expected):
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_int8_gives_nearly_the_same_tokens(expected, kernels):
-    """A sequence that takes another turn somewhere goes on from there: most tokens of most prompts are the same."""
+    """Most tokens of most prompts are the same. A sequence that differs at one token continues from there."""
     runtime, tokenizer = load(dtype=torch.float32, quantize="int8", cpu_kernels=kernels)
     assert runtime.is_quantized
     same = [
@@ -104,7 +104,7 @@ def test_chat_answers_and_stops(bundled):
 
 
 def drop_state_before_decode(monkeypatch, kind, names):
-    """Zero some state before every step of one token."""
+    """Zero the named state before every step of one token."""
     original = CPURuntime.step
 
     def step(self, state, rows, all_logits=False):
@@ -177,7 +177,7 @@ def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
 
 
 def test_40000_tokens_of_prompt():
-    """Memory grows with the cache of the attention layers and not otherwise; the text goes on."""
+    """Memory grows by the cache of the attention layers and no more, and the text continues."""
     program = """
 import pydoc_data.topics, resource, sys, torch
 from granite4_neuron import load, stream_generate
@@ -193,7 +193,7 @@ print(repr(out))
 """
 
     def run(length):
-        # A fixed threshold keeps the C library from fragmenting its heap, which would be counted as ours.
+        # A fixed threshold keeps the C library from fragmenting its heap. The fragments would be counted as ours.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         command = [sys.executable, "-c", program, str(length)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -202,7 +202,7 @@ print(repr(out))
 
     short_peak, short_cache, _ = run(8_000)
     long_peak, long_cache, text = run(40_000)
-    # The slack is for the prompt itself, its text and its tokens; a second cache would take 41 MB.
+    # The slack is for the prompt, its text and its tokens; a second cache would take 41 MB.
     assert long_peak - short_peak <= long_cache - short_cache + 30e6
     words = text.split()
     assert len(words) > 15 and len(set(words)) > 10

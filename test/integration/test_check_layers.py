@@ -1,4 +1,4 @@
-"""Hidden states after each layer beside transformers': a right model passes, a wrong weight is found in its layer."""
+"""Hidden states after each layer against transformers': a right model passes, a wrong weight is found in its layer."""
 
 import shutil
 
@@ -24,13 +24,13 @@ KERNELS = [
 
 
 def reports(folder, prompts=PROMPTS, of=None, **options):
-    """Of the checkpoint `of`, beside transformers with the one in `folder`."""
+    """Compare the checkpoint `of` (default: `folder`) with transformers on the checkpoint in `folder`."""
     runtime, _ = load(of or folder, **options)
     return list(compare_layers(folder, prompts, TOKENS, runtime))
 
 
 def wrong_copy(folder, copy, name, factor):
-    """A copy of a checkpoint in which a tensor is multiplied."""
+    """Copy a checkpoint and multiply one of its tensors by `factor`."""
     shutil.copytree(folder, copy)
     tensors = load_file(copy / WEIGHTS)
     tensors[name] *= factor
@@ -68,7 +68,7 @@ class TestCpu:
         assert first_off(reports(texting_folder, of=wrong, **options)) == 2
 
     def test_a_wrong_step_of_decode(self, texting_folder, kernels, monkeypatch):
-        """Prompts are right; what a layer carries from step to step is not."""
+        """Prompts are right, but a layer carries a wrong state from step to step."""
         runtime, _ = load(texting_folder, cpu_kernels=kernels)
         step = type(runtime).step
 

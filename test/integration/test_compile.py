@@ -1,4 +1,4 @@
-"""The model compiles whole: each kind of step is one graph of torch.compile, whatever values it is given."""
+"""The whole model compiles: each kind of step is one graph of torch.compile, whatever its values."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SLOTS = torch.tensor([2, 1])
 
 
 class Compiled:
-    """A model's steps of two sequences, in slots that are looked up or in their order."""
+    """Compiled steps of two sequences. Their slots are looked up, or are in order."""
 
     def __init__(self, model):
         self.model = model.bind(XLA)
@@ -71,7 +71,7 @@ def test_each_kind_of_step_is_one_graph(name):
 
 
 def test_a_break_would_be_seen(monkeypatch):
-    """A look at a tensor's values within the step ends the graph there."""
+    """Reading a tensor's values within the step ends the graph there."""
     model = random_model(NAMED["moe"].config())
     compiled = Compiled(model)
     mamba = type(compiled.model.model.layers[0].mamba)

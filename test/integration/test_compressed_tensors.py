@@ -1,4 +1,4 @@
-"""Checkpoints in compressed-tensors' format: read without a rounding, or refused."""
+"""Checkpoints in the compressed-tensors format are read without rounding, or refused."""
 
 import json
 from types import SimpleNamespace
@@ -36,13 +36,13 @@ LICENSE = bundled_checkpoint() / "LICENSE.txt"
 
 
 def is_projection(name, tensor):
-    """What the library takes for Linear, but for routers and the head, which its users leave out."""
+    """Tell whether the library takes the tensor for Linear. Its users leave out routers and the head."""
     is_left_out = any(part in name for part in ("conv1d", "block_sparse_moe", "embed_tokens", "lm_head"))
     return name.endswith(".weight") and tensor.dim() == 2 and not is_left_out
 
 
 def projections(scheme):
-    """All of them that have whole groups."""
+    """Return a function that gives the scheme for every projection with whole groups."""
 
     def scheme_of(name, tensor):
         return scheme if is_projection(name, tensor) and not tensor.shape[-1] % (scheme.group_size or 1) else None
@@ -51,7 +51,7 @@ def projections(scheme):
 
 
 def write_plain(folder, to, tensors):
-    """The checkpoint of `folder` with other tensors, which are not quantized."""
+    """Copy the checkpoint of `folder` with `tensors`, which are not quantized, as its weights."""
     to.mkdir()
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
@@ -60,7 +60,7 @@ def write_plain(folder, to, tensors):
 
 
 def assert_stands_for(folder, meaning, kernels, tmp_path):
-    """That each weight is exactly what it was written from, and that the model computes with that."""
+    """Check that each weight is exactly what it was written from and that the model computes with it."""
     for name, weight in load_model(folder, torch.float32).named_weights():
         is_whole = isinstance(weight, torch.Tensor)
         assert torch.equal(weight if is_whole else weight.dequantize(torch.float32), meaning[name]), name
@@ -85,7 +85,7 @@ def test_a_model_of_projections(case, scheme, random_checkpoints, kernels, tmp_p
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_schemes_beside_one_another(case, random_checkpoints, kernels, tmp_path):
-    """Also of head, embedding, router and experts, and none for some projections."""
+    """The head, the embedding, the router and the experts are quantized too, and some projections are not."""
     schemes = {
         "in_proj": INT4,
         "o_proj": Scheme(8, None, "int-quantized"),
@@ -106,7 +106,7 @@ def test_schemes_beside_one_another(case, random_checkpoints, kernels, tmp_path)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
-    """int8 keeps them, int4 rounds them to bfloat16."""
+    """int8 keeps such scales; int4 rounds them to bfloat16."""
     folder = random_checkpoints(MODELS[0])
     for scheme, error in ((INT8, 0.0), (INT4, 2.0**-8)):
         to = tmp_path / str(scheme.num_bits)
@@ -119,7 +119,7 @@ def test_scales_of_other_dtypes(dtype, random_checkpoints, tmp_path):
 
 @pytest.mark.parametrize("size", [2**30, 2**75, 32 * 10**400], ids=["2**30", "2**75", "32 * 10**400"])
 def test_a_group_of_more_columns_than_there_are(size):
-    """It is one group, and takes no more memory than that."""
+    """Such a group is one group, and takes no more memory than that."""
     shape = torch.Size([3, 70])
     numbers, scales = Scheme(4).quantize(torch.randn(shape), torch.bfloat16)
     tensors = {f"a.{name}": tensor for name, tensor in Scheme(4).tensors(numbers, scales).items()}
@@ -133,7 +133,7 @@ def test_a_group_of_more_columns_than_there_are(size):
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 66, 70])
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_columns_of_any_number(num_bits, columns):
-    """Those that only fill up a group of int4 are zeros, whatever is stored; those that fill up a word are left out."""
+    """Columns that only fill up an int4 group are zeros, whatever is stored. Those that fill up a word are left out."""
     scheme, shape = Scheme(num_bits), torch.Size([3, columns])
     numbers, scales = scheme.quantize(torch.randn(shape), torch.bfloat16)
 
@@ -150,7 +150,7 @@ def test_columns_of_any_number(num_bits, columns):
 
 @every_scheme
 def test_the_library_writes_and_reads_the_same(scheme):
-    """The checkpoints of these tests are those of compressed-tensors itself."""
+    """compressed-tensors itself writes and reads the same checkpoints as these tests."""
     library = pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     quantization = library.quantization.QuantizationScheme(**scheme.config_group())
     compressor = library.compressors.BaseCompressor.get_value_from_registry(scheme.format)
@@ -165,7 +165,7 @@ def test_the_library_writes_and_reads_the_same(scheme):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bundled model in four bits, which keeps its embedding."""
+    """Write the bundled model in four bits with its embedding unchanged."""
     folder = tmp_path_factory.mktemp("compressed") / "model"
     compress(bundled_checkpoint(), folder, projections(INT4))
     return folder
@@ -235,7 +235,7 @@ REFUSED = {
 
 
 def config_with(changes):
-    """The config of a compressed checkpoint with `changes`, of which "group" and "weights" are its only group's."""
+    """Return the config of a compressed checkpoint with `changes`; "group" and "weights" change its only group."""
     changes = dict(changes)
     group = {**INT4.config_group(), "format": None, **changes.pop("group", {})}
     group["weights"] = {**group["weights"], **changes.pop("weights", {})}
@@ -265,7 +265,7 @@ class TestTensorsThatDoNotFit:
 
     @pytest.fixture
     def change(self, random_checkpoints, tmp_path):
-        """A function that changes the tensors of a compressed checkpoint and loads it."""
+        """Return a function that changes the tensors of a compressed checkpoint and loads it."""
 
         def load_changed(change, scheme_of=projections(INT4)):  # noqa: B008
             compress(random_checkpoints(MODELS[0]), tmp_path / "model", scheme_of)
@@ -302,7 +302,7 @@ class TestTensorsThatDoNotFit:
 
 
 def test_a_checkpoint_of_ours_that_is_not_what_its_config_says(tmp_path):
-    """No weight is quantized at all."""
+    """The config announces quantized weights, but no weight is quantized."""
     save_model(random_model(CASES[0].config()), tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     about = {"quant_method": "granite4-neuron", "format": "int8"}

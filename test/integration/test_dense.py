@@ -1,4 +1,4 @@
-"""Dense Granite checkpoints (GraniteForCausalLM) through the hybrids' model, against transformers."""
+"""Dense Granite checkpoints (GraniteForCausalLM) run through the hybrid model and are compared with transformers."""
 
 import json
 from dataclasses import replace
@@ -63,14 +63,14 @@ PUBLISHED = {
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def dense(request, tmp_path_factory):
-    """Each checkpoint in turn: its folder, tokens [2, 120], and transformers' logits."""
+    """Return each checkpoint in turn: its folder, tokens [2, 120], and transformers' logits."""
     folder = tmp_path_factory.mktemp("dense")
     return folder, *reference(save_dense(folder, **request.param))
 
 
 @pytest.fixture(scope="module")
 def texting(tmp_path_factory):
-    """The folder of a checkpoint with a tokenizer."""
+    """Return the folder of a checkpoint with a tokenizer."""
     folder = tmp_path_factory.mktemp("texting")
     save_dense(folder)
     save_byte_tokenizer(folder)
@@ -95,7 +95,7 @@ def test_logits(dense, kernels):
 
 
 def test_shards(tmp_path):
-    """The parts of a weight may be in different files."""
+    """Parts of one weight may be in different files."""
     tokens, expected = reference(save_dense(tmp_path, max_shard_size="20KB"))
     files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     pairs = [(name, name.replace("gate_proj", "up_proj")) for name in files if "gate_proj" in name]
@@ -104,7 +104,7 @@ def test_shards(tmp_path):
 
 
 def test_converted_it_is_a_granite_4(dense, tmp_path, capsys):
-    """Its layers are all attention, for transformers too."""
+    """All layers of the converted checkpoint are attention layers, for transformers too."""
     folder, tokens, expected = dense
     assert main(["convert", "--model", str(folder), "--output", str(tmp_path / "new")]) == 0
     theirs = GraniteMoeHybridForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32).eval()
@@ -116,7 +116,7 @@ def test_converted_it_is_a_granite_4(dense, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_quantized(name, texting, tmp_path, capsys):
-    """On loading and by `convert` alike; most of the tokens are the same as without."""
+    """Quantizing on loading gives the same as `convert`, and most tokens are those of the unquantized model."""
     assert main(["convert", "--model", str(texting), "--quantize", name, "--output", str(tmp_path / "new")]) == 0
     tokens = random_tokens(264, 2, 120)
     plain, converted, quantized = (
@@ -129,7 +129,7 @@ def test_quantized(name, texting, tmp_path, capsys):
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4), Scheme(8), Scheme(8, None, "int-quantized")], ids=str)
 def test_compressed_tensors(scheme, tmp_path):
-    """Gate and up are quantized apart, and are one weight of the same numbers and scales."""
+    """Gate and up are quantized separately, and become one weight of the same numbers and scales."""
     save_dense(tmp_path, intermediate_size=96)
 
     def scheme_of(name, tensor):
@@ -151,7 +151,7 @@ def test_compressed_tensors(scheme, tmp_path):
 
 
 def test_a_published_config():
-    """It has the published number of parameters, an odd vocabulary, and is the same in the spelling of 5.x."""
+    """The model has the published parameter count and an odd vocabulary, and is the same in the spelling of 5.x."""
     config = GraniteMoeHybridConfig.from_dict(PUBLISHED)
     with pytest.raises(UserError, match=r"can be split by 1\."):
         config.rank_dimensions(2)
@@ -164,7 +164,7 @@ def test_a_published_config():
 
 
 def test_commands(texting, capsys):
-    """Text, with and without drafts of a dense model, is transformers' text; `check` and `info` take such a folder."""
+    """The text is that of transformers, with and without drafts by a dense model. `check` and `info` take it too."""
     theirs = AutoModelForCausalLM.from_pretrained(texting, dtype=torch.float32).eval()
     tokenizer = load(texting)[1]
     prompt = tokenizer("some text", return_tensors="pt")["input_ids"]

@@ -1,4 +1,4 @@
-"""The graphs that a Trainium would get: NxD Inference's device code path, traced at real sizes. Nothing is run."""
+"""The graphs that a Trainium would get, traced from NxD Inference's device code path at real sizes. Nothing is run."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
-# Model, and what it is an example of: all of them with one layer of each kind that they have.
+# Each model, and the model it stands for. Each has one layer of every kind in that model.
 MODELS = {"h-small": "experts", "h-micro": "dense", "micro": "attention only"}
 CONTEXT_BUCKETS, CACHE_BUCKETS = [128, 512], [1024, 2048]
 FLASH_ATTENTION = "attention_cte"
@@ -24,7 +24,7 @@ def device_code_path():
     nxdi.skip_unless_importable()
     before = os.environ.get("NXD_CPU_MODE")
     os.environ.pop("NXD_CPU_MODE", None)
-    # Read once, by torch_xla's first collective; `compile` sets it from neuron_config.disable_numeric_cc_token.
+    # torch_xla reads this once, at its first collective; `compile` sets it from neuron_config.disable_numeric_cc_token.
     os.environ["DISABLE_NUMERIC_CC_TOKEN"] = "1"
     yield
     if before is not None:
@@ -94,14 +94,14 @@ def hlo_text(traced):
 
 
 def sdk_custom_calls(text):
-    """Names of what only the Neuron SDK has."""
+    """Return the names of custom calls that only the Neuron SDK has."""
     calls = [instruction for instruction in instructions(text).values() if instruction.opcode == "custom-call"]
     return sorted(call.attributes.split('custom_call_target="')[1].split('"')[0] for call in calls)
 
 
 def check_state(traced, expected_to_pass=0):
-    """Each state tensor has an output of its own, in order, of its shape and dtype; so many are passed through."""
-    # Placeholders have no values, which pytest would print: compare what can be printed.
+    """Check that each state tensor has its own output, in order, of its shape and dtype; count those passed through."""
+    # Placeholders have no values for pytest to print, so the comparison uses printable ones.
     first, count = len(traced.results), len(traced.states)
     aliases, total = traced.aliases, len(traced.outputs)
     assert aliases == list(range(first, first + count))
@@ -142,7 +142,7 @@ def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
 @pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 2), (4, 4)])
 @pytest.mark.parametrize("name", MODELS)
 def test_graphs_of_slots(name, tp_degree, batch_size, tmp_path):
-    """Verification leaves recurrent state as it is, commit has no caches, and a copy writes all there is."""
+    """Verification leaves recurrent state as it is, commit has no caches, and a copy writes the whole state."""
     app = application(one_layer_of_each_kind(name, tmp_path), tp_degree, batch_size, speculation_length=4)
     layer_types = app.config.granite.layer_types
     mamba, layers = layer_types.count(MAMBA), len(layer_types)
@@ -165,10 +165,10 @@ def test_graphs_of_slots(name, tp_degree, batch_size, tmp_path):
 @pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 1), (4, 4)])
 @pytest.mark.parametrize(("name", "draft"), [("h-small", "h-350m"), ("h-micro", "350m")])
 def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
-    """Both models' states have outputs of their own, the draft's first; what stands is found without cumsum or sort.
+    """Both models' states have their own outputs, the draft's first. Accepted tokens are found without cumsum or sort.
 
-    NxD finds the largest logit: on each rank, and then picks a rank's, by a gather. What the draft says after its last
-    token is asked for by nobody; on several ranks it stays, as collectives have an order.
+    NxD finds the largest logit on each rank and then picks one rank's by a gather. The draft's output after its last
+    token is not needed. On several ranks it stays in the graph, because collectives have an order.
     """
     app = fused_application(name, draft, tmp_path, tp_degree, batch_size)
     configs = (app.config.fused_spec_config.draft_config.granite, app.config.granite)
@@ -194,7 +194,7 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("name", ["h-1b"])
 def test_what_a_verification_costs(name, batch_size):
-    """Of three drafts, beside decode, with dense models: experts that more tokens choose are not read for nothing."""
+    """Three drafts are verified, beside decode. The models are dense, because more tokens would read more experts."""
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
     config = GraniteMoeHybridConfig.from_family(name)
@@ -240,7 +240,7 @@ def test_kernels_of_this_package(tmp_path):
 
 
 def test_the_kernel_moves_states_as_often_as_it_must():
-    """Four tokens' verification, which writes none, moves no more than a token's decode; a commit moves little else."""
+    """Verifying four tokens writes no state and moves no more than decoding one. A commit moves little but states."""
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
     config = GraniteMoeHybridConfig.from_family("h-1b")
@@ -279,7 +279,7 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
 
 
 def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):
-    """It is refused; and without the refusal the graph cannot be traced."""
+    """NxD's default expert kernel is refused. Without the refusal, the graph cannot be traced."""
     from granite4_neuron.neuron.nxdi import GraniteMoeHybridInferenceConfig
 
     folder = one_layer_of_each_kind("h-small", tmp_path)
@@ -305,7 +305,7 @@ def test_components_are_traced_alone(tmp_path):
         "lm_head",
     }
     dtypes = [tensor.dtype for tensor in traced.components["layers.0.mamba"]]
-    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # what comes out, conv_state, ssm_state
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # the layer's output, conv_state, ssm_state
 
 
 def test_command(tmp_path, capsys, monkeypatch):

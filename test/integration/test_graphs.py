@@ -1,4 +1,4 @@
-"""What a compiler will see: counted from the traced graphs."""
+"""The traced graphs that a compiler will see, and their costs."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_sizes_and_order():
 
 
 def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
-    """Counted again where the runtime hands them to XLA, with two layers of each kind."""
+    """The graphs that the runtime hands to XLA, with two layers of each kind, have the same counts."""
     import torch_xla
 
     config = small_config(layer_types=("mamba", "attention", "mamba", "attention"))
@@ -68,13 +68,13 @@ def test_they_are_the_graphs_that_the_runtime_runs(monkeypatch):
 
 
 def test_decode_advances_the_recurrent_state_where_it_lies():
-    """A copy of one layer's would be half of the state; what a step keeps besides is an eighth."""
+    """A copy of one layer's state would be half of the whole; other temporaries of a step are an eighth."""
     _, decode = graphs_of(small_config(layer_types=("mamba",) * 2, mamba_d_state=128, **DENSE), batch_size=8)
     assert decode.temporary_bytes < decode.state_bytes / 4
 
 
 def test_verification_reads_little_more_than_decode():
-    """At h-small's sizes, on one of four ranks. A batch of eight wants most of the experts anyway."""
+    """This holds at h-small's sizes, on one of four ranks. A batch of eight needs most of the experts anyway."""
     config = GraniteMoeHybridConfig.from_family("granite-4.0-h-small")
     options = dict(tp_degree=4, batch_size=8, buckets=(), max_length=2048, dtype=torch.bfloat16, verified_tokens=4)
     decode, verify, commit = graphs_of(config, **options)
@@ -92,7 +92,7 @@ def test_a_model_without_recurrent_state_commits_nothing():
 
 
 def test_no_loop_over_tokens():
-    """Within a chunk the number of instructions does not depend on the number of tokens; a chunk adds a constant."""
+    """Within a chunk, the number of instructions does not depend on the tokens. Each chunk adds a constant."""
     one, one_too, two, three, four = graphs_of(small_config(**DENSE), buckets=(65, 128, 256, 384, 512))[:5]
     assert one.cost.instructions == one_too.cost.instructions
     assert four.cost.instructions - three.cost.instructions == three.cost.instructions - two.cost.instructions
@@ -106,7 +106,7 @@ def test_temporaries_grow_linearly_with_the_bucket():
 
 
 def test_temporaries_of_a_long_context_are_those_of_a_chunk():
-    """However long it is, scores exist for one block of it at a time, and the cache is written where it lies."""
+    """At any length, scores exist for one block of the context at a time, and the cache is written in place."""
     config = small_config(layer_types=("mamba", "attention"), **DENSE)
     short, long = (graphs_of(config, buckets=(1024,), max_length=length) for length in (16384, 65536))
     for before, after in zip(short, long, strict=True):
@@ -121,12 +121,12 @@ def test_nothing_that_the_neuron_compiler_handles_badly(case):
 
 
 class TestOneMambaLayer:
-    """h-small, a rank of 4, one sequence, bfloat16: before optimisation, so that it is the model that is counted."""
+    """A layer of h-small, a rank of 4, one sequence, bfloat16. Counted before optimisation, to count the model."""
 
     CONFIG = GraniteMoeHybridConfig.from_family("h-small")
 
     def counted(self, tokens):
-        """The whole layer, as prefill graphs have it; with one token, as the decode graph has it."""
+        """Count the whole layer as prefill graphs have it, or with one token as the decode graph has it."""
         placeholder = tracer()
         with torch.device("meta"):
             layer = Mamba2(self.CONFIG, Parallel(0, 4))
@@ -151,12 +151,12 @@ class TestOneMambaLayer:
         assert self.counted(2048).instructions == cost.instructions
 
     def test_decode(self):
-        # Weights are 5.3e7 of it, and the state, read and written, 2.1e6.
+        # The weights are 5.3e7 of it, and reading and writing the state is 2.1e6.
         assert self.counted(1).bytes_accessed <= 6.81e7
 
 
 class TestWholeGraphs:
-    """h-small, a rank of 4, bfloat16: what a step costs as a multiple of the least that it can."""
+    """The cost of a step of h-small on a rank of 4 in bfloat16, as a multiple of the least possible."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -166,13 +166,13 @@ class TestWholeGraphs:
         return dict(zip(("128", "512", "decode"), reports, strict=True))
 
     def test_flops(self, graphs):
-        """Prefill multiplies the rows of blocks and no more; decode the experts that were chosen."""
+        """Prefill multiplies only the rows of blocks, and decode only the chosen experts."""
         assert graphs["128"].flops_ratio <= 2.3
         assert graphs["512"].flops_ratio <= 1.6
         assert graphs["decode"].flops_ratio <= 1.02
 
     def test_bytes(self, graphs):
-        """A fetched weight counts three times: it is read, written and read again."""
+        """A fetched weight counts three times, because it is read, written and read again."""
         assert graphs["128"].bytes_ratio <= 3.5
         assert graphs["512"].bytes_ratio <= 7.8
         assert graphs["decode"].bytes_ratio <= 2.01

@@ -1,4 +1,4 @@
-"""Models with int8 weights: the same model as one with the dequantized weights, however its sequences are cut."""
+"""A model with int8 weights gives what the model with dequantized weights gives, however its sequences are cut."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ LEFT_ALONE = ("embed_tokens", "norm", "router", "conv1d", "bias", "A_log", ".D")
 
 
 def dequantized_model(folder, dtype=torch.float32):
-    """The stored model, with each weight that int8 is for replaced by what int8 keeps of it; in plain torch."""
+    """Load the model in plain torch, with each weight that int8 applies to quantized and dequantized."""
     model = load_model(folder, dtype)
     head = INT8.quantize(model.lm_head.weight)
     for name, parameter in list(model.named_parameters()):
@@ -53,7 +53,7 @@ def test_is_the_model_with_dequantized_weights(quantized_model, expected_model, 
 
 @torch.inference_mode()
 def test_ragged_batches(quantized_model, expected_model):
-    """Rows of any length, one of them idle, in slots out of order, over poisoned memory."""
+    """Rows have any length, one of them is idle, slots are out of order, and memory is poisoned."""
     lengths, slots = [[40, 23, 1, 0], [1, 0, 1, 7], [1, 1, 1, 1]], torch.tensor([4, 2, 1, 3])
     vocab_size = quantized_model.config.vocab_size
     tokens = random_tokens(vocab_size, 4, 64)
@@ -74,7 +74,7 @@ def test_ragged_batches(quantized_model, expected_model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activations_in_a_reduced_dtype(random_checkpoints, kernels, dtype):
-    """The error to the float32 model of the same int8 weights is that of a model in this dtype, not more."""
+    """The error to the float32 model of the same int8 weights is no more than that of a model in this dtype."""
     folder = random_checkpoints(CASES[1])
     models = [load_model(folder, dtype, quantize="int8"), load_model(folder, dtype)]
     tokens = random_tokens(models[0].config.vocab_size, 4, 100)
@@ -107,7 +107,7 @@ def test_what_is_quantized_and_what_is_not(case_folder):
 @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_packed_while_loading(case_folder, quantize):
-    """The same model as one that is packed when it is bound, and nothing is packed twice."""
+    """Packing while loading gives the same model as packing when the model is bound, and nothing is packed twice."""
     packed = load_model(case_folder, quantize=quantize, operators=cpu.operators())
     plain = load_model(case_folder, quantize=quantize)
     matrices = [module.weight for module in packed.matrices().values()]
@@ -123,7 +123,7 @@ def test_packed_while_loading(case_folder, quantize):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc/self/status")
 def test_memory(tmp_path):
-    """Half of bfloat16's weights but for the embedding; while loading, a stored tensor and its int8 values besides."""
+    """The weights but the embedding take half of bfloat16's. Loading adds one stored tensor and its int8 values."""
     save_model(random_model(large_config(vocab_size=40_000), dtype=torch.bfloat16), tmp_path / "model")
     size, embedding = (tmp_path / "model" / WEIGHTS).stat().st_size, 2 * 40_000 * 512
     program = f"""
@@ -139,12 +139,13 @@ model = load_model({str(tmp_path / "model")!r}, quantize="int8")
 sizes = [weight.num_bytes if hasattr(weight, "num_bytes") else weight.nbytes for _, weight in model.named_weights()]
 print(peak() - before, sum(sizes))
 """
-    # A fixed threshold keeps the C library from fragmenting its heap, which would be counted as ours.
+    # A fixed threshold keeps the C library from fragmenting its heap. The fragments would be counted as ours.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     peak, weights = map(int, done.stdout.split())
     assert weights <= 0.51 * (size - embedding) + 1.51 * embedding
-    # The largest tensor: mapped from the file, read, and in int8. The whole model in bfloat16 would be 200 MB more.
+    # The largest tensor is mapped from the file, read, and held in int8. The whole model in bfloat16 would be 200 MB
+    # more.
     assert peak <= weights + 2.5 * embedding + 15e6
 
 

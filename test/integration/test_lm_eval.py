@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks the server, and gets transformers' log-likelihoods."""
+"""lm-evaluation-harness asks the server and gets transformers' log-likelihoods."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json

@@ -1,4 +1,4 @@
-"""Logits against transformers, however a sequence is cut, batched, padded or placed."""
+"""Logits equal those of transformers, however a sequence is cut, batched, padded or placed."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ from granite4_neuron.ops import TORCH, select_operators
 from test.support.checkpoints import CASES, Case, small_config
 from test.support.stepping import poisoned_state, random_tokens, reference_logits, run_cuts
 
-# What an older transformers computes otherwise: it normalises over all groups at once, or knows no time_step_limit.
+# An older transformers computes these otherwise: it normalises over all groups at once, or lacks time_step_limit.
 NOT_IN_REFERENCE = set()
 if "group_size" not in inspect.signature(GraniteMoeHybridRMSNormGated).parameters:
     NOT_IN_REFERENCE.add("two_groups")
@@ -77,7 +77,7 @@ def test_slots_do_not_matter(case_model, tokens):
 
 @torch.inference_mode()
 def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
-    """Three ragged steps over poisoned memory; one row idles in each step, and slots are out of order."""
+    """Three ragged steps run over poisoned memory. One row idles in each step, and slots are out of order."""
     lengths = [[40, 23, 1, 0, 3], [2, 0, 1, 17, 30], [1, 1, 0, 1, 1]]
     slots = torch.tensor([4, 2, 5, 1, 3])
     vocab_size = case_model.config.vocab_size
@@ -108,13 +108,13 @@ def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
 
 
 def case_model_last(model, logits, lengths):
-    """Logits at each row's last real token, or its first where it has none."""
+    """Return logits at each row's last real token, or at its first token if no token is real."""
     return torch.stack([logits[row, max(length - 1, 0)] for row, length in enumerate(lengths)])
 
 
 @torch.inference_mode()
 def test_a_step_leaves_other_slots_alone(case_model):
-    """Bit by bit, also when rows idle and tokens are padding."""
+    """Other slots stay the same bit by bit, also when rows idle and tokens are padding."""
     vocab_size = case_model.config.vocab_size
     state = poisoned_state(case_model, 4, 50)
     everyone = torch.tensor([1, 2, 3, 4])
@@ -153,7 +153,7 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
 
 
 def test_embeddings_of_padding_may_be_nan(kernels):
-    """They do not reach a real token through any layer."""
+    """NaN in padding does not reach a real token through any layer."""
     model = random_model(small_config()).bind(kernels)
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     lengths = torch.tensor([20, 7])
@@ -174,7 +174,7 @@ def test_embeddings_of_padding_may_be_nan(kernels):
     hook = model.model.embed_tokens.register_forward_hook(poison)
     poisoned_logits, new_state = run()
     hook.remove()
-    # Not bit by bit: experts see their tokens in groups, and the poisoned tokens choose other experts.
+    # Not bit by bit, because experts see their tokens in groups and the poisoned tokens choose other experts.
     assert (poisoned_logits - clean_logits).abs().max() <= 1e-5
     for clean, poisoned in zip(clean_state, new_state, strict=True):
         assert torch.equal(clean.isnan(), poisoned.isnan())

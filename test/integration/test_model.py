@@ -1,9 +1,9 @@
-"""The model of NxD Inference, at three levels, each skipped where its parts are absent:
+"""The model of NxD Inference at three levels. Each is skipped where its parts are absent:
 
 * TestCpuMode: logits, in NxD Inference's CPU mode. It comes with the Neuron SDK; elsewhere NXDI_SRC and NXD_SRC name
   checkouts of neuronx-distributed-inference and neuronx-distributed (requirements-nxdi.txt).
-* TestGraphs: without a device, what a compiled graph is told about its state, and what its compiler gets to see.
-* TestNeuronDevice: compiled, on a Neuron device.
+* TestGraphs: the state aliases of a compiled graph and the graph that its compiler sees, without a device.
+* TestNeuronDevice: the compiled model on a Neuron device.
 """
 
 import math
@@ -45,7 +45,7 @@ TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_ex
 
 @pytest.fixture(scope="class")
 def cpu_mode():
-    """NxD Inference, computing with plain torch; in this process a group of one rank."""
+    """Let NxD Inference compute with plain torch in this process, as a group of one rank."""
     nxdi.skip_unless_importable()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def cpu_mode():
         from neuronx_distributed.parallel_layers import parallel_state
 
         parallel_state.destroy_model_parallel()
-        parallel_state._SPECULATIVE_DRAFT_GROUP = None  # it leaves that one
+        parallel_state._SPECULATIVE_DRAFT_GROUP = None  # destroy_model_parallel leaves that one
         torch.distributed.destroy_process_group()
 
 
@@ -69,13 +69,13 @@ def moe_folder(random_checkpoints):
 
 @pytest.fixture(scope="class")
 def continuous(cpu_mode, moe_folder):
-    """Three slots, filled one by one."""
+    """Load a model with three slots that are filled one by one."""
     return nxdi.cpu_model(moe_folder, batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
 
 
 @pytest.fixture(scope="class")
 def two_ranks(cpu_mode, random_checkpoints, tmp_path_factory):
-    """What each of two ranks gives for each of TP_CASES and of the first ragged batches."""
+    """Return the results of each of two ranks for each of TP_CASES and of the first ragged batches."""
     results = tmp_path_factory.mktemp("two_ranks")
     folders = [random_checkpoints(CASE[name]) for name in TP_CASES]
     arguments = (folders, free_port(), results)
@@ -84,7 +84,7 @@ def two_ranks(cpu_mode, random_checkpoints, tmp_path_factory):
 
 
 def run_rank(rank: int, folders: list[Path], port: int, results: Path) -> None:
-    """One process, with the environment that torchrun would give it."""
+    """Run one process with the environment that torchrun would give it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NXD_CPU_MODE="1")
     torch.set_num_threads(1)
     assert nxdi.why_not_importable() is None
@@ -110,14 +110,14 @@ def free_port() -> int:
 
 
 def expected_logits(folder, tokens):
-    """transformers' logits; of what the installed one computes otherwise, those of this package's CPU runtime."""
+    """Return transformers' logits, or those of this package's CPU runtime where the installed transformers differs."""
     if folder.name in NOT_IN_REFERENCE:
         return run_cuts(load_model(folder, torch.float32), tokens, [tokens.shape[1]])
     return reference_logits(folder, tokens)
 
 
 def difference(folder, model, prompt_lengths, seq_ids=None, seed=0):
-    """The largest, over the prompts' logits and those of each decoded token."""
+    """Return the largest difference over the prompts' logits and those of each decoded token."""
     tokens = random_tokens(model.config.vocab_size, len(prompt_lengths), max(prompt_lengths) + STEPS, seed=seed)
     logits = nxdi.run(model, tokens, prompt_lengths, STEPS, seq_ids)
     return (logits - nxdi.at(expected_logits(folder, tokens), prompt_lengths, STEPS)).abs().max().item()
@@ -136,7 +136,7 @@ CAPTURE = dict(
 
 
 def reference_hidden_states(folder, tokens):
-    """transformers' after each layer but the last [layers, batch, tokens, hidden_size]; the first is the embedding."""
+    """Return transformers' states before each layer, [layers, batch, tokens, hidden_size]; the embedding is first."""
     from transformers import GraniteMoeHybridForCausalLM
 
     reference = GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -144,7 +144,7 @@ def reference_hidden_states(folder, tokens):
 
 
 def check_captured(output, num_tokens, expected):
-    """Of CAPTURE: what leaves and what enters each of the layers, for the first tokens of a step; NaN for nothing."""
+    """Check what leaves and enters each layer in CAPTURE, for the first tokens of a step. The unused tensor is NaN."""
     *hidden_states, nothing = output.captured_tensors
     assert nothing.isnan().all()
     for captured, index in zip(hidden_states, (2, 1, 4, 3), strict=True):
@@ -152,7 +152,7 @@ def check_captured(output, num_tokens, expected):
 
 
 def reference_texts(folder, tokenizer, texts, new_tokens):
-    """transformers' greedy continuations, as token ids."""
+    """Return transformers' greedy continuations, as token ids."""
     from transformers import GraniteMoeHybridForCausalLM
 
     reference = GraniteMoeHybridForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -165,7 +165,7 @@ def reference_texts(folder, tokenizer, texts, new_tokens):
 
 
 def generated_texts(model, tokenizer, texts, new_tokens):
-    """The same from NxD Inference's generate, as one ragged batch."""
+    """Return the greedy continuations from NxD Inference's generate, as one ragged batch."""
     from neuronx_distributed_inference.utils.hf_adapter import HuggingFaceGenerationAdapter
     from transformers import GenerationConfig
 
@@ -181,7 +181,7 @@ def generated_texts(model, tokenizer, texts, new_tokens):
 class TestCpuMode:
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
     def test_logits_equal_transformers(self, case, random_checkpoints):
-        """Prompts of all lengths one after another on the same model, so that state left over would show."""
+        """Prompts of all lengths run one after another on the same model, so that leftover state would show."""
         folder = random_checkpoints(case)
         model = nxdi.cpu_model(folder)
         for length in PROMPTS:
@@ -198,7 +198,7 @@ class TestCpuMode:
         "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
     )
     def test_nki_kernels(self, options, random_checkpoints):
-        """In NKI's simulator, or where there is none in this package's emulator."""
+        """The kernels run in NKI's simulator, or in this package's emulator if there is none."""
         sizes = dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
         folder = random_checkpoints(Case("kernels", sizes))
         kernels = dict(prefill_scan="ssd", decode_kernel="nki")
@@ -211,7 +211,7 @@ class TestCpuMode:
         "options", [{}, dict(ctx_batch_size=1, is_continuous_batching=True)], ids=["rows", "slots"]
     )
     def test_nki_kernel_for_experts(self, options, random_checkpoints, monkeypatch):
-        """In context encoding, and in decode, where each of its rows has a sequence and where only some have."""
+        """The kernel runs in context encoding, and in decode with a sequence in every row or in some rows only."""
         from granite4_neuron.neuron.nxdi import feed_forward
 
         sizes = dict(hidden_size=128, mamba_n_heads=16, mamba_d_head=16, num_local_experts=8)
@@ -230,7 +230,7 @@ class TestCpuMode:
             assert len(x) == 3 and (slots < 8).sum() <= model.config.granite.num_experts_per_tok
 
     def test_experts_by_nxd(self, moe_folder):
-        """NxD's own module, which in CPU mode multiplies block by block in torch."""
+        """NxD's own module multiplies block by block in torch in CPU mode."""
         model = nxdi.cpu_model(
             moe_folder, {"expert_path": "nxd"}, blockwise_matmul_config=dict(use_torch_block_wise=True)
         )
@@ -239,12 +239,12 @@ class TestCpuMode:
 
     @pytest.mark.parametrize("seq_ids", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
     def test_continuous_batching(self, moe_folder, continuous, seq_ids):
-        """A slot for each sequence, in any order."""
+        """Each sequence has a slot, in any order."""
         for seed, lengths in enumerate(RAGGED):
             assert difference(moe_folder, continuous, lengths, seq_ids, seed) <= TOLERANCE, lengths
 
     def test_sequences_come_and_go(self, moe_folder, continuous):
-        """Prefill while other sequences are in the middle of decode; fewer rows than slots; a slot used again."""
+        """Sequences are prefilled while others decode, a step has fewer rows than slots, and a slot is used again."""
         tokens = random_tokens(continuous.config.vocab_size, 4, 230)
         expected = reference_logits(moe_folder, tokens)
         slot, done = {}, {}
@@ -283,7 +283,7 @@ class TestCpuMode:
     @torch.inference_mode()
     @pytest.mark.parametrize("length", PROMPTS)
     def test_without_an_attention_mask(self, moe_folder, continuous, length):
-        """As vLLM runs it: positions tell a prompt's length, and then how many tokens come before the next one."""
+        """In vLLM's way, positions give a prompt's length, and then the number of tokens before the next one."""
         tokens = random_tokens(continuous.config.vocab_size, 1, length + STEPS, seed=length)
         positions = torch.arange(length + STEPS)[None]
         logits = []
@@ -316,7 +316,7 @@ class TestCpuMode:
             assert not torch.equal(old[1], new[1])
 
     def test_generates_the_reference_texts(self):
-        """The small trained checkpoint, whose tokens a wrong state changes, through NxD Inference's generate."""
+        """NxD Inference's generate runs the small trained checkpoint, whose tokens change with a wrong state."""
         folder = bundled_checkpoint()
         tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
         texts = [*TEXTS, "A"]  # a prompt of one token, too
@@ -325,7 +325,7 @@ class TestCpuMode:
         assert torch.equal(generated_texts(model, tokenizer, texts, 48), expected)
 
     def test_runtime_generates_the_texts_of_the_cpu_runtime(self):
-        """The package's own generation, over the model of NxD Inference."""
+        """The package's own generation runs over the model of NxD Inference."""
         from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         ours, tokenizer = load(dtype=torch.float32)
@@ -339,7 +339,7 @@ class TestCpuMode:
             NeuronRuntime(nxdi.cpu_model(bundled_checkpoint()), ours.generation_config)
 
     def test_runtime_is_as_accurate_as_the_others(self):
-        """By the measure of the check command; of a prompt only the last token's logits are there."""
+        """The measure is that of the check command. A prompt has logits of its last token only."""
         from granite4_neuron.neuron.nxdi import NeuronRuntime
 
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
@@ -366,7 +366,7 @@ class TestCpuMode:
                 assert str(error.value) == runtime.cannot[ability]
 
     def test_tokens_and_logits_from_the_graph(self, moe_folder):
-        """On-device sampling, which returns tokens, and with output_logits also what they were chosen from."""
+        """On-device sampling returns tokens and, with output_logits, also the logits that they were chosen from."""
         sampling = dict(on_device_sampling_config={"top_k": 1, "do_sample": False}, output_logits=True, batch_size=2)
         model = nxdi.cpu_model(moe_folder, **sampling)
         for lengths in ((30, 3), (200, 90)):
@@ -381,7 +381,7 @@ class TestCpuMode:
 
     @torch.inference_mode()
     def test_captured_tensors(self, moe_folder, monkeypatch):
-        """Hidden states of every step; of a prompt longer than the bucket, those of its last step."""
+        """Hidden states of every step are captured. A prompt longer than the bucket has those of its last step."""
         from granite4_neuron.neuron.nxdi import application
 
         monkeypatch.setattr(application, "CONTINUATION_TOKENS", 64)
@@ -407,7 +407,7 @@ class TestCpuMode:
         check_captured(output, 1, reference_hidden_states(moe_folder, tokens)[:, :, 30:])
 
     def test_buckets(self, moe_folder):
-        """Of context encoding, of token generation and of continuations; a small one pads less and gives the same."""
+        """Buckets of context encoding, token generation and continuations: a small one pads less and gives the same."""
         model = nxdi.cpu_model(
             moe_folder,
             batch_size=2,
@@ -434,7 +434,7 @@ class TestCpuMode:
 
     @pytest.mark.parametrize("context_length", [nxdi.BUCKET, nxdi.MAX_LENGTH])
     def test_longest_prompts(self, context_length, moe_folder):
-        """As long as the cache; what is longer is refused, and leaves nothing behind. Without continuations, too."""
+        """Prompts may be as long as the cache. Longer ones are refused and leave nothing; without continuations too."""
         model = nxdi.cpu_model(moe_folder, batch_size=2, max_context_length=context_length)
         assert (model.prefill_continuation_model is None) == (context_length == nxdi.MAX_LENGTH)
         tokens, lengths = random_tokens(model.config.vocab_size, 2, nxdi.MAX_LENGTH + 1), (nxdi.MAX_LENGTH, 130)
@@ -471,7 +471,7 @@ class TestCpuMode:
                 assert (logits - nxdi.at(expected, lengths, STEPS)).abs().max() <= TOLERANCE
 
     def test_two_ranks_alone_and_by_slot(self, two_ranks, random_checkpoints):
-        """One sequence, prompts of all lengths; and sequences in slots, out of order."""
+        """One sequence runs with prompts of all lengths, and sequences run in slots out of order."""
         folder = random_checkpoints(CASE[TP_CASES[0]])
         tokens = random_tokens(GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size, 3, 200 + STEPS)
         expected = expected_logits(folder, tokens)
@@ -483,7 +483,7 @@ class TestCpuMode:
 
 
 def scaled_attention_output(model, patch):
-    """The softmax scale 1 / sqrt(head_dim), and attention_multiplier on what comes out."""
+    """Compute attention with the softmax scale 1 / sqrt(head_dim), and multiply its output by attention_multiplier."""
     granite = model.config.granite
     for layer in model.token_generation_model.model.layers:
         if not layer.is_mamba:
@@ -539,7 +539,7 @@ BUGS = (
 
 @pytest.mark.usefixtures("cpu_mode")
 class TestBugsAreSeen:
-    """Each of these bugs, planted, fails the comparison of TestCpuMode."""
+    """Each of these planted bugs fails the comparison of TestCpuMode."""
 
     @pytest.fixture(scope="class")
     def model(self, cpu_mode, moe_folder):
@@ -563,7 +563,7 @@ RESULTS = {
 
 
 def check_aliases(wrapper):
-    """Each state tensor has an output of its own, after the tokens, logits and captured tensors, in order."""
+    """Check that each state tensor has its own output after the tokens, logits and captured tensors, in order."""
     instance = wrapper.get_model_instance()
     instance.load_module()
     module, aliases = instance.get(0)
@@ -588,7 +588,7 @@ def dropped_alias(get):
 
 @pytest.mark.usefixtures("cpu_mode")
 class TestGraphs:
-    """The state is aliased from a graph's outputs to its inputs by index, and so stays on the device."""
+    """A graph's outputs alias its state inputs by index, so the state stays on the device."""
 
     @pytest.fixture(scope="class", params=RESULTS.values(), ids=RESULTS.keys())
     def model(self, request, cpu_mode, moe_folder):
@@ -607,7 +607,7 @@ class TestGraphs:
 
     @torch.inference_mode()
     def test_the_order_is_that_of_hybrid_state(self, cpu_mode, moe_folder):
-        """Index by index the state of the CPU runtime, after context encoding, a continuation and token generation."""
+        """The state equals the CPU runtime's, index by index, after context encoding, continuation and decode."""
         model, ours = nxdi.cpu_model(moe_folder), load_model(moe_folder, torch.float32)
         tokens = random_tokens(model.config.vocab_size, 1, 202)
         nxdi.run(model, tokens, [200], 2)
@@ -620,7 +620,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("graph", GRAPHS)
     def test_what_the_compiler_sees_of_the_mamba_layers(self, graph, cpu_mode, tmp_path):
-        """Traced from a model that was made for CPU mode."""
+        """The graph is traced from a model that was made for CPU mode."""
         import torch_xla
 
         config = small_config(layer_types=("mamba",) * 2, mamba_n_groups=2, **DENSE)
@@ -640,7 +640,7 @@ NEURON_DEVICE = Path("/dev/neuron0")
 
 @pytest.mark.skipif(not NEURON_DEVICE.exists(), reason=f"no Neuron device here ({NEURON_DEVICE})")
 class TestNeuronDevice:
-    """Compiled by the Neuron SDK and run on a device, on two cores."""
+    """The model is compiled by the Neuron SDK and runs on a device, on two cores."""
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory):
@@ -654,7 +654,7 @@ class TestNeuronDevice:
         return model
 
     def test_logits(self, model):
-        """Against transformers, with prompts in and beyond the bucket; a second run starts from nothing."""
+        """Logits equal transformers' for prompts in and beyond the bucket, and a second run starts from nothing."""
         for lengths in ((1, 2, 3, 40, 100, nxdi.BUCKET, 17, 64), (200, 1, 130, 128, 129, 5, 90, 33)):
             tokens = random_tokens(model.config.vocab_size, len(lengths), max(lengths) + STEPS)
             logits = nxdi.run(model, tokens, lengths, STEPS)
@@ -664,7 +664,7 @@ class TestNeuronDevice:
 
     @torch.inference_mode()
     def test_hidden_states(self, tmp_path):
-        """After each layer but the last, of prefill and of decode: says which layer goes wrong."""
+        """Hidden states after each layer but the last, of prefill and decode, show which layer goes wrong."""
         from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder = bundled_checkpoint()
@@ -691,7 +691,7 @@ class TestNeuronDevice:
             assert max(errors) <= 1e-2
 
     def test_logits_pass_the_check_of_nxd_inference(self, model):
-        """Which is in a package of the SDK; it raises where a logit is further off than 2 %."""
+        """The check is in a package of the SDK. It raises where a logit is off by more than 2 %."""
         from neuronx_distributed_inference.utils.accuracy import check_accuracy_logits_v2, generate_expected_logits
         from transformers import GenerationConfig
 
@@ -711,7 +711,7 @@ class TestNeuronDevice:
         print(tokenizer.batch_decode(texts))
 
     def test_throughput(self, model, record_property):
-        """Measured and reported, not judged."""
+        """Throughput is measured and reported, not judged."""
         lengths = [nxdi.BUCKET] * len(TEXTS)
         tokens = random_tokens(model.config.vocab_size, len(TEXTS), nxdi.BUCKET + 64)
         nxdi.run(model, tokens, lengths, 4)

@@ -1,4 +1,4 @@
-"""What a person types for --backend nxdi, on NxD Inference's CPU mode: the text is that of the cpu backend."""
+"""Commands with --backend nxdi in NxD Inference's CPU mode give the text of the cpu backend."""
 
 import re
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("cpu_mode")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random checkpoint that the NKI kernels take, too."""
+    """Write a random checkpoint that the NKI kernels also take."""
     return saved(tmp_path_factory.mktemp("commands") / "model", layer_types=("mamba", "attention", "mamba"))
 
 
@@ -51,7 +51,7 @@ def saved(path, **options):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """In the SDK's place: what is compiled leaves its config, and models run in CPU mode. Those that are loaded."""
+    """Stand in for the SDK: compiling saves only the config, and models run in CPU mode. Return the loaded models."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM, loading
     from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
 
@@ -73,7 +73,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def command(capsys, folder):
-    """A function from arguments to (status, standard output, standard error)."""
+    """Return a function that runs the command and returns (status, standard output, standard error)."""
 
     def run(name, *arguments):
         arguments = (name, "--model", folder, *arguments)
@@ -92,7 +92,7 @@ def generate(command):
 
 @pytest.fixture
 def graphs(command, tmp_path):
-    """A function that compiles, and returns the options that run what was compiled."""
+    """Return a function that compiles and returns the options that run the compiled model."""
 
     def compiled(*options):
         folder = tmp_path / f"graphs{len(list(tmp_path.iterdir()))}"
@@ -133,7 +133,7 @@ def test_prompts_that_begin_alike_share_slots(generate, graphs):
 
 @torch.inference_mode()
 def test_a_bug_of_slots_is_seen(generate, graphs, monkeypatch):
-    """A copy that does nothing."""
+    """The planted bug is a copy that does nothing."""
     from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
 
     prompts = [PROMPT + end for end in (" one thing", " another", "")]
@@ -143,7 +143,7 @@ def test_a_bug_of_slots_is_seen(generate, graphs, monkeypatch):
 
 
 def test_states_of_16_bits(generate, graphs, device, monkeypatch):
-    """They are the compiled graphs' matter; the text of a few tokens is the same."""
+    """The compiled graphs handle states of 16 bits. The text of a few tokens is the same."""
     expected = generate(PROMPT, "--max-tokens", 4)[1]
     compiled = graphs("--state-dtype", "bfloat16", "--prefill-scan", "ssd", "--decode-kernel", "nki")
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")

@@ -1,4 +1,4 @@
-"""NxD Inference's fused speculation, in its CPU mode: greedy texts are those of plain decode."""
+"""Greedy texts of NxD Inference's fused speculation, in its CPU mode, are those of plain decode."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def texts(tokenizer):
-    """Tokens of prompts, and what plain decode of this package's CPU runtime makes of them."""
+    """Return the tokens that plain decode of this package's CPU runtime gives for each prompt."""
     ours, _ = load(dtype=torch.float32)
     expected = []
     for prompt in prompts_of(tokenizer):
@@ -51,7 +51,7 @@ def prompts_of(tokenizer):
 
 
 def noisy(folder, share):
-    """The bundled checkpoint with noise in its weights, which is right as often as not."""
+    """Write the bundled checkpoint with noise in its weights, so that its drafts are right as often as not."""
     model, generator = load_model(bundled_checkpoint(), torch.float32), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -84,7 +84,7 @@ def fused_model(draft, kernels=None, **options):
 
 @torch.inference_mode()
 def start(model, prompts, seq_ids=None):
-    """Prompts in, the first new token of each out."""
+    """Run the prompts and return the first new token of each."""
     longest = max(map(len, prompts))
     mask = torch.arange(longest) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
     output = model(
@@ -98,7 +98,7 @@ def start(model, prompts, seq_ids=None):
 
 @torch.inference_mode()
 def go_on(model, prompts, new, seq_ids=None):
-    """One step of rows: accepted tokens are added to `new`; how many there were of each."""
+    """Run one step: add the accepted tokens to `new`, and return their number for each row."""
     lengths = torch.tensor([len(prompt) + len(tokens) - 1 for prompt, tokens in zip(prompts, new, strict=True)])
     output = model(
         input_ids=torch.tensor([tokens[-1:] for tokens in new]),
@@ -113,7 +113,7 @@ def go_on(model, prompts, new, seq_ids=None):
 
 
 def run(model, prompts, seq_ids=None):
-    """New tokens of each prompt, all in one batch, and how many were accepted in each step."""
+    """Run all prompts in one batch; return the new tokens of each and the numbers accepted in each step."""
     model.reset()
     new, counts = start(model, prompts, seq_ids), []
     while min(map(len, new)) < NEW:
@@ -133,7 +133,7 @@ def test_every_count_of_accepted_tokens(draft, tokenizer, texts):
 
 
 def test_the_nki_kernel(draft, tokenizer, texts):
-    """It drafts, verifies and commits in both models; prompts are scanned in torch, over states in its layout."""
+    """The kernel drafts, verifies and commits in both models. Prompts are scanned in torch, in its state layout."""
     new, counts = one_by_one(fused_model(draft, dict(decode_kernel="nki")), prompts_of(tokenizer)[:3])
     assert new == texts[:3] and len(set(counts)) > 2
 
@@ -147,14 +147,14 @@ def test_a_draft_without_mamba_layers(tokenizer, texts, tmp_path):
 
 
 def test_ragged_batches(draft, tokenizer, texts):
-    """Rows of other lengths, which accept other numbers of tokens."""
+    """Rows have different lengths and accept different numbers of tokens."""
     prompts = prompts_of(tokenizer)
     new, counts = run(fused_model(draft, batch_size=len(prompts)), prompts)
     assert new == texts and len(set(counts)) == TOKENS
 
 
 def test_continuous_batching(draft, tokenizer, texts):
-    """Slots in any order, fewer rows than slots, sequences that come and go, and a slot used again."""
+    """Slots are in any order, rows are fewer than slots, sequences come and go, and a slot is used again."""
     prompts, model = prompts_of(tokenizer), fused_model(draft, **SLOTS)
     slot, new = {}, {}
 
@@ -188,7 +188,7 @@ def test_generate_of_nxd_inference(draft, tokenizer, texts):
 
     prompt = torch.tensor([prompts_of(tokenizer)[0]])
     options = GenerationConfig(max_new_tokens=40, do_sample=False, top_k=1, eos_token_id=-1, pad_token_id=0)
-    options.prompt_lookup_num_tokens = TOKENS  # how the adapter is told to look for several tokens in a step
+    options.prompt_lookup_num_tokens = TOKENS  # this tells the adapter to look for several tokens in a step
     adapter = HuggingFaceGenerationAdapter(fused_model(draft))
     output = adapter.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options)
     tokens = output[0, prompt.shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""What each rank of NxD loads: shapes at the family's real sizes, values of small checkpoints. Nothing is run."""
+"""Each rank's weights from NxD: shapes at the family's real sizes, values of small checkpoints. Nothing is run."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from test.support import nxdi
 from test.support.checkpoints import CASES
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
-NEURON_NAMES = {  # ours: NxD Inference's, and whether it is transposed there
+NEURON_NAMES = {  # our name: NxD Inference's, and whether the weight is transposed there
     "self_attn.q_proj": ("self_attn.qkv_proj.q_proj", False),
     "self_attn.k_proj": ("self_attn.qkv_proj.k_proj", False),
     "self_attn.v_proj": ("self_attn.qkv_proj.v_proj", False),
@@ -32,7 +32,7 @@ def nxd_inference():
 
 
 def neuron_name(name: str) -> tuple[str, bool]:
-    """Of one of our parameters: NxD Inference's name, and whether it is transposed there."""
+    """Return NxD Inference's name of one of our parameters, and whether it is transposed there."""
     name = name.removeprefix("model.")
     for ours, (theirs, is_transposed) in NEURON_NAMES.items():
         if f".{ours}." in name:
@@ -41,7 +41,7 @@ def neuron_name(name: str) -> tuple[str, bool]:
 
 
 def compared(parallel_model: GraniteMoeHybridForCausalLM, theirs: dict[str, torch.Tensor]):
-    """(name, our parameter of a rank, NxD's), for all but the embedding, which NxD splits by columns."""
+    """Yield (name, our parameter of a rank, NxD's) for all but the embedding, which NxD splits by columns."""
     for name, parameter in parallel_model.named_parameters():
         if name != "model.embed_tokens.weight":
             their_name, is_transposed = neuron_name(name)
@@ -49,7 +49,7 @@ def compared(parallel_model: GraniteMoeHybridForCausalLM, theirs: dict[str, torc
 
 
 def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
-    """A family member's config, written to a folder, with its first Mamba and its first attention layer only."""
+    """Write a family member's config to a folder, with only its first Mamba and its first attention layer."""
     values = GraniteMoeHybridConfig.from_family(name).to_dict()
     values["layer_types"] = [kind for kind in (MAMBA, ATTENTION) if kind in values["layer_types"]]
     values["num_hidden_layers"] = len(values["layer_types"])
@@ -60,7 +60,7 @@ def one_layer_of_each_kind(name: str, folder: Path) -> GraniteMoeHybridConfig:
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("name", family_names())
 def test_shapes_of_a_rank(name, degree, tmp_path):
-    """Of weights and state; or the degrees that do divide the model, in one sentence."""
+    """Shapes of weights and state match, or one sentence names the degrees that do divide the model."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     granite = one_layer_of_each_kind(name, tmp_path)
@@ -100,13 +100,13 @@ def test_values_of_every_rank(case, degree, random_checkpoints):
 
 
 def test_values_with_fused_projections(random_checkpoints):
-    """Keys and values in one weight with the queries, biases too."""
+    """Keys and values are in one weight with the queries, and so are biases."""
     (case,) = [case for case in CASES if case.name == "projection_bias"]
     check_values(random_checkpoints(case), 2, fused_qkv=True)
 
 
 def check_values(folder: Path, degree: int, fused_qkv: bool = False) -> None:
-    """NxD's sharder gives each rank what this package's own backends load."""
+    """Check that NxD's sharder gives each rank what this package's own backends load."""
     from neuronx_distributed.trace.trace import get_sharded_checkpoint
 
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM

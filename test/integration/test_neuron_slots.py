@@ -1,4 +1,4 @@
-"""Verification, commit and copies of slots on NxD Inference, in its CPU mode, against transformers' uncut sequences."""
+"""Verification, commit and copies of slots in NxD Inference's CPU mode, against transformers' uncut sequences."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from test.support.verification import Round, streams, verified_error
 SLOTS, TOKENS = 3, 4
 KERNELS = Case(
     "kernels", dict(layer_types=("mamba", "attention", "mamba"), mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64)
-)  # that the NKI kernels take
+)  # sizes that the NKI kernels take
 OPTIONS = dict(batch_size=SLOTS, ctx_batch_size=1, is_continuous_batching=True, speculation_length=TOKENS)
 
 pytestmark = pytest.mark.usefixtures("cpu_mode")
@@ -60,9 +60,9 @@ def runtime(cpu_mode, folder):  # noqa: F811
 
 @torch.inference_mode()
 def poison(runtime, lengths=None):
-    """NaN in recurrent state; in caches, which are read with the weight 0 and so are finite, large numbers.
+    """Fill recurrent state with NaN. Fill caches with large finite numbers, because they are read with the weight 0.
 
-    With `lengths` only the caches behind the ends of sequences.
+    With `lengths`, fill only the caches behind the ends of sequences.
     """
     manager = runtime.model.models[0].model.kv_mgr
     for idx, kind in enumerate(manager.layer_types):
@@ -76,14 +76,14 @@ def poison(runtime, lengths=None):
 
 @pytest.fixture(scope="class")
 def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
-    """A runtime with the NKI kernels, which run in the emulator, and logits of whole sequences."""
+    """Return a runtime with the NKI kernels, which run in the emulator, and logits of whole sequences."""
     folder = random_checkpoints(KERNELS)
     return runtime_of(folder, dict(prefill_scan="ssd", decode_kernel="nki")), tokens_and_logits(folder)[1]
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The kernels that a Mamba layer launches from here on: each one's name, whether it has a gate, and counts."""
+    """Record the kernels that a Mamba layer launches from here on: name, whether it has a gate and whether counts."""
     from granite4_neuron.ops.nki import mamba
 
     seen, correct = [], mamba.launch
@@ -109,13 +109,13 @@ def verification_error(runtime, uncut, prefixes, rounds):
 
 
 def step_error(runtime, uncut, row, number):
-    """How far a row's logits are from those of sequence `number`, from 1."""
+    """Return how far a row's logits are from those of sequence `number`, which counts from 1."""
     logits = runtime.step(None, [row])[0]
     return (logits - uncut[number - 1][row.start + len(row.tokens) - 1]).abs().max().nan_to_num(math.inf).item()
 
 
 def copy_error(runtime, tokens, uncut, length):
-    """Of a sequence that goes on in another slot by several tokens and then single ones, as does the one it is of."""
+    """Return the error of a copy that goes on by several tokens and then single ones, and of its original."""
     poison(runtime)
     runtime.step(None, [Row(2, 0, tokens[0][:length])])
     runtime.copy(None, 2, 3, length)
@@ -146,7 +146,7 @@ class TestVerification:
         assert verification_error(runtime_of(folder), tokens_and_logits(folder)[1], PREFIXES[0], RAGGED[0]) <= TOLERANCE
 
     def test_nki_kernels(self, with_kernels, launches):
-        """One kernel in three forms: decode, verification, and commit, which keep the rules of the plain path."""
+        """One kernel has three forms (decode, verification and commit) and keeps the rules of the plain path."""
         runtime, uncut = with_kernels
         for rounds in (RAGGED[0], EVERY_COUNT[2]):
             assert verification_error(runtime, uncut, PREFIXES[0], rounds) <= TOLERANCE
@@ -156,7 +156,7 @@ class TestVerification:
         assert runtime.fallbacks == ()
 
     def test_states_of_16_bits(self, random_checkpoints, with_kernels, monkeypatch):
-        """Rounded as the hardware does, by chance, at each step and commit: near the exact logits, and not at them."""
+        """States are rounded at random at each step and commit, as in hardware: logits are near exact, not equal."""
         pytest.importorskip("nki.emulation", reason="a simulator may round as it likes")
         monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
         folder = random_checkpoints(KERNELS)
@@ -167,7 +167,7 @@ class TestVerification:
         assert TOLERANCE < error <= 5e-2
 
     def test_at_the_end_of_the_cache(self, runtime, sequences, folder):
-        """Tokens up to the last place; those that only fill the graph have none."""
+        """Tokens fill the cache up to its last place. Tokens that only fill the graph have no place."""
         length = nxdi.MAX_LENGTH
         tokens = torch.tensor(sequences[0][0] * 3)[None, :length]
         expected = reference_logits(folder, tokens)[0]
@@ -200,7 +200,7 @@ class TestCopies:
         assert copy_error(runtime, *sequences, length) <= TOLERANCE
 
     def test_further_tokens_of_a_prompt(self, runtime, sequences, folder):
-        """In one piece and in several, up to the cache's end."""
+        """Further tokens run in one piece and in several, up to the cache's end."""
         tokens = torch.tensor(sequences[0][0] * 3)[None, : nxdi.MAX_LENGTH]
         expected, row = reference_logits(folder, tokens)[0], tokens[0].tolist()
         for cuts in ((5, 20), (100, nxdi.MAX_LENGTH), (1, 3, 131, 256)):
@@ -210,7 +210,7 @@ class TestCopies:
                 assert (logits - expected[end - 1]).abs().max() <= TOLERANCE
 
     def test_without_a_graph_for_further_tokens(self, folder, sequences):
-        """Where context encoding takes the longest sequence, further tokens are decoded."""
+        """Further tokens are decoded where context encoding takes the longest sequence."""
         runtime = runtime_of(folder, max_context_length=nxdi.MAX_LENGTH)
         assert runtime.model.prefill_continuation_model is None
         assert copy_error(runtime, *sequences, 40) <= TOLERANCE
@@ -229,7 +229,7 @@ class TestCopies:
 
 
 def run_rank(rank, folder, port, results):
-    """One process: sequence 1 stands in part and is copied to slot 2, all that is verified of sequence 3 stands."""
+    """Run one process: verify sequences 1 and 3, accept part of 1 and all of 3, and copy sequence 1 to slot 2."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NXD_CPU_MODE="1")
     torch.set_num_threads(1)
     assert nxdi.why_not_importable() is None
@@ -260,7 +260,7 @@ def test_two_ranks(folder, tmp_path):
 
 
 class TestEngine:
-    """The bundled checkpoint's greedy texts, which a wrong state changes, are those of the CPU runtime."""
+    """Greedy texts of the bundled checkpoint change with a wrong state, and they are those of the CPU runtime."""
 
     PROMPTS = (TEXTS[0], TEXTS[0] * 2, "A", TEXTS[1] * 8)  # the last is longer than the bucket
 
@@ -287,7 +287,7 @@ class TestEngine:
         assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
     def test_prefixes_in_slots(self, runtime, expected):
-        """Each prompt begins like one before; only its rest is run. The model's slots outlive an engine."""
+        """Each prompt begins like an earlier one, and only its rest is run. The model's slots outlive an engine."""
         prompts, texts = expected
         cache = SlotPrefixCache(runtime, (2, 3), pinned=[prompts[0]])
         for found in (0, len(prompts[0])):
@@ -343,7 +343,7 @@ def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
 
 
 def change_arguments(change, patch):
-    """Launch the kernel of a few tokens with other arguments: z and the counts, which are its last ones."""
+    """Launch the kernel of a few tokens with other values of its last arguments: z and the counts."""
     from granite4_neuron.ops.nki import mamba
 
     correct = mamba.launch

@@ -1,4 +1,4 @@
-"""A module and a header make a new quantisation: nothing else of the package knows of it."""
+"""A module and a header make a new quantisation. The rest of the package does not know of it."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from granite4_neuron.ops import cpu
 
 ROOT = Path(__file__).parents[2]
 FP8 = ROOT / "test" / "support" / "fp8"
-# Beside fp8's own checks those of every format.
+# Besides fp8's own checks, run those of every format.
 TESTS = (
     FP8 / "fp8_checks.py",
     "test/unit/test_quantization.py",

@@ -57,7 +57,7 @@ def test_scans(device, name, length, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_few_tokens(device, tokens, dtype):
-    """Decode, a verification, which has outputs alone, and its commit, which has states alone."""
+    """Decode runs, then a verification, which gives outputs only, and its commit, which gives states only."""
     from granite4_neuron.ops.nki.mamba_decode import mamba_decode
 
     inputs = mamba_decode_inputs(3, tokens, dtype=dtype, accepted=[tokens, 0, tokens // 2], **HEADS)
@@ -78,7 +78,7 @@ def test_convolution(device, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 def test_experts(device, tokens, dtype):
-    """Also with tokens that choose nothing: the last slots are skipped, and some are from the start."""
+    """The kernel also gets tokens that choose nothing: the last slots are skipped, and some from the start."""
     from granite4_neuron.ops.nki.experts_decode import experts_decode
 
     inputs = experts_inputs(tokens, 32, 4096, 192, 10, dtype)
@@ -89,7 +89,7 @@ def test_experts(device, tokens, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_experts_by_blocks(device, dtype):
-    """Blocks that keep the expert before, rows without a token, and blocks without rows."""
+    """Some blocks keep the expert before, some rows have no token, and some blocks have no rows."""
     from granite4_neuron.ops.nki.experts_prefill import experts_prefill
     from granite4_neuron.ops.nki.launch import launch
 

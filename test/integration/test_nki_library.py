@@ -1,9 +1,9 @@
-"""The emulator under kernels that others wrote: those of AWS's public nki-library, against AWS's own references.
+"""The emulator runs kernels of AWS's public nki-library, and the results are compared with AWS's own references.
 
     NKI_LIBRARY_SRC=nki-library pytest -s test/integration/test_nki_library.py
 
-Each line of the table that -s shows is one launch: how far its results are from the reference's, relative to the
-largest value of it, and what it did.
+Each line of the table that -s shows is one launch: its error against the reference relative to the reference's
+largest value, and what it did.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""One text, however it is served: the fused kernels give a sequence the same logits bit by bit, whoever it runs with,
-however it is cut into steps, and on however many threads."""
+"""The fused kernels give a sequence the same logits bit by bit, beside any others, in any steps, on any threads."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ PROMPT, STEPS = 150, 8
 
 
 def h_350m() -> GraniteMoeHybridConfig:
-    """Three of its layers, and a small vocabulary."""
+    """Return three layers of h-350m with a small vocabulary."""
     config = GraniteMoeHybridConfig.from_family("h-350m")
     return replace(config, num_hidden_layers=3, layer_types=("mamba", "attention", "mamba"), vocab_size=1000)
 
 
-# Sizes that are no multiples of a vector or a tile, two groups, an even window, rotary positions, a head of its own.
+# Sizes that are no multiples of a vector or a tile, two groups, an even window, rotary positions, and an untied head.
 ODD = dict(
     hidden_size=72, intermediate_size=34, shared_intermediate_size=50, vocab_size=163, mamba_n_heads=6, mamba_d_head=24,
     mamba_d_state=21, mamba_n_groups=2, mamba_d_conv=3, tie_word_embeddings=False, position_embedding_type="rope",
@@ -83,7 +82,7 @@ def tokens(runtime):
 
 @pytest.fixture(scope="module")
 def alone(runtime, tokens):
-    """The first sequences' logits, each alone in its state: after its prompt, and token by token behind it."""
+    """Run the first sequences alone, and return logits after each prompt and after each token behind it."""
     return [serve_alone(runtime, tokens[number]) for number in range(3)]
 
 
@@ -97,7 +96,7 @@ def serve_alone(runtime, tokens):
 
 
 def begin(runtime, tokens, sequences, cuts=(PROMPT,)):
-    """A state of sequences whose prompts have run in steps of the given sizes, and the logits after the last."""
+    """Run prompts in steps of the given sizes; return the state and the logits after the last step."""
     state = runtime.allocate(sequences, PROMPT + STEPS)
     poison(state)
     start = 0
@@ -110,7 +109,7 @@ def begin(runtime, tokens, sequences, cuts=(PROMPT,)):
 
 @pytest.mark.parametrize("sequences", [2, 5, 13, 33, 64])
 def test_beside_others(runtime, tokens, sequences):
-    """All prompts in one step, then all sequences' tokens in one step each."""
+    """All prompts run in one step, then all sequences' tokens run in one step each."""
     few = [one[:40] + one[PROMPT:] for one in tokens]
     state = runtime.allocate(sequences, 40 + STEPS)
     poison(state)
@@ -123,7 +122,7 @@ def test_beside_others(runtime, tokens, sequences):
 
 
 def test_an_order_of_sums_that_depends_on_the_rows_would_be_seen():
-    """As with a product that is another library's for more than eight rows."""
+    """The planted product comes from another library for more than eight rows."""
     runtime = CPURuntime(random_model(small_config(vocab_size=1000)), GenerationConfig())
 
     def planted(x, weight, scaling):
@@ -145,7 +144,7 @@ def test_a_prompt_in_any_steps(runtime, tokens, alone, cuts):
 
 @pytest.mark.parametrize("count", range(1, 17))
 def test_verified_tokens_are_those_of_decode(runtime, tokens, count):
-    """One row of `count` tokens beside one of fewer; half of them are taken, and the sequence goes on from there."""
+    """A row of `count` tokens runs beside a shorter one. Half of them are accepted, and the sequence goes on."""
     start = 40
     state, one = (runtime.allocate(2, start + count + 1) for _ in range(2))
     for each in (state, one):
@@ -187,7 +186,7 @@ def weights(request):
 
 @pytest.mark.parametrize("state_dtype", STATES, ids=str)
 class TestStatesIn16Bits:
-    """They are rounded after every token, wherever a step ends."""
+    """States are rounded after every token, wherever a step ends."""
 
     @staticmethod
     def runtime_and_tokens(weights, state_dtype):
@@ -229,7 +228,7 @@ class TestStatesIn16Bits:
 
 
 class RecordingRuntime(CPURuntime):
-    """Cuts prompts every 32 tokens, and keeps logits by the length and the last token of what they follow."""
+    """A runtime that cuts prompts every 32 tokens and keeps logits by the length and last token of their sequence."""
 
     tokens_per_step = 32
 
@@ -245,13 +244,13 @@ class RecordingRuntime(CPURuntime):
 
 
 def test_in_the_engine(runtime, tokens):
-    """Alone, beside others, and after hits in a prefix cache: at a prompt's end, within another's, and in a text."""
+    """Sequences run alone, beside others, and after cache hits at a prompt's end, within another's, and in a text."""
     recording = RecordingRuntime(runtime.model, runtime.generation_config)
     prompts = [tokens[0][:90], tokens[0][:60] + tokens[1][:50], tokens[2][:70], tokens[0][:90] + tokens[3][:40]]
     requests = [Request(prompt, max_tokens=6, snapshots_at=frozenset([60])) for prompt in prompts]
 
     def serve(requests, **options):
-        """Their new tokens, and all logits on the way."""
+        """Serve the requests and return their new tokens and all logits on the way."""
         engine = Engine(recording, 4, max_length=200, **options)
         recording.logits = {}
         ids = [engine.add(request) for request in requests]

@@ -1,4 +1,4 @@
-"""The CPU kernels as compilers for other processors see them; what they compute there is not looked at."""
+"""Compilers for other processors accept the CPU kernels. Their results there are not checked."""
 
 import platform
 import shutil

@@ -1,4 +1,4 @@
-"""Checkpoints that are written quantized, and what quantized weights do to the bundled model's predictions."""
+"""Checkpoints that are written quantized, and the effect of quantized weights on the bundled model's predictions."""
 
 import json
 
@@ -18,7 +18,7 @@ from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.formats.int8 import Int8
 from test.support.stepping import random_tokens, run_cuts
 
-HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not among what the model was trained on
+HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not in the model's training data
 every_quantization = pytest.mark.parametrize("quantize", QUANTIZATIONS)
 
 
@@ -46,7 +46,7 @@ def test_no_weight_is_laid_out_that_the_model_does_not_keep(case_folder, kernels
 
 
 def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
-    """Of a layer's projections one in int8, one as it is, and the others in int4; the head and the embedding as is."""
+    """One projection of a layer is in int8, one is plain, and the others are in int4. Head and embedding are plain."""
     original = load_model(case_folder)
     model = load_model(case_folder)
     for name, module in original.matrices().items():
@@ -62,7 +62,7 @@ def test_each_weight_has_a_format_of_its_own(case_folder, kernels, tmp_path):
 
 
 class Twice(Int8):
-    """A format whose tensors have the shapes and dtypes of int8's, and mean something else."""
+    """A format whose tensors have the shapes and dtypes of int8's but another meaning."""
 
     name = "twice"
     head = INT8
@@ -96,7 +96,7 @@ def test_head_and_embedding_of_int4_are_one_in_int8(case_folder):
 
 @every_quantization
 def test_convert(capsys, quantize, tmp_path):
-    """Smaller than the original, complete without it, and the same as --quantize."""
+    """The converted checkpoint is smaller than the original, complete without it, and the same as --quantize."""
     folder = tmp_path / "quantized"
     assert cli.main(["convert", "--quantize", quantize, "--output", str(folder)]) == 0
     size, original = ((each / WEIGHTS).stat().st_size for each in (folder, bundled_checkpoint()))
@@ -141,7 +141,7 @@ class TestRefusals:
 
 
 def test_predictions_of_a_text_that_the_model_has_never_seen(capsys):
-    """Perplexity beside bfloat16's, and the mean divergence of the next token's distribution from it."""
+    """Perplexity and the mean divergence of the next token's distribution are measured against bfloat16's."""
     most = {"int8": (1.01, 0.03), "int4": (1.08, 0.4)}
     runtimes = [load(dtype=torch.bfloat16, quantize=quantize)[0] for quantize in (None, *most)]
     tokens = load()[1].encode(HELD_OUT.read_text(encoding="utf-8"))[:3000]

@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client and bare HTTP see it, on the bundled model in float32."""
+"""The server on the bundled model in float32, tested with OpenAI's own client and with bare HTTP."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
@@ -30,7 +30,7 @@ ENDLESS = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
 
 
 class CountingEngine(Engine):
-    """Counts steps, and keeps how many there had been at each cancellation."""
+    """An engine that counts steps and records the count at each cancellation."""
 
     steps = 0
 
@@ -67,7 +67,7 @@ def client(server):
 
 @pytest.fixture
 def post(server):
-    """A function from path and body to the response."""
+    """Return a function that posts a body to a path and returns the response."""
 
     def send(path, body):
         content = json.dumps(body)
@@ -77,7 +77,7 @@ def post(server):
 
 
 def until(condition, seconds=60):
-    """Wait until it is true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -85,7 +85,7 @@ def until(condition, seconds=60):
 
 
 def metric(server, name):
-    """What the server tells Prometheus."""
+    """Return a metric that the server reports to Prometheus."""
     lines = httpx.get(f"{server.address}/metrics").text.splitlines()
     return float(next(line for line in lines if line.startswith(f"granite4_neuron_{name} ")).split()[1])
 
@@ -109,7 +109,7 @@ class TestCompletions:
         assert one.choices[0].text == answer.choices[1].text
 
     def test_without_a_limit_of_its_own(self, client, tiny):
-        """16 tokens, as with OpenAI, or as many as there is room for."""
+        """The limit is 16 tokens, as with OpenAI, or as many as there is room for."""
         assert client.completions.create(model=MODEL, prompt=PROMPT).usage.completion_tokens == 16
         near_the_end = tiny[1].encode(PROMPT) * 200
         usage = client.completions.create(model=MODEL, prompt=near_the_end[:505], extra_body={"ignore_eos": True}).usage
@@ -352,7 +352,7 @@ class TestLoad:
         assert texts[0].choices[0].text == generate(*tiny, PROMPT, max_tokens=60)
 
     def test_options_that_leave_no_token_later_end_the_stream_with_an_error(self, post, tiny):
-        """The first token has been sent by then; the second is the first one that a penalty is for."""
+        """The first token has been sent by then; the second is the first one that a penalty applies to."""
         first = tiny[1].encode(generate(*tiny, PROMPT, max_tokens=1))[-1]
         options = {"repetition_penalty": 1e-300, "logit_bias": {str(first): 100, "5": -100}, "temperature": 0}
         answer = post("completions", {"prompt": [5], "stream": True, "max_tokens": 5, **options})

@@ -1,4 +1,4 @@
-"""Clients that stall or leave: the server waits for each only so long, and none holds up its end."""
+"""Clients that stall or leave: the server waits for each for a limited time, and none blocks the server's exit."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
@@ -36,13 +36,13 @@ def server(tiny):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Every limit is half a second."""
+    """Set every limit to half a second."""
     monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 0.5))
     monkeypatch.setattr(connection, "ENDING_SECONDS", 0.5)
 
 
 def connect(server) -> socket.socket:
-    """With little room for what the client does not read."""
+    """Connect with little room for data that the client does not read."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", int(server.address.rpartition(":")[2])))
@@ -54,7 +54,7 @@ def connect(server) -> socket.socket:
 
 
 def until(condition, seconds=60):
-    """Wait until it is true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
@@ -62,7 +62,7 @@ def until(condition, seconds=60):
 
 
 def everything(client: socket.socket) -> bytes:
-    """What the server sends until it closes the connection."""
+    """Return all that the server sends until it closes the connection."""
     return b"".join(iter(lambda: client.recv(65536), b""))
 
 
@@ -112,7 +112,7 @@ def test_a_stream_must_be_read(impatient, server):
 
 
 def test_who_takes_its_time_with_each_part_is_served(server, monkeypatch):
-    """Also if the whole takes longer than the limit of any part."""
+    """A client is served even if the whole request takes longer than the limit of any part."""
     monkeypatch.setattr(connection, "SECONDS", dict.fromkeys(connection.SECONDS, 3))
     request = request_of({**LONG, "logprobs": None})
     with connect(server) as client:

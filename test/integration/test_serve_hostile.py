@@ -1,4 +1,4 @@
-"""Requests that are made to hold up others: each is answered, and others are answered meanwhile."""
+"""Requests that are made to delay others: each is answered, and other requests are answered meanwhile."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
@@ -16,7 +16,7 @@ from granite4_neuron import load
 from granite4_neuron.serving.answers import CompletionAnswer
 from test.support.serving import serving
 
-LONGEST_WAIT = 2  # in seconds; the server is meant to answer within a tenth, and without limits it took 3 to 60
+LONGEST_WAIT = 2  # in seconds; the server should answer within a tenth, and without limits it took 3 to 60
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ ENORMOUS = {
 
 
 def check_others(server, ask):
-    """While `ask` runs, others must be answered."""
+    """Check that other requests are answered while `ask` runs."""
     asking = threading.Thread(target=ask)
     with httpx.Client(timeout=300) as others:
         others.get(f"{server.address}/health")
@@ -89,7 +89,7 @@ def test_others_are_answered_during_a_body_of_single_bytes(server):
 
 
 def test_texts_may_have_any_punctuation(server):
-    """Only what is outside of texts counts as lists and names."""
+    """Only text outside strings counts as lists and names."""
     prompt = '[{"a\\": 1, \\\\' * 4_000
     answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60)
     assert answer.status_code == 400 and "with one new token at least" in answer.json()["error"]["message"]

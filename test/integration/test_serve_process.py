@@ -1,4 +1,4 @@
-"""`granite4-neuron serve` as a process: how it starts, and how it ends."""
+"""`granite4-neuron serve` as a process: how it starts and how it ends."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
@@ -23,7 +23,7 @@ LONG = {"prompt": "An assignment statement", "max_tokens": 600, "ignore_eos": Tr
 
 @contextmanager
 def serve_process(*arguments, before=(), **variables):
-    """A process of the command, behind the words `before` and with environment variables, and its address."""
+    """Start the command behind the words `before`, with environment variables; yield the process and its address."""
     command = [*before, sys.executable, "-m", "granite4_neuron", "serve", "--port", "0", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
@@ -38,7 +38,7 @@ def serve_process(*arguments, before=(), **variables):
 
 @pytest.fixture(autouse=True)
 def hangups_are_heard():
-    """Also where the tests run under nohup, whose children inherit that they ignore them."""
+    """Make hangups take effect even if the tests run under nohup, whose children inherit that they ignore them."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -90,7 +90,7 @@ def test_a_second_interrupt_does_not_wait():
 class TestAddressAndKey:
     @pytest.fixture
     def started(self, monkeypatch, capsys):
-        """A function from the command's arguments to the server's options, and what was said on each stream."""
+        """Return a function that runs the command and returns the server's options and the output on each stream."""
         options = {}
 
         class Recorded:

@@ -1,4 +1,4 @@
-"""What the server refuses, and how it says so."""
+"""Requests and settings that the server refuses, and its messages."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
@@ -31,7 +31,7 @@ def server(tiny):
 
 @pytest.fixture
 def post(server):
-    """A function from path and body to the response."""
+    """Return a function that posts a body to a path and returns the response."""
 
     def send(path, body):
         content = body if isinstance(body, bytes) else json.dumps(body)
@@ -137,7 +137,7 @@ def test_very_long_names_are_cut(post):
 
 
 def test_hosts(server):
-    """A page whose name leads here can send requests, with its own name as their host."""
+    """A page whose name resolves to this server can send requests with its own name as their host."""
     port = server.address.rpartition(":")[2]
     for host in ("localhost", "LocalHost", "127.0.0.1", "[::1]"):
         for suffix in ("", f":{port}", ":80"):

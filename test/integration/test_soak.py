@@ -1,4 +1,4 @@
-"""A smaller run of benchmarks/soak.py, which by itself sends 500 requests."""
+"""A smaller run of benchmarks/soak.py, which sends 500 requests by default."""
 
 import pytest
 

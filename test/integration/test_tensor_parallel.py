@@ -1,4 +1,4 @@
-"""A model split over processes gives the logits of the whole one; the processes talk through gloo."""
+"""A model split over processes gives the logits of the whole model. The processes talk through gloo."""
 
 import os
 import socket
@@ -57,7 +57,7 @@ def test_every_rank_has_the_whole_models_logits(tmp_path, degree, changes):
 @pytest.mark.parametrize("name", family_names())
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_rank_holds_its_share(name, degree):
-    """Of every family member at its real size: parameters and state of a rank, without allocating them."""
+    """Parameters and state of a rank, for every family member at its real size, are counted without allocating them."""
     config = GraniteMoeHybridConfig.from_family(name)
     with torch.device("meta"):
         whole = GraniteMoeHybridForCausalLM(config)
@@ -68,7 +68,7 @@ def test_a_rank_holds_its_share(name, degree):
     def size(tensors):
         return sum(tensor.numel() for tensor in tensors)
 
-    # What is not split: B and C of the one group, the router, the norms.
+    # These are not split: B and C of the one group, the router, the norms.
     assert 1 / degree <= size(part.parameters()) / size(whole.parameters()) <= 1.05 / degree
     assert 1 / degree <= size(state.tensors()) / size(whole_state.tensors()) <= 1.02 / degree
 

@@ -1,4 +1,4 @@
-"""The tune command as users run it; no test depends on what it measures."""
+"""The tune command as users run it. No test depends on the times that it measures."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """vLLM's engine with its NxD Inference plugin and this package's model, in NxD Inference's CPU mode.
 
-Skipped where vLLM, the plugin or NxD Inference is absent (requirements-vllm-neuron.txt).
+The tests are skipped where vLLM, the plugin or NxD Inference is absent (requirements-vllm-neuron.txt).
 """
 
 import json
@@ -22,7 +22,7 @@ ARGUMENTS = ("--skip-tokenizer-init", "--dtype=float32", "--max-num-seqs=4", "--
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Cut from text, each at another place."""
+    """Cut prompts from the text, each at another place."""
     reason = vllm_neuron.why_not_importable()
     if reason:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""The XLA runtime: the CPU runtime's logits, a fixed set of graphs, state that is donated from step to step."""
+"""The XLA runtime: the CPU runtime's logits, a fixed set of graphs, and state that is donated from step to step."""
 
 import math
 import os
@@ -29,12 +29,12 @@ import torch_xla.debug.metrics as metrics
 from granite4_neuron.runtime.xla import XLARuntime, cache_buckets
 
 BUCKETS = (16, 64)
-# Compiling a graph takes a second for each layer, and layers of a kind are alike.
+# Compiling a graph takes a second for each layer, and layers of the same kind behave alike.
 FEW_LAYERS = dict(layer_types=("mamba", "attention", "mamba"))
 
 
 def runtimes(make_model):
-    """The same model on both runtimes."""
+    """Load the same model on both runtimes."""
     config = GenerationConfig()
     return CPURuntime(make_model(), config), XLARuntime(make_model(), config, BUCKETS)
 
@@ -44,14 +44,14 @@ def compilations() -> int:
 
 
 def poison(state):
-    """NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
+    """Write NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
     for tensor in state.tensors():
         tensor.fill_(math.nan)
     torch_xla.sync()
 
 
 def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: None):
-    """Logits of each step: lists of (slot, number of tokens), sequences told apart by slot."""
+    """Return the logits of each step. A step is a list of (slot, number of tokens); the slot tells sequences apart."""
     vocab_size = runtime.config.vocab_size
     tokens = random_tokens(vocab_size, num_sequences + 1, max_length).tolist()
     done = [0] * (num_sequences + 1)
@@ -66,7 +66,7 @@ def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: N
 
 
 # Prefill of several lengths, one of them in three pieces; decode in any order, with idle slots; a second prefill while
-# others are in the middle of decode; a verify step; all at once, with a sequence that begins with a single token.
+# others decode; a verify step; all at once, with a sequence that begins with a single token.
 STEPS = [
     [(2, 5), (1, 150), (3, 16)],
     [(3, 1), (1, 1), (2, 1)],
@@ -84,7 +84,7 @@ STEPS = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits_equal_the_cpu_runtimes(case):
-    """With one layer of each kind; the bundled model has several."""
+    """The models have one layer of each kind; the bundled model has several."""
     kinds = tuple(dict.fromkeys(case.config().layer_types))
     config = small_config(**{**case.changes, "layer_types": kinds})
     cpu, xla = runtimes(lambda: random_model(config, max_A=case.max_A))
@@ -96,7 +96,7 @@ def test_logits_equal_the_cpu_runtimes(case):
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_rank_alone_gives_its_cpu_logits(degree):
-    """One rank's graphs with its own shapes; what the ranks say to each other is left out on both sides."""
+    """One rank's graphs run with its own shapes. Communication between ranks is left out on both sides."""
     config = small_config(**FEW_LAYERS, num_key_value_heads=2)
     model = random_model(config)
     parts = []
@@ -114,7 +114,7 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
 
 
 def test_a_sequence_of_nan_stays_alone():
-    """In the middle of decode, in the same steps as others."""
+    """A sequence of NaN decodes in the same steps as others."""
     cpu, xla = runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
     states, tokens = [runtime.allocate(4, 50) for runtime in (cpu, xla)], random_tokens(160, 40).tolist()
 
@@ -133,7 +133,7 @@ def test_a_sequence_of_nan_stays_alone():
 
 
 def test_attention_of_a_row_of_nan_stays_alone():
-    """Over a cache in blocks, where later blocks use the sums of earlier ones."""
+    """The cache is in blocks, and later blocks use the sums of earlier ones."""
     query, key, value = (torch.randn(3, *shape) for shape in ((1, 4, 8), (2, 64, 8), (2, 64, 8)))
     query[1] = math.nan
     positions, lengths, slots = torch.full((3, 1), 63), torch.ones(3, dtype=torch.int64), torch.tensor([2, 1, 0])
@@ -147,12 +147,12 @@ def test_attention_of_a_row_of_nan_stays_alone():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_leaves_other_slots_alone(dtype):
-    """Bit by bit: decode of some slots, and prefill while others are in the middle of decode."""
+    """Other slots stay the same bit by bit while some decode, and while one is prefilled among decoding ones."""
     runtime = XLARuntime(random_model(small_config(**FEW_LAYERS), dtype=dtype), GenerationConfig(), BUCKETS)
     state, tokens = runtime.allocate(4, 50), random_tokens(160, 40).tolist()
 
     def bits(slot):
-        """Of a slot in all state tensors."""
+        """Return the bits of a slot in all state tensors."""
         layers = [(layer, slot - isinstance(layer, MambaState)) for layer in state.layers]
         return [tensor[at].cpu().view(torch.uint8) for layer, at in layers for tensor in vars(layer).values()]
 
@@ -205,7 +205,7 @@ def test_the_bundled_model_prints_the_same_text():
 
 
 def test_the_set_of_graphs_is_fixed():
-    """Prefill buckets and decode, whatever prompts, positions, slots and numbers of steps come."""
+    """The graphs are the prefill buckets and decode, for any prompts, positions, slots and numbers of steps."""
     runtime = XLARuntime(random_model(small_config(**FEW_LAYERS, vocab_size=161)), GenerationConfig(), BUCKETS)
     runtime.allocate(5, 200)  # the graph that makes the zeros
     before = compilations()
@@ -234,7 +234,7 @@ def test_longer_caches_add_graphs_per_bucket_of_the_cache_only():
 
 
 def long_runtimes(length, chunk):
-    """A small model of that context, on both runtimes; and tokens."""
+    """Load a small model of that context on both runtimes, and make tokens."""
     config = small_config(
         **DENSE,
         layer_types=("mamba", "attention"),
@@ -251,7 +251,7 @@ def long_runtimes(length, chunk):
 
 
 def test_a_prompt_far_longer_than_any_graph():
-    """In chunks: new graphs for longer caches only, and the CPU runtime's logits."""
+    """The prompt runs in chunks. New graphs are made for longer caches only, and logits are the CPU runtime's."""
     length, chunk = 16384, 2048
     *runtimes, tokens = long_runtimes(length, chunk)
     rows = [Row(1, start, tokens[start : start + chunk]) for start in range(0, length - chunk, chunk)]
@@ -267,7 +267,7 @@ def test_a_prompt_far_longer_than_any_graph():
 
 
 def test_the_end_of_a_context_of_131072_tokens():
-    """After a state of random numbers, as a run of all the tokens before would take a minute."""
+    """The state holds random numbers, because running all the tokens before would take a minute."""
     length, chunk = 131072, 512
     start = length - chunk - 1
     cpu, xla, tokens = long_runtimes(length, chunk)
@@ -326,7 +326,7 @@ print(len(list(state.tensors())))
 
 
 def donated_parameters(folder, variant):
-    """(number of state tensors, parameters whose memory an output takes in each compiled graph that returns logits)."""
+    """Return (number of state tensors, donated parameters of each compiled graph that returns logits)."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text",
@@ -343,7 +343,7 @@ def donated_parameters(folder, variant):
 
 
 def test_every_state_tensor_is_donated(tmp_path):
-    """A verification writes keys and values only, a commit recurrent state only, and a snapshot nothing."""
+    """A verification writes only keys and values, a commit only recurrent state, and a snapshot nothing."""
     tensors, donated = donated_parameters(tmp_path, "all")
     keys_and_values = recurrent = 2
     assert tensors == keys_and_values + recurrent

@@ -1,4 +1,4 @@
-"""The prefix cache and speculation on XLA: the CPU's texts, from few graphs."""
+"""The prefix cache and speculation on XLA give the CPU's texts from few graphs."""
 
 import pytest
 from transformers import GenerationConfig
@@ -14,7 +14,7 @@ import torch_xla.debug.metrics as metrics
 from granite4_neuron.runtime.xla import XLARuntime
 
 PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (1, 5, 40, 16)]
-REPEATED = PROMPTS[1] * 6  # something for n-grams to find
+REPEATED = PROMPTS[1] * 6  # text that repeats, for n-grams to find
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""State by slot on XLA: copied, saved and restored, verified and committed, in graphs whose state is donated."""
+"""State by slot on XLA is copied, saved, restored, verified and committed in graphs whose state is donated."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from test.integration.test_xla import BUCKETS, FEW_LAYERS, compilations, poison,
 
 
 class TestSlots:
-    """Copy, snapshot and restore, over poisoned memory; a sequence goes on bit by bit as the original does."""
+    """Copy, snapshot and restore run over poisoned memory, and a sequence continues bit by bit as the original does."""
 
     LENGTH = 37
 
@@ -28,7 +28,7 @@ class TestSlots:
 
     @pytest.fixture
     def begun(self, runtime):
-        """A state with sequences in slots 1 and 2."""
+        """Return a state with sequences in slots 1 and 2."""
         state = runtime.allocate(3, 60)
         poison(state)
         runtime.step(state, [Row(slot, 0, random_tokens(160, self.LENGTH, seed=slot).tolist()) for slot in (1, 2)])
@@ -59,7 +59,7 @@ class TestSlots:
             assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
 
     def test_snapshots_are_those_of_the_cpu(self, runtime, begun):
-        """So a file that one runtime wrote is good for the other."""
+        """A file that one runtime wrote can therefore be read by the other."""
         snapshot = runtime.snapshot(begun, 2, self.LENGTH)
         cpu = CPURuntime(random_model(small_config(**FEW_LAYERS)), GenerationConfig())
         state = cpu.allocate(1, 60)
@@ -69,7 +69,7 @@ class TestSlots:
 
 
 class TestVerify:
-    """As test/unit/test_verify.py has it for the CPU."""
+    """These are the checks that test/unit/test_verify.py makes on the CPU."""
 
     ROUNDS = (
         Round((5, 3, 5, 1), (0, 0, 0, 0)),
@@ -89,7 +89,7 @@ class TestVerify:
         assert error <= 1e-5
 
     def test_the_graphs_are_few_and_the_state_does_not_move(self):
-        """One graph that verifies and one that commits for each bucket; the state's memory stays where it is."""
+        """Each bucket has one graph that verifies and one that commits, and the state's memory stays in place."""
         runtime = XLARuntime(
             random_model(small_config(**DENSE, **FEW_LAYERS, vocab_size=164)), GenerationConfig(), BUCKETS
         )

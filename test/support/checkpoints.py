@@ -1,4 +1,4 @@
-"""Small random checkpoints that between them cover what a GraniteMoeHybrid config can say."""
+"""Small random checkpoints that together cover the options of a GraniteMoeHybrid config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIXED = ("mamba", "attention", "mamba", "mamba", "attention", "mamba")
 
 
 def small_config(**changes) -> GraniteMoeHybridConfig:
-    """A hybrid MoE model a few hundred thousand parameters large, with `changes`."""
+    """Return the config of a hybrid MoE model of a few hundred thousand parameters, with `changes`."""
     values = dict(
         vocab_size=160,
         hidden_size=64,
@@ -48,7 +48,7 @@ def small_config(**changes) -> GraniteMoeHybridConfig:
 
 
 def large_config(**changes) -> GraniteMoeHybridConfig:
-    """A dense model of 180 MB in bfloat16, in tensors of a few MB each, with `changes`."""
+    """Return the config of a dense model of 180 MB in bfloat16, in tensors of a few MB each, with `changes`."""
     values = dict(hidden_size=512, mamba_d_head=128, shared_intermediate_size=2048, layer_types=("mamba",) * 20)
     return small_config(**{**values, "num_local_experts": 0, **changes})
 
@@ -86,7 +86,7 @@ CASES = (
 
 
 def save_dense(folder: Path, max_shard_size: str = "1GB", **changes) -> GraniteForCausalLM:
-    """Write a small random checkpoint of transformers' GraniteForCausalLM, whose every part matters to its output."""
+    """Write a small random checkpoint of transformers' GraniteForCausalLM, with every part affecting the output."""
     values = dict(
         vocab_size=264,
         hidden_size=64,
@@ -119,7 +119,7 @@ CHAT_TEMPLATE = (
 
 
 def save_byte_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-    """A tokenizer with one token per byte and a few special ones, 262 in all."""
+    """Write a tokenizer with one token per byte and a few special ones, 262 in all."""
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|bos|>"]
     vocabulary = {token: number for number, token in enumerate(special + sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocabulary, []))

@@ -1,4 +1,4 @@
-"""Checkpoints as the library compressed-tensors writes them, and what they stand for, in plain torch."""
+"""Checkpoints as the library compressed-tensors writes them, and the tensors that they stand for, in plain torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 
 @dataclass(frozen=True)
 class Scheme:
-    """One of the library's: num_bits, group_size (None for a scale per channel), and how numbers are stored."""
+    """A scheme of the library: num_bits, group_size (None for a scale per channel), and how numbers are stored."""
 
     num_bits: int
     group_size: int | None = None
     format: str = "pack-quantized"
 
     def config_group(self) -> dict:
-        """As the library writes it into config.json."""
+        """Return the scheme as the library writes it into config.json."""
         strategy = "channel" if self.group_size is None else "group"
         weights = dict(num_bits=self.num_bits, type="int", symmetric=True, strategy=strategy, dynamic=False)
         return {
@@ -34,7 +34,7 @@ class Scheme:
         }
 
     def quantize(self, weight: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [..., rows, columns] in int8, and scales [..., rows, groups], rounded to nearest."""
+        """Quantize to numbers [..., rows, columns] in int8 and scales [..., rows, groups], rounded to nearest."""
         groups = weight.double().unflatten(-1, (-1, self.group_size or weight.shape[-1]))
         largest = 2 ** (self.num_bits - 1)
         scales = (groups.abs().amax(-1) / (largest - 0.5)).to(scale_dtype)
@@ -42,7 +42,7 @@ class Scheme:
         return numbers.flatten(-2).to(torch.int8), scales
 
     def tensors(self, numbers: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is stored of a module, by the names of its parameters."""
+        """Return the stored tensors of a module, by the names of its parameters."""
         if self.format == "int-quantized":
             return {"weight": numbers, "weight_scale": scales}
         shape = torch.tensor(numbers.shape)
@@ -50,9 +50,7 @@ class Scheme:
 
 
 def packed(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """[..., columns] to int32: each word has as many columns as fit, the first one in its lowest bits, with 0 for the
-    least number.
-    """
+    """Pack [..., columns] into int32, as many columns a word as fit, the first one lowest. 0 is the least number."""
     in_word = 32 // num_bits
     words = numbers.long() + 2 ** (num_bits - 1)
     words = torch.nn.functional.pad(words, (0, -numbers.shape[-1] % in_word)).unflatten(-1, (-1, in_word))
@@ -60,7 +58,7 @@ def packed(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def dequantized(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Numbers times scales in float32, where each product is exact."""
+    """Multiply numbers by scales in float32, where each product is exact."""
     groups = numbers.float().unflatten(-1, (scales.shape[-1], -1))
     return (groups * scales.float()[..., None]).flatten(-2)
 
@@ -71,13 +69,13 @@ def compress(
     scheme_of: Callable[[str, torch.Tensor], Scheme | None],
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of float weights compressed.
+    """Write a checkpoint of float weights as a compressed one.
 
     Args:
-        scheme_of: of a weight's name and values; None for a tensor that stays as it is.
+        scheme_of: takes a weight's name and values; returns None for a tensor that stays as it is.
 
     Returns:
-        The tensors that the checkpoint stands for, by name; what is quantized in float32.
+        The tensors that the checkpoint stands for, by name. Those that are quantized are in float32.
     """
     tensors, meaning, schemes = {}, {}, []
     for name, tensor in load_file(folder / WEIGHTS).items():

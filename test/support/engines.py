@@ -1,4 +1,4 @@
-"""Small runtimes and engines, and poison for whatever an engine should not read."""
+"""Small runtimes and engines, and poison for all memory that an engine should not read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VOCAB = 160
 
 
 def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> GraniteMoeHybridForCausalLM:
-    """A Mamba layer and an attention layer of the smallest sizes, whose greedy texts depend on all that went before.
+    """Return a Mamba and an attention layer of the smallest sizes, whose greedy texts depend on all earlier tokens.
 
-    With tied embeddings, and little weight on what the layers add, they would repeat the last token for ever.
+    With tied embeddings and little weight on the layers' outputs, they would repeat the last token for ever.
     """
     sizes = dict(hidden_size=32, shared_intermediate_size=32, mamba_n_heads=4, mamba_d_head=16)
     layers = dict(layer_types=("mamba", "attention"), max_position_embeddings=200)
@@ -30,7 +30,7 @@ def engine_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
 
 
 class ChunkRuntime(CPURuntime):
-    """Cuts prompts every 16 tokens; keeps the rows of each step, and the logits after each row by its tokens so far."""
+    """A runtime that cuts prompts every 16 tokens and keeps each step's rows and each row's logits by its length."""
 
     tokens_per_step = CHUNK
 
@@ -48,7 +48,7 @@ class ChunkRuntime(CPURuntime):
 
 
 def run(engine: Engine, each_step=lambda: None) -> dict[int, list]:
-    """Outputs by id, until all sequences have ended."""
+    """Step until all sequences have ended, and return outputs by id."""
     outputs = {}
     while engine.has_work:
         for output in engine.step():
@@ -58,7 +58,7 @@ def run(engine: Engine, each_step=lambda: None) -> dict[int, list]:
 
 
 def generate_one(engine: Engine, request) -> list[int]:
-    """The new tokens of a request that is the engine's only one."""
+    """Return the new tokens of a request that is the engine's only one."""
     id = engine.add(request)
     return tokens_of(run(engine)[id])
 
@@ -68,7 +68,7 @@ def tokens_of(outputs) -> list[int]:
 
 
 def poison_state(state, free, stored) -> None:
-    """NaN in free slots, and in the cache behind the `stored` tokens of others, by slot."""
+    """Write NaN into free slots, and into the cache behind the `stored` tokens of each other slot."""
     with torch.inference_mode():
         for layer in state.layers:
             for tensor in vars(layer).values():
@@ -85,7 +85,7 @@ def poison_engine(engine: Engine) -> None:
 
 
 class PoisonedPrefixCache(PrefixCache):
-    """An entry that is evicted is filled with NaN first: a later read of it would show."""
+    """A prefix cache that fills an entry with NaN before evicting it, so that a later read would show."""
 
     def _evict(self, node):
         with torch.inference_mode():
@@ -95,7 +95,7 @@ class PoisonedPrefixCache(PrefixCache):
 
 
 def cached_bytes(cache: PrefixCache) -> tuple[int, int]:
-    """Bytes and entries of a prefix cache, counted in the tree itself."""
+    """Count the bytes and entries of a prefix cache in the tree itself."""
     nodes, num_bytes, entries = [cache._root], 0, 0
     while nodes:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""What the emulator's tests write kernels with."""
+"""Helpers with which the emulator's tests write kernels."""
 
 import nki
 import nki.isa as nisa
@@ -9,7 +9,7 @@ from nki import emulation
 
 
 def tile(*shape, dtype=nl.float32, buffer=nl.sbuf, value=None):
-    """An on-chip tensor inside a kernel; with a value, written."""
+    """Return an on-chip tensor inside a kernel, filled with the value if one is given."""
     tensor = nl.ndarray(shape, dtype=dtype, buffer=buffer)
     if value is not None:
         nisa.memset(dst=tensor, value=value)

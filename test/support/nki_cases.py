@@ -1,4 +1,4 @@
-"""Inputs of the NKI kernels, their definitions token by token, and how far apart two results are."""
+"""Inputs of the NKI kernels, their definitions token by token, and the distance between two results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scan_inputs(
     max_A: float = 16.0,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Arguments of the scans; steps from 0.001 to 0.5, as trained models have them."""
+    """Return arguments of the scans, with steps from 0.001 to 0.5 as trained models have them."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def scan_inputs(
 
 
 def scan_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and final states of the recurrence in float64, in the kernels' layout."""
+    """Return y and final states of the recurrence in float64, in the kernels' layout."""
     x, dt, A, B, C, D, states = inputs.values()
     y, states = oracles.ssm_recurrence(x, dt, A, B, C, D, states.permute(0, 2, 3, 1))
     return y, states.permute(0, 3, 1, 2)
@@ -54,7 +54,7 @@ def conv_inputs(
     dtype: torch.dtype = torch.float32,
     lengths: list[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Arguments of conv1d_prefill."""
+    """Return arguments of conv1d_prefill."""
     g = torch.Generator().manual_seed(0)
     shapes = dict(
         x=(batch, length, channels),
@@ -67,7 +67,7 @@ def conv_inputs(
 
 
 def conv_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """y in float64, and the windows: the last inputs up to each row's last real token."""
+    """Return y in float64, and the windows, which are the last inputs up to each row's last real token."""
     x, states, weight, bias, lengths = inputs.values()
     reach = weight.shape[1] - 1
     y, windows = [], []
@@ -79,7 +79,7 @@ def conv_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
 
 
 def error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest difference, relative to the range of what is exact; infinite where a value is not finite."""
+    """Return the largest difference relative to the range of the exact values, or infinity if a value is not finite."""
     if not value.isfinite().all():
         return math.inf
     return ((value.double() - exact.double()).abs().max() / exact.double().abs().max()).item()
@@ -98,7 +98,7 @@ def experts_inputs(
     dtype: torch.dtype = torch.float32,
     idle: tuple[int, ...] = (),
 ) -> dict[str, torch.Tensor]:
-    """Tokens, the experts' weights, and each token's choice; the tokens in `idle` choose nothing."""
+    """Return tokens, the experts' weights, and each token's choice. Tokens in `idle` choose nothing."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=g).to(dtype)
     gate_up_proj = (torch.randn(num_experts, hidden, 2 * width, generator=g) / hidden**0.5).to(dtype)
@@ -109,13 +109,13 @@ def experts_inputs(
 
 
 def experts_arguments(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Arguments of experts_decode."""
+    """Return arguments of experts_decode."""
     x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
     return [x, gate_up_proj, down_proj, *expert_slots(topk_ids, topk_weights, len(down_proj))]
 
 
 def experts_oracle(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sums in float64, choice by choice: of the first, third... distinct expert, and of the others."""
+    """Return float64 weighted sums, choice by choice: of the first, third... distinct expert, and of the others."""
     x, gate_up_proj, down_proj, topk_ids, topk_weights = inputs.values()
     distinct = sorted(set(topk_ids.flatten().tolist()) - {len(down_proj)})
     y = torch.zeros(2, *x.shape, dtype=torch.float64)
@@ -158,7 +158,7 @@ def mamba_decode_inputs(
 
 
 def mamba_decode_oracle(case):
-    """In float64: the outputs of all tokens, the states and windows after the accepted ones."""
+    """Return the outputs of all tokens, and the states and windows after the accepted ones, in float64."""
     states, conv_states, xBC, dt, taps, A_D, z, accepted = case.values()
     batch, d_state, heads, head_dim = states.shape
     tokens, reach = xBC.shape[1], conv_states.shape[2]

@@ -1,4 +1,4 @@
-"""What tests of NKI kernels check: their results, and what the emulator counted."""
+"""Checks of NKI kernels: their results, and the counts of the emulator."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from test.support.nki_cases import error
 
 
 def check(outputs, exact, tolerance=1e-5):
-    """Each output has the shape of the exact result, and is within the tolerance of it."""
+    """Check that each output has the shape of the exact result and is within the tolerance of it."""
     for output, expected in zip(outputs, exact, strict=True):
         assert output.shape == expected.shape
         assert error(output, expected) <= tolerance
 
 
 def last_launch():
-    """The emulator's record of the latest launch; skips the test where NKI is not the emulator."""
+    """Return the emulator's record of the latest launch. Skip the test where NKI is not the emulator."""
     emulation = pytest.importorskip("nki.emulation", reason="only the emulator counts")
     return emulation.last_launch()

@@ -1,4 +1,4 @@
-"""AWS's public nki-library on the emulator: what it imports beside what kernels of this project use."""
+"""AWS's public nki-library on the emulator: names that it imports and that this project's kernels do not use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unittest import mock
 
 
 def provide_library(folder: Path) -> None:
-    """Make `nkilib` importable from a checkout. It was written for NKI 0.3, and imports names that 0.6 lacks."""
+    """Make `nkilib` importable from a checkout. It was written for NKI 0.3 and imports names that 0.6 lacks."""
     import nki
     import nki.isa
     import nki.language as nl
@@ -36,7 +36,7 @@ def provide_library(folder: Path) -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    # Names of dtypes that Trainium2 does not have, in tables of constants.
+    # Names of dtypes that Trainium2 does not have; they occur in tables of constants.
     for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
         if not hasattr(nl, name):
             setattr(nl, name, name)
@@ -44,14 +44,14 @@ def provide_library(folder: Path) -> None:
 
 
 def member(path: str) -> Any:
-    """`module:name` below `nkilib`."""
+    """Import `module:name` below `nkilib`."""
     module, _, name = path.partition(":")
     with _lenient_dataclasses():
         return getattr(import_module(f"nkilib.{module}"), name)
 
 
 def _with_numbered_modes(dma_copy: Callable) -> Callable:
-    """Some of the library still names descriptor modes by NKI 0.3's numbers, and means `none`."""
+    """Take descriptor modes by NKI 0.3's numbers, which some of the library uses for `none`."""
     import nki.isa
 
     def copy(*arguments: Any, **options: Any) -> None:
@@ -64,7 +64,7 @@ def _with_numbered_modes(dma_copy: Callable) -> Callable:
 
 @contextmanager
 def _lenient_dataclasses() -> Iterator[None]:
-    """NKI's dataclasses have fields without annotations, and give None to those that are left out."""
+    """Let dataclasses have fields without annotations and give None to omitted fields, as NKI's dataclasses do."""
     import nki.language as nl
 
     dataclass = dataclasses.dataclass

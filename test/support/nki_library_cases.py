@@ -47,7 +47,7 @@ def to_torch(value: Any) -> Any:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Names of cases, family and variant, and what makes them: a library without a family lacks its cases alone."""
+    """Yield cases' names, families and variants, and what makes them. A missing family leaves out only its cases."""
     for family, make, variants in FAMILIES:
         for variant in variants:
             values = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in variant.items())
@@ -244,7 +244,7 @@ def _output_projection_cte(heads: int) -> Case:
 
 
 def _rmsnorm_quant(lower_bound: float) -> Case:
-    """Rows of float8 followed by their scale; against the definition, as AWS's own test has it."""
+    """Return a case of rows of float8 followed by their scale, against the definition, as AWS's own test has it."""
     hidden = 256
     x, gamma = _random(1, 128, hidden, dtype=BF16), _random(1, hidden, dtype=BF16, seed=1)
     arguments = member("core.rmsnorm.rmsnorm_quant:RmsNormQuantKernelArgs")(lower_bound=lower_bound)

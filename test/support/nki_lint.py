@@ -1,4 +1,4 @@
-"""What the NKI compiler refuses and Python runs: an emulator cannot see it, the source shows it.
+"""Rules for code that the NKI compiler refuses and Python runs. An emulator cannot see it, but the source shows it.
 
 Source of the rules: the NKI 0.3 to 0.6 release notes and the language guide of the Neuron SDK.
 """
@@ -15,17 +15,17 @@ INDEX_GRIDS = ("arange", "mgrid")
 
 @dataclass(frozen=True)
 class Problem:
-    """One violation, and the line it is on."""
+    """One violation and its line."""
 
     line: int
     message: str
 
 
 def lint(source: str) -> list[Problem]:
-    """Problems of one module, in the order of their lines.
+    """Return the problems of one module, in the order of their lines.
 
-    Kernel code is every function but the definitions in torch, whose names end in _torch: what a kernel calls is
-    compiled with it.
+    Kernel code is every function except the definitions in torch, whose names end in _torch. Functions that a kernel
+    calls are compiled with it.
     """
     tree = ast.parse(source)
     problems = list(_imports(tree))

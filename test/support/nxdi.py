@@ -1,4 +1,4 @@
-"""Run the NxD Inference port the way its users do: right-padded batches in, logits out, token after token."""
+"""Run the NxD Inference port as its users do: right-padded batches in, logits out, token after token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def skip_unless_importable() -> None:
 
 
 def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **options):
-    """The config of a checkpoint with `options` of its neuron_config; `kernels`: prefill_scan and decode_kernel."""
+    """Return a checkpoint's config with `options` of its neuron_config. `kernels`: prefill_scan and decode_kernel."""
     from neuronx_distributed_inference.models.config import MoENeuronConfig
     from neuronx_distributed_inference.utils.hf_adapter import load_pretrained_config
 
@@ -41,7 +41,7 @@ def make_config(folder: Path, kernels: Mapping[str, str] | None = None, **option
 
 
 def cpu_model(folder: Path, kernels: Mapping[str, str] | None = None, **options):
-    """A checkpoint, loaded in CPU mode."""
+    """Load a checkpoint in CPU mode."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     model = NeuronGraniteMoeHybridForCausalLM(str(folder), make_config(folder, kernels, **options))
@@ -51,7 +51,7 @@ def cpu_model(folder: Path, kernels: Mapping[str, str] | None = None, **options)
 
 @torch.inference_mode()
 def prefill(model, prompts: Sequence[torch.Tensor], seq_ids: Sequence[int] | None = None) -> torch.Tensor:
-    """Logits [batch, vocab_size] after prompts of any lengths; padding is not zeros, its position is 1."""
+    """Return logits [batch, vocab_size] after prompts of any lengths. Padding is not zeros; its position is 1."""
     longest = max(map(len, prompts))
     input_ids = random_tokens(model.config.vocab_size, len(prompts), longest, seed=7)
     attention_mask = torch.arange(longest) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
@@ -63,7 +63,7 @@ def prefill(model, prompts: Sequence[torch.Tensor], seq_ids: Sequence[int] | Non
 
 @torch.inference_mode()
 def decode(model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequence[int] | None = None) -> torch.Tensor:
-    """Logits [batch, vocab_size] after one more token of sequences that have `lengths` tokens so far."""
+    """Return logits [batch, vocab_size] after one more token of sequences that have `lengths` tokens so far."""
     lengths = torch.tensor(lengths)[:, None]
     attention_mask = torch.arange(int(lengths.max())) < lengths
     return _logits(model, torch.tensor(tokens)[:, None], attention_mask, lengths, seq_ids)
@@ -72,7 +72,7 @@ def decode(model, tokens: Sequence[int], lengths: Sequence[int], seq_ids: Sequen
 def run(
     model, sequences: torch.Tensor, prompt_lengths: Sequence[int], steps: int, seq_ids: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Logits [batch, 1 + steps, vocab_size]: after each row's prompt, and after each of `steps` more tokens."""
+    """Return logits [batch, 1 + steps, vocab_size] after each row's prompt and after each of `steps` more tokens."""
     model.reset()
     rows = list(zip(sequences, prompt_lengths, strict=True))
     logits = [prefill(model, [row[:length] for row, length in rows], seq_ids)]
@@ -83,13 +83,13 @@ def run(
 
 
 def at(logits: torch.Tensor, prompt_lengths: Sequence[int], steps: int) -> torch.Tensor:
-    """Of whole sequences' logits [batch, length, vocab_size], those that `run` gives."""
+    """Select from whole sequences' logits [batch, length, vocab_size] those that `run` gives."""
     return torch.stack([row[length - 1 : length + steps] for row, length in zip(logits, prompt_lengths, strict=True)])
 
 
 @contextmanager
 def simulated_ranks(degree: int) -> Iterator[None]:
-    """What NxD traces and shards in: no process but this one, and parameters without values."""
+    """Set up ranks for NxD to trace and shard in: no process but this one, and parameters without values."""
     from neuronx_distributed.parallel_layers import parallel_state
     from neuronx_distributed.trace.mock_torchdist import mock_distributed
     from neuronx_distributed.utils.model_utils import init_on_device

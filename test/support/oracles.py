@@ -1,4 +1,4 @@
-"""Definitions of the operators, token by token in float64: slow, short, and independent of the package."""
+"""Definitions of the operators, token by token in float64. They are slow, short, and independent of the package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ssm_recurrence(x, dt, A, B, C, D, state):
 
 
 def causal_conv(history, weight, bias):
-    """SiLU of the depthwise convolution of one sequence, [tokens, channels], zeros before it. float64."""
+    """Apply SiLU to the depthwise convolution of one sequence [tokens, channels], with zeros before it, in float64."""
     history, weight = history.double(), weight.double()
     width = weight.shape[1]
     outputs = []
@@ -40,7 +40,7 @@ def causal_conv(history, weight, bias):
 
 
 def attention(query, keys, values, scale):
-    """One query [heads, head_dim] over keys and values [tokens, kv_heads, head_dim]. float64."""
+    """Compute attention of one query [heads, head_dim] over keys and values [tokens, kv_heads, head_dim] in float64."""
     query, keys, values = query.double(), keys.double(), values.double()
     per_kv_head = len(query) // keys.shape[1]
     outputs = []
@@ -51,7 +51,7 @@ def attention(query, keys, values, scale):
 
 
 def mixture_of_experts(x, router, w1, w2, top_k):
-    """One token after another, one expert after another; x [tokens, hidden]. float64."""
+    """Compute one token after another and one expert after another; x [tokens, hidden]; in float64."""
     x, router, w1, w2 = (tensor.double() for tensor in (x, router, w1, w2))
     outputs = []
     for token in x:

@@ -29,7 +29,7 @@ def serving(
     shutdown_timeout=60,
     **engine_options,
 ) -> Iterator[Server]:
-    """Its address is `server.address`, and what it runs `server.engine`, `server.cache`."""
+    """Run a server. Its address is `server.address`; it runs `server.engine` with `server.cache`."""
     cache = PrefixCache(runtime, 2**28, runtime.tokens_per_step, at_branches=True)
     options = dict(max_length=max_length, tokenizer=tokenizer, prefix_cache=cache, **engine_options)
     engine = engine_class(runtime, num_sequences, **options)

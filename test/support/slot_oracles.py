@@ -1,8 +1,8 @@
 """The operators on state in slots, one row and one token after another in float64, and their known mistakes.
 
 Each function has the name, the arguments and the in-place rules of the operator it defines; states are float64. With
-`mistake` it goes wrong in one way that an implementation in use was found to go wrong: a test that cannot tell the
-difference tests nothing.
+`mistake` it makes one mistake that was found in an implementation in use. A test that cannot tell the difference tests
+nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def causal_conv1d_update(
     x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None,
     query_start_loc=None, null_block_id=0, block_idx_last_scheduled_token=None, initial_state_idx=None, mistake=None
 ):  # fmt: skip
-    """x is [tokens, dim], and query_start_loc is not left out."""
+    """Update windows in place. x is [tokens, dim], and query_start_loc must be given."""
     x, weight, before = x.double(), weight.double(), conv_state.clone()
     history = weight.shape[1] - 1
     out = torch.zeros_like(x)
@@ -132,7 +132,7 @@ def mamba_chunk_scan_combined_varlen(
     x, dt, A, B, C, chunk_size, cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx, D, initial_states,
     mistake=None, **_
 ):  # fmt: skip
-    """Without z, and dt as it is. Returns (y, the state after each chunk, the state after each sequence)."""
+    """Scan without z, with dt as it is. Return (y, the state after each chunk, the state after each sequence)."""
     y, after_chunk, after_sequence = torch.zeros_like(x, dtype=torch.float64), [], initial_states.double().clone()
     for chunk, (start, end) in enumerate(pairwise(cu_chunk_seqlens.tolist())):
         sequence = int(seq_idx[chunk])
@@ -156,7 +156,7 @@ def selective_scan_fn(
     u, ssm_states, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, query_start_loc=None,
     cache_indices=None, has_initial_state=None, null_block_id=0, mistake=None
 ):  # fmt: skip
-    """Ragged only. Returns (y before the gate, y)."""
+    """Scan ragged sequences only. Return (y before the gate, y)."""
     u, dt, A, B, C = (tensor.double() for tensor in (u, delta, A, B, C))
     dt = dt if delta_bias is None else dt + delta_bias.double()[:, None]
     dt = F.softplus(dt) if delta_softplus else dt

@@ -1,4 +1,4 @@
-"""Run the model step by step, the way a runtime does, and the oracle beside it."""
+"""Run the model step by step as a runtime does, and the oracle beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from granite4_neuron.model.state import NULL_SLOT, HybridState, MambaState
 def poisoned_state(
     model: GraniteMoeHybridForCausalLM, num_sequences: int, max_length: int, has_null_slot: bool = True
 ) -> HybridState:
-    """State full of NaN but for the null slot's zeros: whatever is read before it was written shows."""
+    """Return state full of NaN except for the null slot's zeros, so that a read before a write shows."""
     dtype = model.dtype
     state = HybridState.allocate(
         model.config,
@@ -37,7 +37,7 @@ def poisoned_state(
 def run_cuts(
     model: GraniteMoeHybridForCausalLM, tokens: torch.Tensor, cuts: Sequence[int], slots: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Logits of tokens [batch, length], the sequences cut into steps of the given sizes."""
+    """Return logits of tokens [batch, length], with the sequences cut into steps of the given sizes."""
     batch, length = tokens.shape
     assert sum(cuts) == length
     slots = torch.tensor(slots if slots is not None else range(1, batch + 1))
@@ -54,7 +54,7 @@ def run_cuts(
 
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """transformers' logits of whole sequences, without a cache."""
+    """Return transformers' logits of whole sequences, without a cache."""
     model = Reference.from_pretrained(folder, dtype=dtype).eval()
     return model(tokens, use_cache=False).logits.float()
 

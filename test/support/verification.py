@@ -1,4 +1,4 @@
-"""Sequences that grow by verified tokens, on any runtime, beside what the uncut sequences give."""
+"""Sequences that grow by verified tokens, on any runtime, compared with the uncut sequences."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ LONGEST = 120
 
 @dataclass(frozen=True)
 class Round:
-    """A step that verifies: of row i, counts[i] tokens, of which the first accepted[i] are the sequence's own."""
+    """A step that verifies counts[i] tokens of row i. The first accepted[i] of them are the sequence's own."""
 
     counts: Sequence[int]
     accepted: Sequence[int]
 
 
 def streams(vocab_size: int, num_sequences: int) -> list[list[int]]:
-    """The sequences that the tests feed, by slot from 1 on."""
+    """Return the sequences that the tests feed, by slot from 1 on."""
     return random_tokens(vocab_size, num_sequences, LONGEST, seed=3).tolist()
 
 
 def poison(state: HybridState) -> None:
-    """NaN in everything but the null slot's zeros."""
+    """Write NaN into everything but the null slot's zeros."""
     for layer in state.layers:
         for tensor in vars(layer).values():
             tensor[NULL_SLOT + (state.has_null_slot and isinstance(layer, MambaState)) :] = math.nan
 
 
 def poison_behind(state: HybridState, lengths: Sequence[int]) -> None:
-    """NaN in the caches behind the ends of the sequences, of which the one in slot i + 1 has lengths[i] tokens."""
+    """Write NaN into the caches behind the ends of the sequences. The one in slot i + 1 has lengths[i] tokens."""
     for layer in state.layers:
         if isinstance(layer, KeyValueState):
             for slot, length in enumerate(lengths, start=1):
@@ -53,7 +53,7 @@ def verified_error(
     prepare: Callable[[HybridState], None] = poison,
     after_commit: Callable[[HybridState, Sequence[int]], None] = poison_behind,
 ) -> float:
-    """How far logits are from those of the uncut sequences: prefixes in one step, rounds of verification, then decode.
+    """Return how far logits are from those of the uncut sequences: prefixes in one step, verification, then decode.
 
     Args:
         uncut: each sequence's logits, [LONGEST, vocab_size].
@@ -69,7 +69,7 @@ def verified_error(
     errors = [0.0]
 
     def compare(i: int, logits: torch.Tensor) -> None:
-        """Of consecutive tokens, [n, vocab_size], from where sequence i is."""
+        """Compare logits of consecutive tokens, [n, vocab_size], from the place that sequence i has reached."""
         difference = (
             (logits - uncut[i][done[i] : done[i] + len(logits)]).abs().max() if len(logits) else torch.zeros(())
         )
@@ -111,18 +111,18 @@ class Stand:
     uncut: torch.Tensor
 
     def begin(self, *lengths: int) -> HybridState:
-        """A poisoned state, with the first tokens of a sequence in each slot."""
+        """Return a poisoned state with the first tokens of a sequence in each slot."""
         state = self.runtime.allocate(len(self.tokens), LONGEST)
         poison(state)
         self.runtime.step(state, [self.row(slot, 0, length) for slot, length in enumerate(lengths, start=1)])
         return state
 
     def row(self, slot: int, start: int, stop: int, number: int | None = None) -> Row:
-        """Tokens of sequence `number`, by default that of the slot."""
+        """Return tokens of sequence `number`, by default that of the slot."""
         return Row(slot, start, self.tokens[(number or slot) - 1][start:stop])
 
     def error(self, state: HybridState, *rows: Row, number: int | None = None) -> float:
-        """How far the logits of a step are from those of the uncut sequences."""
+        """Return how far the logits of a step are from those of the uncut sequences."""
         logits = self.runtime.step(state, rows)
         expected = [self.uncut[(number or row.slot) - 1][row.start + len(row.tokens) - 1] for row in rows]
         return number_of(logits - torch.stack(expected))
@@ -134,7 +134,7 @@ def number_of(difference: torch.Tensor) -> float:
 
 
 def changed(before: list[torch.Tensor], state: HybridState, *slots: int) -> float:
-    """Whether anything of these slots is other than it was: 0 or 1."""
+    """Return 1 if anything of these slots has changed, else 0."""
     pairs = zip(before, state.tensors(), strict=True)
     return float(
         not all(torch.equal(old[slot].nan_to_num(), new[slot].nan_to_num()) for old, new in pairs for slot in slots)

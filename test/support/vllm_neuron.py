@@ -1,6 +1,6 @@
 """vLLM's engine with its NxD Inference plugin, on NxD Inference's CPU mode.
 
-Both are real; what they ask a device for is answered here: that there is one, and compiled graphs.
+Both are real. This module stands in for the device: it reports one, and provides compiled graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENVIRONMENT = dict(
 
 
 def why_not_importable() -> str | None:
-    """Why vLLM cannot be used here with NxD Inference; None if it can."""
+    """Return why vLLM cannot be used here with NxD Inference, or None if it can."""
     for package, name in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             return f"{name} is not installed (requirements-vllm-neuron.txt)"
@@ -35,7 +35,7 @@ def why_not_importable() -> str | None:
 def generate(
     folder: Path, prompts: Sequence[list[int]], max_tokens: int, arguments: Sequence[str], compiled: Path
 ) -> list[list[int]]:
-    """Greedy continuations of `prompts` by an engine in a process of its own.
+    """Return greedy continuations of `prompts` by an engine in a process of its own.
 
     Args:
         arguments: of the command `vllm serve`, except the model.
@@ -68,6 +68,6 @@ def _generate(folder, prompts, max_tokens, arguments, compiled):
 
 
 def _load_on_cpu(loader, model_path, neuronx_model_cls, config, compiled_path):
-    """In the place of the plugin's method that compiles a model and loads it on a device."""
+    """Load a model on the CPU, in place of the plugin's method that compiles it and loads it on a device."""
     loader.model = neuronx_model_cls(model_path, config)
     loader.model.to_cpu()

@@ -1,4 +1,4 @@
-"""The instrument itself: numbers that are known beforehand, measured by it."""
+"""The accuracy report itself, on numbers that are known beforehand."""
 
 import statistics
 
@@ -34,7 +34,7 @@ def test_top_tokens(reference):
 
 
 def report(ours, reference, **changes):
-    """Two sequences of 3 and 4 tokens, of which 2 and 1 are prompt."""
+    """Report two sequences of 3 and 4 tokens, of which 2 and 1 are prompt."""
     values = dict(prompt_lengths=[2, 1], ours=ours, reference=reference, reference_in_dtype=None)
     return AccuracyReport(**{**values, **changes})
 
@@ -46,7 +46,7 @@ def sequences():
 
 
 def test_phases(sequences):
-    """Prompts are off by 1, what follows by 10: which is which cannot be mistaken."""
+    """Prompts are off by 1 and later tokens by 10, so the two cannot be mistaken for each other."""
     ours = [logits.clone() for logits in sequences]
     for logits, length in zip(ours, (2, 1), strict=True):
         logits[:length] += 1

@@ -1,4 +1,4 @@
-"""Models bound to operators: side by side, each with weights that are fixed; and what is not used."""
+"""Models bound to operators: they run side by side with fixed weights, and unused operators are reported."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def model(request):
 
 
 def logits(runtime, tokens=20):
-    """After a prompt and a token more, of two sequences."""
+    """Return logits after a prompt and after one more token, of two sequences."""
     state = runtime.allocate(2, tokens + 1)
     prompts = [Row(1, 0, range(tokens)), Row(2, 0, range(1, tokens))]
     more = [Row(1, tokens, [3]), Row(2, tokens - 1, [4])]
@@ -43,7 +43,7 @@ def other_weights(model):
 
 
 def replace_parameters(model):
-    """With new objects, as loading a checkpoint does."""
+    """Replace the parameters with new objects, as loading a checkpoint does."""
     for name, weight in other_weights(model).items():
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, nn.Parameter(weight.detach().clone(), requires_grad=False))
@@ -51,14 +51,14 @@ def replace_parameters(model):
 
 
 def copy_values(model):
-    """Into the tensors that there are, also behind autograd's back."""
+    """Copy values into the existing tensors, also behind autograd's back."""
     others = other_weights(model)
     for name, weight in model.named_parameters():
         weight.data.copy_(others[name])
 
 
 class TestWeights:
-    """A runtime has the weights that the model had when it was bound, as a whole, whatever happens to the model."""
+    """A runtime keeps all weights that the model had when it was bound, whatever happens to the model."""
 
     @pytest.mark.parametrize("kernels", cpu.CPU_KERNELS)
     def test_parameters_that_are_replaced_later_have_no_effect(self, model, kernels):
@@ -163,7 +163,7 @@ class TestSideBySide:
 @pytest.mark.parametrize("cuts", [[20], [7, 1, 12], [1] * 6 + [14]])
 @torch.inference_mode()
 def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
-    """In any order of slots, which are looked up."""
+    """Slots are in any order and are looked up."""
     fused = model.bind(cpu.operators())
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     expected = run_cuts(model, tokens, [20])
@@ -178,7 +178,7 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
 
 
 class TestFallbacks:
-    """What a runtime says about faster ways that it does not take."""
+    """A runtime reports the faster ways that it does not take."""
 
     @needs_compiler
     def test_nothing_falls_back_by_default(self, model):
@@ -218,7 +218,7 @@ class TestFallbacks:
 
 
 def test_every_field_of_the_backends_has_the_definitions_arguments():
-    """But for defaults and names: an operator can stand for its definition wherever that is called."""
+    """Defaults and names may differ. An operator can stand for its definition wherever that is called."""
     for operators in (cpu.operators(), XLA):
         for field in dataclasses.fields(Operators):
             ours, definition = getattr(operators, field.name), getattr(TORCH, field.name)

@@ -1,4 +1,4 @@
-"""Who is evicted, and when: the order of use and the budget, to the byte, in both prefix caches and in slots."""
+"""Eviction by order of use and by budget, to the byte, in both prefix caches and in slots."""
 
 from dataclasses import replace
 
@@ -34,13 +34,13 @@ LOGITS = torch.zeros(VOCAB)
 
 
 class WithOwnSlots(ChunkRuntime):
-    """As one that keeps its state itself."""
+    """A runtime that keeps its state itself."""
 
     own_slots = 9
 
 
 def held(runtime, *lengths):
-    """Bytes that sequences of these lengths hold, counted in the tensors of a state."""
+    """Return the bytes that sequences of these lengths hold, counted in the tensors of a state."""
     return sum(
         tensor[1].nbytes
         for length in lengths
@@ -52,7 +52,7 @@ def held(runtime, *lengths):
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
 def any_runtime(request, model):
-    """With SSM states of each dtype."""
+    """Return a runtime with SSM states of each dtype in turn."""
     return CPURuntime(model, GenerationConfig(), kernels="torch", state_dtype=request.param)
 
 
@@ -71,7 +71,7 @@ class TestTree:
 
     @pytest.fixture
     def cache(self, runtime, state):
-        """Room for three of the prompts, and the first three of them."""
+        """Return a cache with room for three of the prompts, and the first three of them."""
         cache = PrefixCache(runtime, 3 * (held(runtime, 12) + LOGITS.nbytes), None)
         self.keep(cache, state, *PROMPTS[:3])
         return cache
@@ -97,7 +97,7 @@ class TestTree:
         assert self.kept(cache) == [4, 5, 6]
 
     def test_a_byte_too_little(self, any_runtime):
-        """Of a budget for one, for two, and for two that have their first tokens in common."""
+        """The budget is for one prompt, for two, and for two that have their first tokens in common."""
         state = any_runtime.allocate(1, 40)
         branch = TOKENS[:12] + OTHERS[:8]
         both = held(any_runtime, 20) + held(any_runtime, 20) - held(any_runtime, 12) + held(any_runtime, 0)
@@ -123,7 +123,7 @@ class TestTree:
         more=st.integers(-1, 1),
     )
     def test_any_uses(self, model, uses, entries, more):
-        """Bytes are those of distinct prefixes; evicted are the oldest, and not one more than the budget asks for."""
+        """Bytes are those of distinct prefixes. The oldest are evicted, and not one more than the budget asks for."""
         runtime = ChunkRuntime(model)
         state = runtime.allocate(1, 40)
         of_entry, of_token = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
@@ -156,7 +156,7 @@ class TestTree:
             assert cache.stats.num_bytes <= budget and {each for each, _ in in_use} <= set(kept)
             if evicted := [each for each in before if each not in kept]:
                 older = set(before[: before.index(evicted[-1])]) - set(evicted) - {each for each, _ in in_use}
-                # The one at which the new text parts from the tree has to stay.
+                # The entry at which the new text parts from the tree has to stay.
                 assert len(older) <= 1
                 assert text not in kept or size([*kept, evicted[-1]]) > budget
 
@@ -184,14 +184,14 @@ class TestTree:
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_logits_are_its_own(self, runtime, state):
-        """The caller's may be a view of a step's, which is used again."""
+        """The caller's logits may be a view of a step's logits, whose memory is used again."""
         cache, logits = PrefixCache(runtime, None, None), torch.arange(VOCAB).float()
         cache.keep(PROMPTS[0], state, 1, logits)
         logits.zero_()
         assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
 
     def test_an_engine_goes_on_from_several_pieces(self, any_runtime):
-        """Of 16-bit states too: only the last piece has them."""
+        """This holds for 16-bit states too: only the last piece has states."""
         cache = PrefixCache(any_runtime, None, any_runtime.tokens_per_step)
         engine = Engine(any_runtime, 1, prefix_cache=cache)
         cached = []
@@ -201,12 +201,12 @@ class TestTree:
         assert cached == [0, 45, 60] and len(cache.find(TOKENS[:60]).snapshots) > 1
 
     def test_where_prompts_part(self, runtime, state):
-        """Far enough behind the prefix that is found already, and not only behind the beginning."""
+        """The place is far enough behind the prefix that is found already, and not only behind the beginning."""
         cache = PrefixCache(runtime, None, None, at_branches=True)
         self.keep(cache, state, TOKENS[:20], TOKENS[:60])
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
-        # Where two have parted already there is no snapshot to go on from.
+        # No snapshot is there to go on from where two texts have parted already.
         self.keep(cache, state, [*TOKENS[:50], (TOKENS[50] + 1) % VOCAB])
         assert cache.new_branches([*TOKENS[:55], (TOKENS[55] + 1) % VOCAB]) == {55}
 
@@ -219,7 +219,7 @@ class TestReservedSlots:
         pinned=st.booleans(),
     )
     def test_any_uses(self, model, uses, slots, pinned):
-        """The same prefixes as a list in the order of use, which this test keeps for itself."""
+        """The test keeps the same prefixes for itself, as a list in the order of use."""
         runtime = ChunkRuntime(model)
         state, pin = runtime.allocate(8, 40), tuple(TOKENS[:5])
         cache = SlotPrefixCache(runtime, range(2, 2 + slots), [pin] if pinned else [])
@@ -267,7 +267,7 @@ class TestReservedSlots:
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_where_prompts_part(self, runtime):
-        """Far enough behind the prefix that is found already, and not only behind the beginning."""
+        """The place is far enough behind the prefix that is found already, and not only behind the beginning."""
         cache = SlotPrefixCache(runtime, (2, 3, 4))
         state = runtime.allocate(4, 150)
         for length in (20, 60):
@@ -276,7 +276,7 @@ class TestReservedSlots:
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
 
     def test_spare_slots(self, model):
-        """Of 9 of a model that keeps its state, those above the sequences' own, as many as fit."""
+        """The model keeps its state in 9 slots. Those above the sequences' own are spare, as many as fit the budget."""
         runtime = WithOwnSlots(model)
         of_slot = held(runtime, runtime.max_length)
         assert spare_slots(runtime, 6, 10 * of_slot) == range(7, 10)
@@ -320,7 +320,7 @@ class TestSlots:
 
 
 class Oracle:
-    """Drafts what comes next, always as much as it may."""
+    """A drafter that knows the text to come and drafts as many tokens as it may."""
 
     def __init__(self, text):
         self.text = text
@@ -345,7 +345,7 @@ def test_no_draft_passes_a_snapshot_that_is_due(runtime, model, draft_tokens):
 
 
 def test_no_draft_passes_the_end(runtime, model):
-    """Whatever is left to generate, no token is verified that could not be used."""
+    """No token is verified that could not be used, whatever is left to generate."""
     prompt = TOKENS[:21]
     text = prompt + generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, 40))
     for max_tokens in range(2, 16):
@@ -358,13 +358,13 @@ def test_no_draft_passes_the_end(runtime, model):
 
         engine = Engine(Counting(model), 1, drafter=Oracle(text), draft_tokens=6)
         assert prompt + generate_one(engine, Request(prompt, max_tokens)) == text[: 21 + max_tokens]
-        # The last token is chosen, and never run.
+        # The last token is chosen but never run.
         assert max(verified, default=0) <= 21 + max_tokens - 1
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """A runtime verifies 4 tokens of a row."""
+    """The runtime verifies 4 tokens of a row."""
     monkeypatch.setattr(ChunkRuntime, "tokens_per_verification", 4)
     return 4
 
@@ -379,7 +379,7 @@ def test_no_draft_is_more_than_a_verification_takes(runtime, model, few):
 
 
 def test_a_draft_model_catches_up_by_any_number_of_tokens(model, few):
-    """Its last draft is never run, so there is one more than a verification takes."""
+    """The last draft is never run, so one token more than a verification takes is to be caught up."""
     chooser = Sampler(SamplingParams(temperature=0), 0)
     for more in range(1, 12):
         begun, fresh = (DraftModel(ChunkRuntime(model), VOCAB, 1, 200) for _ in range(2))

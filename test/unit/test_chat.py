@@ -95,7 +95,7 @@ def test_after_an_endless_template_there_is_another_process():
 
 
 def test_a_text_has_its_limit():
-    """To the character."""
+    """The limit is exact to the character."""
     with closing(Renderer()) as renderer:
         assert len(renderer.render("{{ 'x' * 2**24 }}", {})) == 2**24
         with pytest.raises(TemplateFailed, match="it makes a text of 16,777,217 characters"):
@@ -124,7 +124,7 @@ def test_closing_does_not_wait_for_a_template():
 
 
 def test_a_template_that_makes_half_a_character():
-    """jinja2 reads the escape, also where the file that has the template is right."""
+    """jinja2 reads the escape, even if the file that holds the template is valid."""
     with closing(Renderer()) as renderer, pytest.raises(TemplateFailed, match="half a character"):
         renderer.render(r"{{ '\ud800' }}", {})
 

@@ -23,7 +23,7 @@ MOE = CASES[0]
 
 @pytest.fixture
 def saved(tmp_path):
-    """A small MoE checkpoint in one file: (folder, its model)."""
+    """Return a small MoE checkpoint in one file: (folder, its model)."""
     model = random_model(small_config())
     save_model(model, tmp_path / "model")
     return tmp_path / "model", model
@@ -37,7 +37,7 @@ def assert_same_weights(model, other):
 
 
 def change_weights(folder, change):
-    """Rewrite model.safetensors after `change` has edited its dictionary of tensors."""
+    """Let `change` edit the dictionary of tensors of model.safetensors, and rewrite the file."""
     tensors = load_file(folder / WEIGHTS)
     change(tensors)
     save_file(tensors, folder / WEIGHTS)
@@ -177,7 +177,7 @@ def test_a_folder_in_use_is_not_written_to(saved):
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
-    """Files may not grow past 100 kB here, which fails as a full disk does: in the middle of writing."""
+    """Files may not grow past 100 kB here. The write fails in the middle, as with a full disk."""
     program = f"""
 import resource, signal, sys
 from granite4_neuron.checkpoint.loading import save_model
@@ -199,7 +199,7 @@ except UserError as error:
 
 
 def test_the_slices_of_all_ranks_in_order():
-    """Key heads that ranks share are there once for each of them."""
+    """Key heads that ranks share are there once for each of these ranks."""
     config = small_config(num_attention_heads=8)  # 2 key heads of 8 columns
     key = torch.arange(16)[:, None].expand(-1, 64)
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -211,7 +211,7 @@ def test_the_slices_of_all_ranks_in_order():
 
 
 def test_peak_memory_is_near_the_size_of_the_model(tmp_path):
-    """Also when it is converted to float32 on the way in."""
+    """The peak is near the model's size also if the checkpoint is converted to float32 while it is read."""
     save_model(random_model(large_config(), dtype=torch.bfloat16), tmp_path / "model")
     size = (tmp_path / "model" / WEIGHTS).stat().st_size
     assert size > 150e6

@@ -1,4 +1,4 @@
-"""The command as a person types it: what it prints, its exit status, and one sentence for every bad input."""
+"""The command as a person types it: its output, its exit status, and one sentence for every bad input."""
 
 import argparse
 import importlib.util
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function from arguments to (status, standard output, standard error)."""
+    """Return a function that runs the command and returns (status, standard output, standard error)."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def command(*arguments, stdin=None):
@@ -50,7 +50,7 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture
 def folder(texting_folder, tmp_path):
-    """A copy of the random checkpoint with a tokenizer, to damage."""
+    """Copy the random checkpoint with a tokenizer, so that a test can damage it."""
     return shutil.copytree(texting_folder, tmp_path / "model")
 
 
@@ -129,7 +129,7 @@ class TestGenerate:
 
 
 class TestBadInput:
-    """One sentence on standard error, status 2, nothing on standard output."""
+    """Bad input gives one sentence on standard error, status 2 and nothing on standard output."""
 
     def refused(self, result, message):
         status, output, error = result
@@ -433,7 +433,7 @@ NEED_NO_TORCH = [
 
 @pytest.mark.parametrize("arguments", NEED_NO_TORCH, ids=" ".join)
 def test_what_needs_no_torch_imports_none(arguments):
-    """By the modules that are imported, which take the time."""
+    """The imported modules are checked, because importing them takes the time."""
     program = """
 import sys
 from granite4_neuron.cli import main, parser
@@ -488,7 +488,7 @@ def test_a_full_disk_under_standard_output(texting_folder):
 
 
 def test_a_reader_that_goes_away_is_no_error(texting_folder):
-    """As in `granite4-neuron generate ... | head -c 1`."""
+    """This happens with `granite4-neuron generate ... | head -c 1`."""
     command = [sys.executable, "-m", "granite4_neuron.cli", "generate", "--model", str(texting_folder), "text"]
     process = subprocess.Popen([*command, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.read(1)
@@ -498,7 +498,7 @@ def test_a_reader_that_goes_away_is_no_error(texting_folder):
 
 
 def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
-    """The bar goes to standard error, and only when there is more than one step to wait for."""
+    """The bar goes to standard error, and only if there is more than one step to wait for."""
     monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime.tokens_per_step", 64)
     monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
@@ -507,7 +507,7 @@ def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
 
 
 class TestNeuronSdkIsMissing:
-    """Each command that needs it says so in one sentence, and leaves nothing behind."""
+    """Each command that needs the SDK says so in one sentence and leaves nothing behind."""
 
     @pytest.fixture(autouse=True)
     def no_sdk(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""`chat` as a person types it: through a pipe, and at a terminal, which tmux plays."""
+"""`chat` as a person types it, through a pipe and at a terminal that tmux plays."""
 
 import importlib.util
 import io
@@ -18,12 +18,12 @@ from granite4_neuron.commands.chat_session import COMMANDS
 
 QUESTION = "What is the assert statement?"
 ANSWER = "Assert statements are a convenient way to insert debugging assertions\ninto a program:"
-PATIENCE = 120  # seconds, on a machine that has other things to do
+PATIENCE = 120  # in seconds, on a machine that is busy with other work
 
 
 @pytest.fixture
 def chat(capsys, monkeypatch):
-    """A function from lines of standard input and arguments to (status, standard output, standard error)."""
+    """Return a function from lines of standard input and arguments to (status, standard output, standard error)."""
 
     def command(*lines, options=()):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -34,7 +34,7 @@ def chat(capsys, monkeypatch):
 
 
 def kept_and_run(output):
-    """Of each /stats."""
+    """Return the numbers of tokens kept and run from each /stats."""
     return [tuple(map(int, found)) for found in re.findall(r"last prompt +│ (\d+) tokens kept, (\d+) run", output)]
 
 
@@ -155,20 +155,20 @@ sys.exit(main())
 
 
 class Terminal:
-    """A terminal that tmux plays, with a server of its own: keys go in, and what a person would see comes out."""
+    """A terminal that tmux plays, with a tmux server of its own. Keys go in, and the screen comes out."""
 
     def __init__(self, folder):
         self._tmux = ["tmux", "-L", f"granite4-chat-{os.getpid()}-{folder.name}", "-f", "/dev/null"]
         self._environment = {**os.environ, "XDG_STATE_HOME": str(folder), "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
 
     def start(self, *command):
-        # Afterwards a shell stays, so that the last screen can be seen.
+        # A shell stays afterwards, so that the last screen can be seen.
         line = " ".join([*map(str, command), "; echo status $?; exec sh"])
         arguments = ["new-session", "-d", "-x", "100", "-y", "50", line]
         subprocess.run([*self._tmux, *arguments], env=self._environment, check=True)
 
     def type(self, *keys):
-        """Keys as tmux names them, and text otherwise."""
+        """Type keys as tmux names them, and other text as it is."""
         subprocess.run([*self._tmux, "send-keys", *keys], check=True)
 
     def paste(self, text):
@@ -181,7 +181,7 @@ class Terminal:
         return "\n".join(line.rstrip() for line in shown.splitlines()).rstrip()
 
     def wait_for(self, is_there):
-        """The screen, once it is as it should be: text that it contains, or a function that says so."""
+        """Wait for a screen that contains the text, or for which the function returns true, and return it."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             screen = self.screen()
@@ -211,7 +211,7 @@ def is_ready(screen):
 
 @pytest.fixture
 def endless(tmp_path):
-    """The bundled model with an end-of-sequence token that it never says."""
+    """Return the bundled model with an end-of-sequence token that it never generates."""
     folder = shutil.copytree(bundled_checkpoint(), tmp_path / "endless")
     for name, change in (
         ("config.json", {"eos_token_id": 0}),

@@ -18,7 +18,7 @@ PROMPT = "A text of some length, which says the same again: a text of some lengt
 
 @pytest.fixture
 def generate(capsys, texting_folder):
-    """A function from arguments to (status, standard output, standard error)."""
+    """Return a function that runs `generate` and returns (status, standard output, standard error)."""
 
     def command(*arguments, model=texting_folder):
         arguments = ("generate", "--model", model, "--ignore-eos", "--max-tokens", 12, "--verbose", *arguments)
@@ -29,7 +29,7 @@ def generate(capsys, texting_folder):
 
 @pytest.fixture(scope="module")
 def small_folder(tmp_path_factory):
-    """Another checkpoint with the tokenizer of `texting_folder`."""
+    """Write another checkpoint with the tokenizer of `texting_folder`."""
     folder = tmp_path_factory.mktemp("small") / "model"
     sizes = dict(hidden_size=32, mamba_n_heads=2, mamba_d_head=32, mamba_d_state=32, max_position_embeddings=400)
     config = small_config(vocab_size=264, layer_types=("mamba", "attention"), eos_token_id=1, **DENSE, **sizes)
@@ -111,7 +111,7 @@ def test_sizes():
 
 
 def test_where_prompts_of_a_batch_are_cut():
-    """Where several begin alike, by 16 tokens or more beyond the last such place."""
+    """Prompts are cut where several begin alike, by 16 tokens or more beyond the last such place."""
     a, b = list(range(40)), [7] * 30
     prompts = [[*a, 1, 2], b, [*a[:20], 3], [*a, 1, 5, 6], [*a[:20], *b], a[:10]]
     assert list(map(sorted, _shared_lengths(prompts))) == [[20, 41], [], [20], [20, 41], [20], []]

@@ -26,7 +26,7 @@ FAMILY = {
 
 @pytest.fixture
 def published():
-    """A published config.json, as the object that it holds."""
+    """Return a published config.json as the object that it holds."""
     return {**small_config().to_dict(), "torch_dtype": "bfloat16", "init_method": "mup", "rope_scaling": None}
 
 
@@ -51,7 +51,7 @@ def test_family_sizes(name):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_round_trip_through_transformers(case, tmp_path):
-    """Whatever spelling the installed transformers writes is read as the same model."""
+    """Any spelling that the installed transformers writes is read as the same model."""
     config = case.config()
     ReferenceConfig(**config.to_dict()).save_pretrained(tmp_path)
     read = GraniteMoeHybridConfig.from_file(tmp_path / "config.json")

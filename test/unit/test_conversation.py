@@ -1,4 +1,4 @@
-"""Conversations: the text is that of a run from the beginning, and each turn runs its new tokens only."""
+"""Conversations: the text is that of a run from the beginning, and each turn runs only its new tokens."""
 
 import math
 from contextlib import closing
@@ -19,7 +19,7 @@ END = 1  # <|end|>, the stop token
 
 @pytest.fixture
 def new(texting):
-    """A function that begins a conversation, in an engine of its own."""
+    """Yield a function that begins a conversation in an engine of its own."""
     runtime, tokenizer = texting
     with closing(ConversationEncoder(tokenizer)) as encoder:
 
@@ -41,7 +41,7 @@ def say(conversation, *messages):
 
 
 def spelled(tokenizer, conversation, user):
-    """The next prompt, by transformers' own rendering."""
+    """Return the next prompt as transformers itself renders it."""
     messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
     for turn in conversation.turns:
         messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
@@ -70,7 +70,7 @@ def test_texts_are_those_of_a_run_from_the_beginning(new, texting):
 
 
 def test_answers_that_are_text_make_the_prompt_that_transformers_makes(new, texting, monkeypatch):
-    """Each byte is a token here, and so text has one spelling."""
+    """Each byte is a token here, so text has one spelling."""
     tokenizer = texting[1]
     conversation = new("Be brief.")
     replies = iter(["fine", "thanks", "what for"])
@@ -248,7 +248,7 @@ def test_a_draft_model_reads_the_new_tokens_of_a_turn_only(new, texting_folder, 
         assert say(drafting, message) == say(plain, message)
         stats = drafting.last_stats
         assert stats.drafted_tokens and stats.acceptance_rate == 1
-        # What was accepted last has not been read when a turn ends.
+        # The token accepted last has not been read when a turn ends.
         assert 0 <= sum(read) - (stats.prompt_tokens + stats.generated_tokens) + 6 <= 12
         return stats
 

@@ -24,14 +24,14 @@ from test.unit.test_ops import relative_error
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 
-# Relative to the largest value: rounding of the result, and for inputs in a reduced dtype nothing else.
+# Relative to the largest value. This is rounding of the result; inputs in a reduced dtype add nothing else.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES)
 every_format = pytest.mark.parametrize("format", [None, *ops.FORMATS.values()], ids=["", *ops.FORMATS])
 
 
 def weights(*shape, dtype, format):
-    """Random ones in dtype or quantized: (packed, what they are in float64)."""
+    """Return random weights in dtype or quantized: (packed, the weights that they stand for in float64)."""
     weight = (torch.randn(shape) / shape[-1] ** 0.5).to(dtype)
     if format is not None:
         weight = format.quantize(weight)
@@ -73,7 +73,7 @@ class TestLinear:
     @every_dtype
     @pytest.mark.parametrize("rows", [1, 9, 40])
     def test_large_quantized_weights(self, dtype, rows):
-        """Each row in the size of its scale."""
+        """Each row has values of the size of its scale."""
         weight = torch.randn(1100, 2050) * torch.logspace(-3, 3, 1100)[:, None]
         quantized = INT8.quantize(weight)
         x, bias = torch.randn(rows, 2050).to(dtype) / 2050, torch.randn(1100).to(dtype)
@@ -85,7 +85,7 @@ class TestLinear:
 
     @every_dtype
     def test_every_quantized_value(self, dtype):
-        """At every place of a row, by weights of which x picks one."""
+        """Every quantized value stands at every place of a row, and x picks one weight at a time."""
         values = torch.arange(-127, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
         weight = cpu.pack(QuantizedWeight(INT8, values, torch.ones(255), values.shape), dtype)
         for first in range(0, 130, 8):
@@ -132,7 +132,7 @@ class TestQuantize:
     @pytest.mark.parametrize("shape", [(1, 1), (50, 32), (70, 131), (3, 33, 2050)])
     @pytest.mark.parametrize("size", [1e-40, 1e-5, 1.0, 1e4])
     def test_equals_the_definition(self, dtype, shape, size, format):
-        """Bit by bit, for rows and groups of very different sizes, with zeros and ties among them."""
+        """Results are equal bit by bit, for rows and groups of very different sizes, with zeros and ties among them."""
         torch.manual_seed(len(shape))
         weight = (torch.randn(shape) * torch.logspace(-2, 0, shape[-1]) * size).to(dtype)
         weight.view(-1, shape[-1])[::7] *= 0
@@ -162,7 +162,7 @@ class NoHeader(Int8):
 
 
 def test_a_format_without_a_header():
-    """Plain torch quantizes, and tiles are refused."""
+    """Plain torch quantizes the format, and tiles of it are refused."""
     weight = torch.randn(5, 32)
     quantized = cpu.quantize(weight, NoHeader())
     assert torch.equal(quantized.values, INT8.quantize(weight).values)
@@ -208,7 +208,7 @@ class TestMLP:
         gate, up = (x.double() @ exact1.T).chunk(2, -1)
         y = cpu.mlp(x, w1, w2)
         assert y.dtype == dtype and y.shape == x.shape
-        # The activation is rounded before the second product, too, and so is what it is made of.
+        # The activation is rounded before the second product, and so are the values that it is made of.
         assert relative_error(y, (F.silu(gate) * up) @ exact2.T) <= 2 * TOLERANCES[dtype]
 
     @every_dtype
@@ -220,7 +220,7 @@ class TestMLP:
 
 
 class Mamba:
-    """A mixer with random weights, its state, and the float64 recurrence beside it; a slot per row, out of order."""
+    """A mixer with random weights, its state, and the float64 recurrence. Each row has a slot, out of order."""
 
     def __init__(
         self, rows, heads=4, head_dim=8, groups=1, d_state=16, width=4, bias=True, dtype=torch.float32, A=16.0
@@ -251,7 +251,7 @@ class Mamba:
         return torch.randn(rows, tokens, self.channels + self.sizes[0], generator=g).to(self.dtype)
 
     def run(self, projected, lengths, started):
-        """projected [rows, tokens, ..] with lengths [rows] real tokens; `started`: tokens that rows have seen."""
+        """Run projected [rows, tokens, ..] with lengths [rows] real tokens. `started`: tokens that rows have seen."""
         lengths, started = torch.tensor(lengths), torch.tensor(started)
         slots = self.slots.where(lengths > 0, 0)
         mixer = cpu.layers.mamba_mixer(
@@ -276,7 +276,7 @@ class Mamba:
         )
 
     def exact(self, projected):
-        """Of one sequence from its beginning, [tokens, ..]: (y, final ssm_state), float64."""
+        """Return (y, final ssm_state) of one sequence from its beginning, [tokens, ..], in float64."""
         heads, head_dim, groups, d_state, _ = self.sizes
         xBC = oracles.causal_conv(projected[:, : self.channels], self.conv_weight, self.conv_bias)
         x, B, C = xBC.split([heads * head_dim, groups * d_state, groups * d_state], dim=1)
@@ -304,7 +304,7 @@ class TestMambaMixer:
         launch=st.tuples(*(st.sampled_from(CHOICES[name]) for name in ("chunk_size", "heads_per_task"))),
     )
     def test_cuts_and_ragged_rows_equal_the_recurrence(self, pieces, groups, head_dim, d_state, width, bias, launch):
-        """Two rows in steps of any lengths; padding and what no row owns are NaN."""
+        """Two rows run in steps of any lengths. Padding and all that no row owns are NaN."""
         mamba = Mamba(2, head_dim=head_dim, groups=groups, d_state=d_state, width=width, bias=bias)
         mamba.launch = launch
         totals = [sum(piece[row] for piece in pieces) for row in range(2)]
@@ -333,7 +333,7 @@ class TestMambaMixer:
     @pytest.mark.parametrize("chunk_size", CHOICES["chunk_size"])
     @pytest.mark.parametrize("chunks, rest", [(0, 31), (1, -1), (1, 0), (1, 1), (2, 13), (3, -13)])
     def test_chunks_of_every_size_equal_the_recurrence(self, chunk_size, chunks, rest):
-        """Ragged rows, of lengths that are multiples of the chunk and others; then a further piece."""
+        """Rows are ragged, with lengths that are multiples of the chunk and others, and a further piece follows."""
         mamba = Mamba(3, head_dim=24, d_state=20)
         mamba.launch = chunk_size, 1
         lengths = [chunks * chunk_size + rest, 7, 2 * chunk_size + 1]
@@ -382,7 +382,7 @@ class TestMambaMixer:
 
     @pytest.mark.parametrize("cuts", [[128], [1] * 128], ids=["prefill", "decode"])
     def test_long_decays_stay_finite_and_right(self, cuts):
-        """sum |dt A| of a chunk far above 100, and slow tokens after fast ones."""
+        """sum |dt A| of a chunk is far above 100, and slow tokens follow fast ones."""
         mamba = Mamba(1, heads=2, A=1.0)
         mamba.A_log = torch.tensor([16.0, 128.0]).log()
         history = mamba.inputs(1, 128)
@@ -410,8 +410,7 @@ class TestMambaMixer:
     @pytest.mark.parametrize("d_state", [16, 40, 128, 136, 256])
     @pytest.mark.parametrize("cuts", [[1] * 6, [32, 20, 1]], ids=["decode", "prefill"])
     def test_a_16_bit_state_is_the_rounded_one(self, state_dtype, d_state, cuts):
-        """After every token: what float32 gives from the 16-bit state before it, rounded as the definition says, bit by
-        bit."""
+        """After every token the state is float32's from the 16-bit state before, rounded as defined, bit by bit."""
         mamba, exact = (Mamba(2, heads=3, head_dim=10, d_state=d_state) for _ in range(2))
         mamba.launch = exact.launch = 32, 2
         mamba.ssm_state = mamba.ssm_state.to(state_dtype)
@@ -490,7 +489,7 @@ def feed_forward(norm, input, output, router=None, expert_input=None, expert_out
 
 
 def test_experts_of_a_poisoned_token():
-    """It takes some, and the other tokens theirs."""
+    """The poisoned token takes some experts, and the other tokens take theirs."""
     shapes = ((24, 16), (16, 12), (5, 16), (5, 24, 16), (5, 16, 12))
     matrices = [cpu.pack(torch.randn(shape), torch.float32) for shape in shapes]
     x = torch.randn(1, 4, 16)
@@ -523,7 +522,7 @@ class TestAttention:
         seed=st.integers(0, 1000),
     )
     def test_equals_the_definition(self, dtype, rows, tokens, kv_heads, head_dim, seed):
-        """Each row: (tokens in the cache already, new ones). Everything else is NaN."""
+        """Each row is (tokens in the cache already, new ones). Everything else is NaN."""
         torch.manual_seed(seed)
         rows = [(start, min(new, tokens)) for start, new in rows]
         slots = torch.randperm(len(rows)) + 1
@@ -593,7 +592,7 @@ class TestExperts:
 
 
 class TestThreads:
-    """Loops of many tasks in quick succession, which threads enter late, together and not at all."""
+    """Loops of many tasks run in quick succession. Threads enter them late, together and not at all."""
 
     @pytest.mark.parametrize("threads", [1, 2, 3, 8])
     def test_every_task_is_done_once(self, threads):
@@ -616,7 +615,7 @@ class TestThreads:
             assert all(torch.equal(result, expected) for result in results)
 
     def test_after_a_fork(self):
-        """The child has none of the threads and is right without them."""
+        """The child has none of the threads and computes correctly without them."""
         x, weight = torch.ones(1, 64), cpu.pack(torch.ones(3000, 64), torch.float32)
         cpu.linear(x, weight)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""The one call for all decoder layers is the layers one after another, each by kernels that have tests of their own."""
+"""One call for all decoder layers equals the layers one after another, whose kernels have tests of their own."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def poisoned_state(model, num_sequences, max_length):
 
 
 def mix(layer, x, step, state, config):
-    """A Mamba-2 layer between its norm and the sum: its result, and what its mixer takes in."""
+    """Run a Mamba-2 layer between its norm and the sum. Return its result and the inputs of its mixer."""
     mamba = layer.mamba
     projected = cpu.linear(x, mamba.in_proj.weight, mamba.in_proj.bias)
     z, inputs = projected.split([mamba.d_inner, projected.shape[-1] - mamba.d_inner], dim=-1)
@@ -83,7 +83,7 @@ def feed_forward(layer, hidden_states, config):
 
 
 def one_after_another(model, hidden_states, step, state):
-    """[batch, tokens, hidden_size], and the inputs of the Mamba layers' mixers."""
+    """Return [batch, tokens, hidden_size] and the inputs of the Mamba layers' mixers."""
     config, inputs = model.config, []
     for layer, of_layer in zip(model.model.layers, state.layers, strict=True):
         x = cpu.rms_norm(hidden_states, layer.input_layernorm.weight, config.rms_norm_eps)
@@ -98,7 +98,7 @@ def one_after_another(model, hidden_states, step, state):
 
 
 def steps(state, only_verifies=False):
-    """A prompt of two rows, one of which is shorter, then a token of each; the rows are not in the order of slots."""
+    """Yield a prompt of two rows, one of them shorter, then a token of each. The rows are not in the order of slots."""
     slots = torch.tensor([2, 1])
     for tokens, start in ((20, [0, 0]), (1, [20, 13])) if not only_verifies else ((5, [0, 0]),):
         positions = torch.tensor(start)[:, None] + torch.arange(tokens)

@@ -1,4 +1,4 @@
-"""The commands of README and docs, parsed: their options exist and take such values. Nothing is run."""
+"""The commands of README and docs are parsed: their options exist and take such values. Nothing is run."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ VARIABLE = "$WHERE"  # holds several options
 
 
 def lines_of_code(text: str) -> Iterator[str]:
-    """Of fenced and indented blocks; a line that goes on in the next one is one."""
+    """Yield the lines of fenced and indented blocks. A line that goes on in the next one counts as one."""
     is_fenced = False
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         if line.lstrip().startswith("```"):
@@ -33,7 +33,7 @@ def lines_of_code(text: str) -> Iterator[str]:
 
 
 def commands_of(line: str) -> Iterator[tuple[str, ...]]:
-    """The program's name and its arguments, of each command in a line of shell that is one of PARSERS."""
+    """Yield the program's name and arguments for each command in a line of shell that is one of PARSERS."""
     reader = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
     reader.whitespace_split = True
     command: list[str] = []
@@ -54,7 +54,7 @@ def documented_commands() -> list[tuple[str, ...]]:
         for line in lines_of_code(file.read_text(encoding="utf-8")):
             if any(name in line for name in PARSERS):
                 found.update(commands_of(line))
-    # A name alone is a folder's.
+    # A name alone is the name of a folder.
     return sorted(command for command in found if len(command) > 1 and VARIABLE not in command)
 
 

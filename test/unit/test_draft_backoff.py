@@ -1,4 +1,4 @@
-"""Drafts that keep being rejected are left off for a while, are tried again, and never change a text."""
+"""Drafts that keep being rejected pause for a while, are tried again, and never change a text."""
 
 import pytest
 
@@ -13,7 +13,7 @@ DRAFTS = 3
 
 
 class Scripted:
-    """Drafts what comes next, or something else, by the sequence's length. Keeps the lengths at which it may draft."""
+    """A drafter that is right or wrong by the sequence's length. It keeps the lengths at which it may draft."""
 
     def __init__(self, text, is_right):
         self.text, self.is_right = text, is_right
@@ -48,7 +48,7 @@ def text(model, request_):
 
 
 def drafted(model, request, drafter):
-    """(the text with a drafter, the engine's stats)."""
+    """Return (the text with a drafter, the engine's stats)."""
     engine = Engine(ChunkRuntime(model), 1, drafter=drafter, draft_tokens=DRAFTS)
     id = engine.add(request)
     outputs = run(engine, lambda: poison_engine(engine))

@@ -1,4 +1,4 @@
-"""Continuous batching: what a sequence gives does not depend on the others, and nobody waits for long."""
+"""Continuous batching: a sequence's output does not depend on the others, and nobody waits for long."""
 
 import functools
 import itertools
@@ -23,14 +23,14 @@ LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
 
 
 def request_of(number, max_tokens=8, sampled=False):
-    """One of several, each with a prompt and a seed of its own."""
+    """Return one of several requests, each with a prompt and a seed of its own."""
     tokens = random_tokens(160, LENGTHS[number % len(LENGTHS)], seed=number).tolist()
     return Request(tokens, max_tokens, temperature=0.8 if sampled else None, seed=number)
 
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """The tokens of a request that has an engine to itself."""
+    """Return the tokens of a request that has an engine to itself."""
 
     @functools.cache
     def tokens(number, max_tokens, sampled):
@@ -80,13 +80,13 @@ def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequence
 
 
 def test_texts_depend_on_all_that_went_before(alone):
-    """What the test above relies on: a model that repeats one token for ever would hide what state it goes on from."""
+    """The test above relies on this: a model that repeats one token would hide the state it continues from."""
     texts = [alone(number, 12, False) for number in range(8)]
     assert all(len(set(tokens)) > 3 for tokens in texts) and len(set(map(tuple, texts))) == len(texts)
 
 
 def test_a_slot_that_keeps_its_state_would_be_seen(model, alone):
-    """What the test above relies on: the poison does reach a sequence that is not told to start anew."""
+    """The test above relies on this: the poison does reach a sequence that is not told to start anew."""
     engine = Engine(ChunkRuntime(model), 1)
     id = engine.add(request_of(3))
     poison_engine(engine)
@@ -183,7 +183,7 @@ class TestMemory:
         )
 
     def test_what_does_not_fit_waits_in_order(self, runtime, alone):
-        """The second is too large beside the first, and the third, which would fit, does not overtake it."""
+        """The second request is too large beside the first. The third would fit but does not overtake it."""
         engine = Engine(runtime, 3, memory_bytes=self.size(runtime, 48, 48))
         ids = [engine.add(request_of(number, max_tokens=8)) for number in (6, 7, 4)]  # 48, 78 and 24 tokens
         outputs, running = {}, set()
@@ -315,7 +315,7 @@ class TestWhatCallersGive:
 
 
 class SlowRuntime(ChunkRuntime):
-    """Lets other threads run within a step, and counts the most steps at a time."""
+    """A runtime that lets other threads run within a step and counts the most steps at a time."""
 
     num_within = most_within = 0
 
@@ -351,12 +351,12 @@ def test_steps_of_several_threads_take_turns(model, alone):
         thread.join()
     assert errors == [] and runtime.most_within == 1
     for id, number in ids.items():
-        # Those that come first may reach the list last.
+        # The tokens that come first may reach the list last.
         assert sorted(tokens_of(each for each in outputs if each.id == id)) == sorted(alone(number, 8, False))
 
 
 def test_limits_that_the_prompt_and_the_vocabulary_set():
-    """To the last one that is allowed."""
+    """Each limit allows its last value."""
     Request([1, 2, 3], snapshots_at=[1, 3], logprobs=10, prompt_logprobs=10, logit_bias={9: 1}).check(10)
     for options, message in (
         (dict(snapshots_at=[4]), r"snapshots are asked for at \[4\] tokens; the prompt has 3"),
@@ -386,7 +386,7 @@ def test_text_and_stop_strings(texting):
 
 
 def test_the_recurrent_state_of_a_free_slot_may_be_nan(runtime):
-    """In the tensors themselves: the null slot stays zeros."""
+    """The recurrent state's own tensors are poisoned, and the null slot stays zeros."""
     engine = Engine(runtime, 2)
     for number in range(4):
         engine.add(request_of(number))

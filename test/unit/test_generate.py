@@ -43,7 +43,7 @@ REFUSED = {
 
 
 def tokens_of(runtime, prompt, **options):
-    """New token ids per prompt."""
+    """Return the new token ids of each prompt."""
     found = [[] for _ in (prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt])]
     for response in stream_generate(runtime, None, prompt, **options):
         found[response.index].append(response.token)
@@ -138,7 +138,7 @@ class TestLoop:
 
 class TestSampling:
     def test_equals_transformers_processors(self):
-        """The distribution that tokens are drawn from, against the processors applied by hand."""
+        """The distribution that tokens are drawn from equals that of the processors applied by hand."""
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(50, generator=generator)
         sequence = [3, 3, 7, 11]
@@ -180,7 +180,7 @@ class TestSampling:
         assert merged == SamplingParams(**stored | given)
 
     def test_commands_have_no_other_options(self):
-        """`sampling_options` passes on those that it knows by name, and no others."""
+        """`sampling_options` passes on the options that it knows by name, and no others."""
         parser = argparse.ArgumentParser()
         add_sampling(parser)
         options = parser.parse_args(["--top-k", "3", "--stop", "x"])
@@ -199,7 +199,7 @@ class TestSampling:
 
 class TestText:
     def stream(self, tokenizer, text, stop=()):
-        """Pieces of text as the tokens of `text` come in, and whether it stopped."""
+        """Return the pieces of text as the tokens of `text` come in, and whether it stopped."""
         stream = TextStream(tokenizer, stop)
         pieces = []
         for token in tokenizer.encode(text):

@@ -1,4 +1,4 @@
-"""Kernels in counted graphs."""
+"""The cost of kernels in counted graphs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rules of the lint over traced graphs: each on a graph that breaks it, and on one that does not."""
+"""The rules of the lint over traced graphs, each on a graph that breaks it and on one that does not."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_traced_programs(program, expected):
 
 
 def test_operands_of_a_tuple():
-    """Their types have parentheses of their own."""
+    """The types of a tuple's operands have parentheses of their own."""
     text = "  %x.3 = f32[2]{0} get-tuple-element((f32[2]{0}, s32[2]{0}) %call.2), index=0"
     (found,) = instructions(text).values()
     assert found.operands == ("call.2",) and found.attributes == ", index=0"

@@ -1,4 +1,4 @@
-"""A checkpoint from the Hugging Face Hub: downloaded, or found in huggingface_hub's own cache."""
+"""A checkpoint from the Hugging Face Hub is downloaded, or found in huggingface_hub's own cache."""
 
 import hashlib
 import http.server
@@ -23,7 +23,7 @@ print(find({NAME!r}))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as a download needs: one repository, its files' sizes and hashes, and the files."""
+    """The part of the Hub that a download needs: one repository, its files' sizes and hashes, and the files."""
 
     asked: list
 
@@ -68,7 +68,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(texting_folder, tmp_path):
-    """(environment for a process that asks it, what it was asked for)"""
+    """Yield (the environment for a process that asks the hub, the requests that it received)."""
     asked = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, texting_folder, asked))
     threading.Thread(target=server.serve_forever, daemon=True).start()

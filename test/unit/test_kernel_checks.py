@@ -1,4 +1,4 @@
-"""What the fused kernels refuse before they touch memory, and calls of no rows or no tokens."""
+"""Calls that the fused kernels refuse before they touch memory, and calls of no rows or no tokens."""
 
 import re
 import subprocess
@@ -21,9 +21,7 @@ def packed(*shape):
 
 
 def call(name, **changes):
-    """An operator, or a layer and its method, with good arguments. Some are replaced: by name, or by a function of the
-    good one.
-    """
+    """Call an operator or a layer's method with good arguments. Some are replaced by name, or by a function of them."""
     arguments = GOOD[name]()
     for argument, value in changes.items():
         arguments[argument] = value(arguments[argument]) if callable(value) else value
@@ -140,7 +138,7 @@ GOOD = {
 
 EMPTY = torch.empty(0)
 NO_NUMBERS = EMPTY.long()
-# The differences of these are none below 0 in 32 bits.
+# In 32 bits, none of these values' differences is below 0.
 WRAPPING = torch.tensor([0, 2**31 - 1, -(2**31), -1, 3], dtype=torch.int32)
 BAD = [
     ("weight_rows", dict(ids=torch.tensor([5])), "no row 5"),
@@ -231,7 +229,7 @@ BAD = [
 
 
 def test_bad_calls_are_refused():
-    """In a process of its own: what is not refused may end it."""
+    """The calls run in a process of their own, because one that is not refused may end it."""
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""Predicted times: the roofline by hand, what speculation gives, and other models' published figures."""
+"""Predicted times: the roofline by hand, the gain of speculation, and other models' published figures."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def work(**changes):
     ],
 )
 def test_rates(changes, unit):
-    """A second's work of each unit of a logical core takes a second, and the busiest decides."""
+    """A second's work of each unit of a logical core takes a second, and the busiest unit decides."""
     step = latency.latency(work(**changes))
     assert step.bound == step.predicted == pytest.approx(1.0) and step.limit == unit
     half = {name: value / 2 for name, value in changes.items()}
@@ -51,7 +51,7 @@ def test_losses_add_to_the_bound():
 
 
 def test_a_token_of_h_small():
-    """One rank of four: its weights, states, keys and values once; three passes on VectorE."""
+    """One rank of four reads its weights, states, keys and values once, and makes three passes on VectorE."""
     step = latency.step_work(CONFIG, 4, torch.bfloat16, batch_size=2, tokens=1, context=100)
     least = minimum(CONFIG, 4, torch.bfloat16, 2, 1, 100)
     assert (step.flops, step.bytes_accessed, step.layers) == (least.flops, least.bytes_accessed, 40)
@@ -63,7 +63,7 @@ def test_a_token_of_h_small():
 
 
 def test_a_verification_and_its_commit():
-    """The kernel reads a state in the one, and reads, advances and writes it in the other, without collectives."""
+    """The kernel reads a state in the verification. The commit reads, advances and writes it, without collectives."""
     step = latency.step_work(CONFIG, 4, torch.bfloat16, 2, 4, 100, verifies=True)
     least = minimum(CONFIG, 4, torch.bfloat16, 2, 4, 100, verifies=True)
     assert (step.bytes_accessed, step.collectives) == (least.bytes_accessed, 80)
@@ -111,7 +111,7 @@ DECODE = [figure for figure in published.FIGURES if figure.tokens == 1 and "h-sm
 
 @pytest.mark.parametrize("figure", DECODE, ids=lambda f: f.name)
 def test_published_tokens_are_near_the_prediction(figure):
-    """Those that the constants are fitted to, and those of AWS, which they are not."""
+    """The figures are those that the constants are fitted to, and AWS's, which they are not fitted to."""
     assert 0.6 < figure.step().predicted * 1000 / figure.milliseconds < 1.35
 
 
@@ -128,7 +128,7 @@ def test_published_tokens_are_near_the_prediction(figure):
     ],
 )
 def test_models_have_the_parameters_of_their_names(model, billions):
-    """All experts read, as a long prompt does, and embedding and head."""
+    """All experts are read, as for a long prompt, and embedding and head count too."""
     _, read = model.weights(10**6)
     assert (read + 2 * model.hidden * model.vocabulary) / 1e9 == pytest.approx(billions, rel=0.06)
 
@@ -155,7 +155,7 @@ def test_options_of_the_latency_need_it(option, capsys):
 
 
 def test_counted_graphs(monkeypatch):
-    """The graphs of a batch size come as prompt, token, verification and commit; the last two are one line."""
+    """The graphs of a batch size come as prompt, token, verification and commit; the last two share one line."""
     asked = []
 
     def report(config, dtype, tp_degree, batch_size, buckets, max_length, verified_tokens):

@@ -1,4 +1,4 @@
-"""Launch parameters: which file is read, what is refused, who gets them, and what the tune command chooses."""
+"""Launch parameters: files that are read or refused, who gets the parameters, and the choices of the tune command."""
 
 import json
 from dataclasses import asdict, replace
@@ -32,7 +32,7 @@ VALID = asdict(OTHER)
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """The file for small_config on this processor, which is not there yet."""
+    """Return the path of the file for small_config on this processor. The file does not exist yet."""
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     return tmp_path / file_name(*SIZE)
 
@@ -139,7 +139,7 @@ class TestUserFolder:
 class TestRuntime:
     @pytest.fixture
     def chunk_sizes(self, monkeypatch):
-        """The chunk size of each scan in plain torch, as they come."""
+        """Record the chunk size of each scan in plain torch, in order."""
         sizes = []
         scan = mamba_kernels.mamba_chunk_scan_combined
 
@@ -159,7 +159,7 @@ class TestRuntime:
         return state, runtime.step(state, [Row(1, 0, range(tokens))])
 
     def test_plain_torch_gets_its_own(self, file, chunk_sizes, monkeypatch):
-        """Those of the argument's folder, or of the variable's."""
+        """The chunk size comes from the argument's folder or from the variable's."""
         write_launch_parameters(file, OTHER)
         self.prefill(self.runtime())
         self.prefill(self.runtime(tuned_configs=file.parent))
@@ -169,7 +169,7 @@ class TestRuntime:
 
     @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
     def test_the_fused_kernels_get_theirs(self, file, monkeypatch):
-        """And logits stay the same, in prefill and in decode."""
+        """Logits stay the same, in prefill and in decode."""
         logits, given, make = [], [], cpu.layers.mamba_mixer
         monkeypatch.setattr(
             cpu.layers, "mamba_mixer", lambda **options: given.append(options["launch_parameters"]) or make(**options)
@@ -184,7 +184,7 @@ class TestRuntime:
             assert torch.allclose(logits[0], other, atol=1e-4)
 
     def test_a_model_that_is_called_without_a_runtime_depends_on_no_file(self, file, chunk_sizes, monkeypatch):
-        """It is what graphs are traced from."""
+        """Graphs are traced from such a model."""
         monkeypatch.setenv(FOLDER_VARIABLE, str(file.parent))
         write_launch_parameters(file, OTHER)
         model = random_model(small_config(layer_types=("mamba",)))
@@ -201,11 +201,11 @@ class TestRuntime:
 
 
 class TestTuning:
-    """By a clock of the test's own. Nothing is timed."""
+    """Tuning by a clock of the test's own. Nothing is timed."""
 
     @pytest.fixture
     def tune(self, monkeypatch):
-        """A function from (name, value, how often it was measured) -> times, to (choices, values as measured)."""
+        """Return a function from ((name, value, times measured) -> times) to (choices, values as measured)."""
 
         def tune(times):
             measured = []

@@ -1,4 +1,4 @@
-"""A module imports only from its own layer or from layers below; docs/architecture.md has the table of layers."""
+"""A module imports only from its own layer or from layers below. docs/architecture.md has the table of layers."""
 
 import ast
 import re
@@ -16,12 +16,12 @@ MODULES = sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if 
 
 
 def part_of(module: str) -> str:
-    """Of "granite4_neuron.ops.norm" or "granite4_neuron.model.state.NULL_SLOT": "ops", or "state"."""
+    """Return "ops" for "granite4_neuron.ops.norm", and "state" for "granite4_neuron.model.state.NULL_SLOT"."""
     return module.split(".")[1]
 
 
 def imported_parts(source: str) -> set[str]:
-    """What a module imports of this package, also within functions."""
+    """Return the parts of this package that a module imports, also within functions."""
     nodes = list(ast.walk(ast.parse(source)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]

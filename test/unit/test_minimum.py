@@ -1,4 +1,4 @@
-"""The least that a rank does: figures worked out by hand for h-small, and what it depends on."""
+"""The least work of a rank: figures worked out by hand for h-small, and the values that it depends on."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HEAD = 100352 // 4 * 4096
 
 
 def test_a_token_of_a_rank():
-    """36 Mamba layers and 4 of attention, 10 experts of 72 in each."""
+    """h-small has 36 Mamba layers and 4 attention layers, and each uses 10 experts of 72."""
     least = minimum(CONFIG, 4, torch.bfloat16, batch_size=1, tokens=1, context=1000)
     matrices = 36 * MAMBA + 4 * ATTENTION + 40 * (10 * EXPERT + ROUTER + SHARED) + HEAD
     assert least.weights == pytest.approx(2 * matrices)
@@ -27,7 +27,7 @@ def test_a_token_of_a_rank():
 
 
 def test_tokens_that_share_weights():
-    """Four sequences choose 31.3 distinct experts on average, and a whole prompt all of them."""
+    """Four sequences choose 31.3 distinct experts on average, and a whole prompt chooses all of them."""
     one, four, prompt = (minimum(CONFIG, 4, torch.bfloat16, *step) for step in ((1, 1, 0), (4, 1, 0), (1, 2048, 0)))
     assert (four.weights - one.weights) / (40 * 2 * EXPERT) == pytest.approx(72 * (1 - (62 / 72) ** 4) - 10)
     assert (prompt.weights - one.weights) / (40 * 2 * EXPERT) == pytest.approx(62)
@@ -44,7 +44,7 @@ def test_a_token_sees_those_before_it():
 
 
 def test_a_token_of_a_prompt_sees_itself_and_those_before_it():
-    """Counted one by one, in both sequences; nothing of it is there twice, and nothing for tokens to come."""
+    """Tokens are counted one by one in both sequences. Nothing is counted twice or for tokens to come."""
     config = small_config(layer_types=("attention",), **DENSE)
     query, key = 64 * 64, 64 * 32  # 4 heads, 2 key heads, of 16
     matrices = 2 * query + 2 * key + 3 * 64 * 80
@@ -55,7 +55,7 @@ def test_a_token_of_a_prompt_sees_itself_and_those_before_it():
 
 
 def test_a_copy_reads_and_writes_a_slot_once():
-    """Of one rank of four: 36 Mamba layers, and 2 of the 8 key heads of each of the 4 layers of attention."""
+    """A rank of four has 36 Mamba layers, and 2 of the 8 key heads of each of the 4 attention layers."""
     least = minimum_of_copy(CONFIG, 4, torch.bfloat16, 1000, state_dtype=torch.float16)
     assert least.state == 2 * 36 * ((2048 + 256) * 3 * 2 + 32 * 64 * 128 * 2)
     assert least.key_values == 2 * 1000 * 4 * 2 * 2 * 128 * 2
@@ -63,7 +63,7 @@ def test_a_copy_reads_and_writes_a_slot_once():
 
 
 def test_a_verification_and_its_commit():
-    """The first reads states and has logits of all tokens; the second reads and writes them, and has no weights."""
+    """The verification reads states and has all tokens' logits. The commit reads and writes states, no weights."""
     plain, verified = (minimum(CONFIG, 4, torch.bfloat16, 2, 4, 100, verifies=verifies) for verifies in (False, True))
     assert verified.flops - plain.flops == 2 * 2 * 3 * HEAD
     assert 2 * verified.state == plain.state

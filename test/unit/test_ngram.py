@@ -1,4 +1,4 @@
-"""Drafts from the text itself, against a search that follows the definition word by word."""
+"""Drafts from the text itself, compared with a search that follows the definition word by word."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The NKI emulator: what it computes, and that it refuses what the hardware or the compiler would."""
+"""The NKI emulator: its results, and its refusal of programs that the hardware or the compiler would refuse."""
 
 import ml_dtypes
 import nki.isa as nisa
@@ -211,7 +211,7 @@ class TestMemory:
 
     def test_peak_memory_is_that_of_live_ranges(self):
         def kernel():
-            for _ in range(100):  # one after the other, they share their memory
+            for _ in range(100):  # programs run one after the other and share their memory
                 tile(128, 1024, value=0.0)
                 tile(128, 512, buffer=nl.psum, value=0.0)
             kept = [tile(128, 256, value=0.0) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Forms of instructions that the emulator refuses because no kernel in use has them, and those that it takes."""
+"""Forms of instructions that the emulator takes, and forms that it refuses because no kernel in use has them."""
 
 import ml_dtypes
 import nki
@@ -175,7 +175,7 @@ class TestWhatIsTaken:
         np.testing.assert_array_equal(run(kernel, x), x[:, :, 1:2])
 
     def test_a_destination_that_repeats_itself(self):
-        """Where only a sum of an activation's results is wanted."""
+        """Such a destination serves where only a sum of an activation's results is needed."""
         x = random(4, 6)
 
         def kernel(x):
@@ -250,7 +250,7 @@ class TestWhatIsTaken:
 
 
 class TestStochasticRounding:
-    """What an engine writes to 16 bits, with the runtime's variable for it."""
+    """Engines round values to 16 bits at random if the runtime's variable asks for it."""
 
     VALUE = 1 + 2**-9  # a quarter of the way from 1 to bfloat16's next
 
@@ -284,7 +284,7 @@ class TestStochasticRounding:
 
 
 def test_products_stay_products():
-    """A transpose in PSUM is no product that another could be added to."""
+    """A transpose in PSUM is not a product that another could be added to."""
 
     def kernel():
         operand = tile(8, 8, value=1.0)

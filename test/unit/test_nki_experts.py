@@ -1,4 +1,4 @@
-"""The experts' NKI kernel against a loop over choices in float64; what it reads, and how many instructions it takes."""
+"""The experts' NKI kernel against a loop over choices in float64, with its reads and the number of its instructions."""
 
 import math
 
@@ -53,7 +53,7 @@ class TestSlots:
         assert weights.tolist() == [[0] * 6, [1, 1, 1, 0, 0, 0]]
 
     def test_graph(self):
-        """What neuronx-cc gets: static shapes, and nothing but comparisons, selections and sums over short axes."""
+        """neuronx-cc gets static shapes, and only comparisons, selections and sums over short axes."""
         torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed")
         device = torch_xla.device()
         outputs = expert_slots(torch.zeros(4, 10, dtype=torch.int64).to(device), torch.ones(4, 10).to(device), 72)
@@ -88,7 +88,7 @@ class TestExperts:
 
     @pytest.mark.parametrize("programs", [1, 2])
     def test_idle_tokens(self, programs):
-        """They cost nothing and get zeros, also where they leave most memory for weights unwritten."""
+        """Idle tokens cost nothing and get zeros, also where they leave most memory for weights unwritten."""
         inputs = experts_inputs(6, idle=(0, 1, 3, 4, 5))
         check(inputs, programs)
         y = run(inputs, programs)
@@ -115,7 +115,7 @@ class TestExperts:
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):
-        """One rank and its two cores, for every published model with experts; of them, a dozen."""
+        """One rank and its two cores are tested for every published model with experts, with a dozen of the experts."""
         config = GraniteMoeHybridConfig.from_family(name)
         width = config.rank_dimensions(tp_degree).intermediate_size
         check_experts_decode(16, config.num_local_experts, config.hidden_size, width, itemsize=2)
@@ -152,7 +152,7 @@ class TestBudgets:
         ids=str,
     )
     def test_where_memory_is_shortest(self, slots, hidden, width, dtype):
-        """With 128 tokens, dimensions that leave less than 400 bytes: the emulator refuses what does not fit."""
+        """The dimensions leave less than 400 bytes with 128 tokens. The emulator refuses what does not fit."""
         check_experts_decode(128, slots, hidden, width, dtype.itemsize)
         check(experts_inputs(128, slots, hidden, width, 1, dtype), 2, TOLERANCE[dtype])
 

@@ -1,4 +1,4 @@
-"""The experts' NKI kernel over blocks against a loop over choices in float64, its blocks, and what it reads."""
+"""The experts' NKI kernel over blocks against a loop over choices in float64, with its blocks and its reads."""
 
 import math
 
@@ -73,13 +73,13 @@ class TestBlocks:
         assert len(shared) <= 1
 
     def test_the_most_blocks(self):
-        """Each expert with one row more than whole blocks of them; and all tokens with the same experts."""
+        """Each expert has one row more than whole blocks of them, or all tokens have the same experts."""
         topk_ids = torch.arange(4)[:, None].expand(4, 129).reshape(-1, 1)
         loads, rows, _ = expert_blocks(topk_ids, 4)
         assert (rows < len(topk_ids)).any(0).sum() == 8 <= len(loads) == num_blocks(516, 1, 4)
         same = torch.arange(3).expand(400, 3)
         loads, rows, _ = expert_blocks(same, 8)
-        assert (rows < 400).any(0).sum() == 12 and (loads < 8).sum() == 4  # one of three in both parts
+        assert (rows < 400).any(0).sum() == 12 and (loads < 8).sum() == 4  # one of the three is in both parts
 
     def test_nothing_chosen(self):
         loads, rows, choices = expert_blocks(torch.full((5, 2), 9), 9)
@@ -112,7 +112,7 @@ class TestExperts:
 
     @pytest.mark.parametrize("programs", [1, 2])
     def test_padding(self, programs):
-        """Its rows are never written, and what is in their place does not matter."""
+        """Rows of padding are never written, and the values in their place do not matter."""
         inputs = experts_inputs(300, idle=tuple(range(130, 300)))
         inputs["x"][130:] = math.nan
         check(inputs | dict(x=inputs["x"].nan_to_num()), programs)
@@ -120,7 +120,7 @@ class TestExperts:
 
     def test_nothing_of_other_experts_is_read(self):
         inputs = experts_inputs(40, top_k=2)
-        inputs["topk_ids"][(inputs["topk_ids"] == 3).any(1)] = 8  # of a token all choices are inside or none
+        inputs["topk_ids"][(inputs["topk_ids"] == 3).any(1)] = 8  # all choices of a token are inside, or none is
         expected = run(inputs)
         for name in ("gate_up_proj", "down_proj"):
             inputs[name][3] = math.nan
@@ -137,7 +137,7 @@ class TestExperts:
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", MOES)
     def test_family(self, name, tp_degree):
-        """One rank and its two cores, for every published model with experts; of them, four."""
+        """One rank and its two cores are tested for every published model with experts, with four of the experts."""
         config = GraniteMoeHybridConfig.from_family(name)
         width = config.rank_dimensions(tp_degree).intermediate_size
         check_experts_prefill(config.hidden_size, width, itemsize=2)
@@ -151,14 +151,14 @@ def test_dimensions_that_the_kernel_does_not_take(dimensions):
 
 
 def minimum(inputs):
-    """Bytes of all weights, and of a row in and out for every choice."""
+    """Return the bytes of all weights, and of a row in and out for every choice."""
     x, gate_up_proj, down_proj, topk_ids, _ = inputs.values()
     assert topk_ids.unique().numel() == len(down_proj)
     return nbytes(gate_up_proj, down_proj) + 2 * topk_ids.numel() * nbytes(x[0])
 
 
 class TestBudgets:
-    """h-small, a rank of four, with fewer experts."""
+    """Budgets of h-small on a rank of four, with fewer experts."""
 
     @pytest.mark.parametrize(
         ("dtype", "per_block"), [(torch.bfloat16, 102), (torch.float32, 106)], ids=["bfloat16", "float32"]
@@ -172,7 +172,7 @@ class TestBudgets:
 
     @pytest.mark.parametrize("programs", [1, 2])
     def test_weights_are_read_once_for_all_blocks(self, programs):
-        """But for one expert, which both parts can have."""
+        """One expert is an exception, because both parts can have it."""
         inputs = experts_inputs(600, 4, 512, 96, 2)
         run(inputs, programs)
         one_expert = nbytes(inputs["gate_up_proj"][0], inputs["down_proj"][0])

@@ -1,4 +1,4 @@
-"""The NKI emulator's DMA at places that indices name."""
+"""DMA of the NKI emulator at places that indices name."""
 
 import nki.isa as nisa
 import nki.language as nl
@@ -15,7 +15,7 @@ TABLE = np.arange(5 * 4 * 6, dtype=np.float32).reshape(5, 4, 6)
 
 
 def gathered(index, skips=False, **more):
-    """A kernel that reads TABLE[index, 1:3, 0:6] onto ones."""
+    """Return a kernel that reads TABLE[index, 1:3, 0:6] onto ones."""
 
     def kernel(table):
         indices = tile(1, 1, dtype=nl.int32, value=index)
@@ -29,7 +29,7 @@ def gathered(index, skips=False, **more):
 
 
 def rows(skips=False, **more):
-    """A kernel that reads the rows `indices` of a table onto ones."""
+    """Return a kernel that reads the rows `indices` of a table onto ones."""
 
     def kernel(table, indices):
         dst = tile(indices.shape[0], table.shape[1], value=1.0)

@@ -1,4 +1,4 @@
-"""The NKI kernels against recurrences in float64, token by token; their instructions, traffic and memory."""
+"""The NKI kernels against recurrences in float64, token by token, with their instructions, traffic and memory."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def run(kernel, inputs, programs=1):
 
 
 class TestDefinitions:
-    """The torch definitions beside the kernels."""
+    """The torch definitions that stand beside the kernels."""
 
     @pytest.mark.parametrize("definition", [ssd_chunk_scan_torch, tensor_tensor_scan_torch])
     def test_scans(self, definition):
@@ -76,7 +76,7 @@ class TestScans:
 
     @scans
     def test_long_decays_stay_finite_and_right(self, scan):
-        """sum |dt A| of a chunk far above 100: exp(cs_i) * exp(-cs_j) would overflow."""
+        """sum |dt A| of a chunk is far above 100, so exp(cs_i) * exp(-cs_j) would overflow."""
         inputs = scan_inputs(1, 200, heads=4, head_dim=32, max_A=128.0)
         inputs["dt"] = torch.full_like(inputs["dt"], 0.7)
         inputs["A"] = torch.tensor([-1.5, -10.0, -60.0, -128.0])
@@ -122,13 +122,13 @@ class TestScans:
     @pytest.mark.parametrize("tp_degree", [1, 4])
     @pytest.mark.parametrize("name", HYBRIDS)
     def test_family(self, name, tp_degree):
-        """One rank and its two cores, for every published model with Mamba layers."""
+        """One rank and its two cores are tested for every published model with Mamba layers."""
         config = GraniteMoeHybridConfig.from_family(name)
         heads = config.rank_dimensions(tp_degree).mamba_heads
         dimensions = dict(heads=heads, head_dim=config.mamba_d_head, d_state=config.mamba_d_state)
         inputs = scan_inputs(1, 131, **dimensions)
         check(run(ssd_chunk_scan, inputs, 2), scan_oracle(inputs))
-        if tp_degree > 1:  # it goes head by head, and more of them are nothing new
+        if tp_degree > 1:  # the kernel goes head by head, and more heads show nothing new
             inputs = scan_inputs(1, 3, **dimensions)
             check(run(tensor_tensor_scan, inputs, 2), scan_oracle(inputs))
         inputs = conv_inputs(1, 12, config.rank_dimensions(tp_degree).mamba_conv_dim, config.mamba_d_conv)
@@ -149,7 +149,7 @@ class TestConvolution:
 
     @pytest.mark.parametrize("d_conv", [2, 3, 4])
     def test_windows_at_every_length(self, d_conv):
-        """Also where fewer tokens are real than the window holds, and on both sides of a block of 128."""
+        """Fewer tokens may be real than the window holds, and lengths lie on both sides of a block of 128."""
         lengths = [0, 1, 2, 3, 4, 126, 127, 128, 129, 130, 131]
         inputs = conv_inputs(len(lengths), 131, 64, d_conv, lengths=lengths)
         y, states = run(conv1d_prefill, inputs)
@@ -170,7 +170,7 @@ SBUF_LIMIT = 207 * 1024
 
 
 def check_traffic(inputs, outputs):
-    """At most 1.5 times every argument and every result once, with two cores that both read what they share."""
+    """Check that traffic is at most 1.5 times every argument and result once. Two cores both read shared ones."""
     assert last_launch().hbm_bytes <= 1.5 * nbytes(*inputs.values(), *outputs)
     assert last_launch().peak_sbuf_bytes < SBUF_LIMIT
 
@@ -188,7 +188,9 @@ class TestBudgets:
         assert counts[1] / 2 <= 90  # setup included
 
     def test_tensor_tensor_scan_of_1024_tokens(self):
-        """A twentieth of the published kernel's 8,192 scans and 65,000 VectorE instructions; they grow with length."""
+        """The published kernel has 8,192 scans and 65,000 VectorE instructions. These are at most a twentieth, and
+        grow with length.
+        """
         inputs = scan_inputs(1, 128, **H_SMALL)
         outputs = run(tensor_tensor_scan, inputs, 2)
         check_traffic(inputs, outputs)
@@ -202,7 +204,7 @@ class TestBudgets:
 
     @scans
     def test_prefill_reads_and_writes_a_state_once(self, scan):
-        """However many chunks there are: what is of a core's states' size in float32 is not x or y, in bfloat16."""
+        """This holds for any number of chunks. Float32 transfers of a state's size are not x or y, in bfloat16."""
         inputs = scan_inputs(2, 300, heads=4, head_dim=64, dtype=torch.bfloat16)
         run(scan, inputs, 2)
         state = 128 * 2 * 64 * 4

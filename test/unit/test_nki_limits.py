@@ -1,4 +1,4 @@
-"""What the kernels of a Mamba layer refuse, in one sentence."""
+"""Dimensions that the kernels of a Mamba layer refuse, in one sentence."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ SCAN = dict(num_heads=8, head_dim=64, n_groups=2, d_state=128, programs=2)
 
 
 def ranks(config):
-    """The dimensions of a rank, for every degree by which the model can be split."""
+    """Yield the dimensions of a rank, for every degree by which the model can be split."""
     for tp_degree in range(1, config.mamba_n_heads + 1):
         with contextlib.suppress(UserError):
             yield config.rank_dimensions(tp_degree)

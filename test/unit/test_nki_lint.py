@@ -1,4 +1,4 @@
-"""The kernels' sources keep to the Python that the NKI compiler takes, and the lint sees what does not."""
+"""The kernels' sources keep to the Python that the NKI compiler takes, and the lint finds sources that do not."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from test.support.nki_lint import lint
 
 PACKAGE = Path(granite4_neuron.__file__).parent
 NKI_FILES = sorted((PACKAGE / "ops" / "nki").glob("*.py"))
-KERNEL_FILES = [file for file in NKI_FILES if file.name not in ("launch.py", "mamba.py")]  # those are the host's
+KERNEL_FILES = [file for file in NKI_FILES if file.name not in ("launch.py", "mamba.py")]  # those run on the host
 
 KERNEL = """
 import nki
@@ -80,7 +80,7 @@ def test_module_is_refused(module, message):
 
 
 def test_nothing_else_imports_nki():
-    """Elsewhere nki and the kernels are imported within functions: the package works without nki."""
+    """Other modules import nki and the kernels within functions, so that the package works without nki."""
     for file in set(PACKAGE.rglob("*.py")) - set(NKI_FILES) - set((PACKAGE / "neuron" / "nxdi").glob("*.py")):
         for statement in ast.parse(file.read_text()).body:
             for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else ():

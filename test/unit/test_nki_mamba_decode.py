@@ -63,7 +63,7 @@ def test_state_after_the_accepted_tokens(accepted):
     "dimensions", [dict(heads=16), dict(heads=8, d_state=64, groups=2)], ids=["1 group", "2 groups"]
 )
 def test_a_verification_and_its_commit(programs, dimensions):
-    """Outputs alone, for which no state is written, and states alone; bit by bit those of both together."""
+    """Outputs alone, for which no state is written, and states alone equal bit by bit those of both together."""
     case = mamba_decode_inputs(3, 4, accepted=[4, 0, 2], **dimensions)
     together = run(case, programs)
     check(together, mamba_decode_oracle(case))
@@ -115,7 +115,7 @@ def test_nan_stays_in_its_sequence(name):
 
 @pytest.mark.parametrize("programs", [1, 2])
 def test_in_place(programs, monkeypatch):
-    """The output that takes the memory of `states` ends up right: nothing is read after it was overwritten."""
+    """The output that takes the memory of `states` is right in the end, so nothing is read after it was overwritten."""
     emulation = pytest.importorskip("nki.emulation", reason="aliases are given to the graph, not to a simulator")
     case = mamba_decode_inputs(3, 2)
     exact = mamba_decode_oracle(case)
@@ -151,7 +151,7 @@ def test_dimensions_that_it_does_not_take():
 
 class TestBudgets:
     def test_four_tokens_cost_little_more_than_one(self):
-        """At most 1.6 times the instructions beyond loading and storing states; the state's bytes are the same."""
+        """Instructions but for loading and storing states are at most 1.6 times as many. State bytes are the same."""
         for batch in (1, 8):
             counts, written = [], []
             for tokens in (1, 4):
@@ -165,7 +165,7 @@ class TestBudgets:
             assert written == [batch, batch]
 
     def test_traffic_of_a_verification_and_its_commit(self):
-        """The first reads states, the second reads and writes them; neither moves what the other is for."""
+        """The verification reads states, and the commit reads and writes them. Neither moves the other's data."""
         case = mamba_decode_inputs(8, 4, dtype=torch.bfloat16, **H_SMALL)
         for absent in ("accepted", "z"):
             form = case | {absent: None}
@@ -189,7 +189,7 @@ class TestStatesOf16Bits:
         y, states, _ = run(case)
         exact = mamba_decode_oracle(case)
         assert states.dtype == torch.bfloat16
-        assert error(y, exact[0]) <= 1e-5  # read from what is stored, without another rounding
+        assert error(y, exact[0]) <= 1e-5  # read from the stored state, without another rounding
         assert torch.equal(states, exact[1].to(torch.bfloat16)) or error(states, exact[1]) <= 2**-8
 
     def test_stochastic_rounding_is_to_neighbours_and_unbiased(self, monkeypatch):
@@ -198,13 +198,13 @@ class TestStatesOf16Bits:
         case = mamba_decode_inputs(4, 2, heads=8)
         case["states"] = case["states"].to(torch.bfloat16)
         states, exact = run(case)[1].double(), mamba_decode_oracle(case)[1]
-        step = 2.0 ** (exact.abs().log2().floor() - 7)  # from a bfloat16 to the next
+        step = 2.0 ** (exact.abs().log2().floor() - 7)  # the distance from a bfloat16 to the next
         errors = ((states - exact) / step)[exact.abs() > 0.01]  # float32 is far finer than the step there
         assert errors.abs().max() < 1 + 1e-3 and (errors.abs() > 0.5).any()
         assert abs(errors.mean()) < 5 * errors.std() / errors.numel() ** 0.5
 
     def test_drift_over_20000_steps(self):
-        """A state that decays by a ten thousandth a step, as slow heads have it: plain rounding never moves it."""
+        """The state decays by a ten thousandth a step, as in slow heads. Plain rounding never moves it."""
         values = pytest.importorskip("nki.values", reason="only the emulator rounds here")
         steps, decay = 20_000, np.float32(1 - 1e-4)
         exact = float(decay) ** steps

@@ -48,7 +48,7 @@ def test_logits(folder, prefill_scan, decode_kernel, cuts):
 
 @torch.inference_mode()
 def test_ragged_batch(folder):
-    """Rows of different lengths, idle rows and slots out of order over poisoned memory, step after step."""
+    """Rows have different lengths, some are idle, and slots are out of order over poisoned memory, step after step."""
     models = [load_model(folder, torch.float32), load(folder, "ssd", "nki")]
     states = [poisoned_state(model, 3, 60) for model in models]
     slots, starts = torch.tensor([2, 3, 1]), torch.zeros(3, dtype=torch.int64)
@@ -63,7 +63,7 @@ def test_ragged_batch(folder):
 
 
 def test_bfloat16_stays_near(folder):
-    """As near to the float32 logits as the plain model in bfloat16, but for rounding of its own."""
+    """The model is as near to the float32 logits as the plain model in bfloat16, except for rounding of its own."""
     exact = load_model(folder, torch.float32)
     tokens = random_tokens(exact.config.vocab_size, 2, 60)
     expected = run_cuts(exact, tokens, [60])
@@ -80,7 +80,7 @@ def test_state_is_allocated_in_the_kernels_layout(folder):
 
 
 def test_a_row_without_tokens_keeps_its_state():
-    """Whatever the caller does with the row: not every runtime has a null slot to send it to."""
+    """The state stays whatever the caller does with the row. Not every runtime has a null slot for it."""
     kernels = select_operators(TORCH, CONFIGS["one group"], 1, "ssd", "nki").mamba_prefill
     x, conv_state, weight, bias, _ = conv_inputs(2, 3, 64).values()
     lengths = torch.tensor([3, 0])

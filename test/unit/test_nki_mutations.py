@@ -1,4 +1,4 @@
-"""Bugs planted in the kernels' sources, one at a time: the comparisons of test_nki_kernels must see each of them."""
+"""Bugs planted in the kernels' sources, one at a time. The comparisons of test_nki_kernels must find each of them."""
 
 import inspect
 import types
@@ -32,7 +32,7 @@ emulation = pytest.importorskip("nki.emulation", reason="a simulator may do anyt
 
 
 def mutated(module, old, new):
-    """The module's kernel with one piece of its source replaced."""
+    """Return the module's kernel with one piece of its source replaced."""
     source = inspect.getsource(module)
     assert source.count(old) == 1, f"{old!r} is in {module.__name__} {source.count(old)} times"
     copy = types.ModuleType(module.__name__)
@@ -41,7 +41,7 @@ def mutated(module, old, new):
 
 
 def check_fails(kernel, arguments, exact):
-    """Either a result is wrong by more than the tests allow, or the emulator refuses the kernel."""
+    """Check that a result is wrong by more than the tests allow, or that the emulator refuses the kernel."""
     try:
         outputs = launch(kernel, *arguments, programs=1)
     except emulation.NkiError:
@@ -221,7 +221,7 @@ def mutations(of_kernel):
     return pytest.mark.parametrize(("old", "new"), of_kernel.values(), ids=of_kernel.keys())
 
 
-# Two groups, two rows and two chunks, the last of them shorter: what a bug can hide behind is not there.
+# Two groups, two rows and two chunks, the last of them shorter, so that no bug can hide.
 SCAN_INPUTS = scan_inputs(2, 135, heads=4, head_dim=32, groups=2, d_state=64)
 MAMBA_DECODE_INPUTS = mamba_decode_inputs(2, 3, heads=4, head_dim=32, groups=2, d_state=64, accepted=[1, 2])
 CONV_INPUTS = conv_inputs(3, 135, 64, lengths=[135, 130, 1])
@@ -269,7 +269,7 @@ def test_experts_prefill(old, new):
 
 
 def test_an_expert_that_is_read_twice():
-    """The result is right; the traffic is not, which the budgets limit to 1.05."""
+    """The result is right, but the traffic is not: the budgets limit it to 1.05."""
     arguments = experts_arguments(EXPERTS_INPUTS)
     bytes_read = []
     load = "load_expert(down_sb, down_proj, ids_sb[:, slot : slot + 1], 1, rows)"
@@ -281,7 +281,7 @@ def test_an_expert_that_is_read_twice():
 
 
 def test_the_sources_as_they_are_pass():
-    """What the mutations are compared on passes without them, by the same steps."""
+    """The unchanged sources pass the same comparisons, by the same steps."""
     for module, arguments, exact in (
         (ssd_chunk_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),
         (tensor_tensor_scan, SCAN_INPUTS.values(), scan_oracle(SCAN_INPUTS)),

@@ -1,4 +1,4 @@
-"""The report of what the kernels cost."""
+"""The report of the kernels' costs."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from test.support.nki_cases import conv_inputs, scan_inputs
 
 @pytest.mark.parametrize("kernel", [ssd_chunk_scan, tensor_tensor_scan, conv1d_prefill])
 def test_extension_is_exact(kernel):
-    """Three blocks cost one, and twice what the second of two adds."""
+    """Three blocks cost as much as one, plus twice the difference between two blocks and one."""
 
     def cost(blocks):
         if kernel is conv1d_prefill:

@@ -1,4 +1,4 @@
-"""The config of the NxD Inference port: what it refuses, what it saves and reads back."""
+"""The config of the NxD Inference port: settings that it refuses, and settings that it saves and reads back."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_neuron_config_for_dense_models_is_refused(folder):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
-    """compile() saves it beside the graphs; a model made from that folder alone reads it."""
+    """compile() saves the config beside the graphs. A model made from that folder alone reads it."""
     folder = random_checkpoints(case)
     config = nxdi.make_config(folder, is_continuous_batching=True, batch_size=3, ctx_batch_size=1)
     config.save(tmp_path)
@@ -77,7 +77,7 @@ def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):
-    """NxD Inference itself loads what there is."""
+    """NxD Inference itself loads the weights that there are."""
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
     weights = load_file(folder / "model.safetensors")

@@ -71,7 +71,7 @@ class TestChunkScan:
         assert relative_error(state, exact_state) <= 1e-5  # the state is float32 from end to end
 
     def test_long_decays_stay_finite_and_right(self):
-        """sum |dt A| of a chunk far above 100: exp(cs_i) * exp(-cs_j) would overflow."""
+        """sum |dt A| of a chunk is far above 100, so exp(cs_i) * exp(-cs_j) would overflow."""
         inputs = scan_inputs(1, 128, 2, 8, 1, 16)
         inputs["dt"] = torch.full_like(inputs["dt"], 0.7)
         inputs["dt"][:, 64:] = 1e-4  # slow tokens after fast ones: differences of large sums would lose their digits
@@ -127,7 +127,7 @@ class TestSelectiveStateStep:
         assert relative_error(state, exact_state) <= 1e-5
 
     def test_expanded_arguments_give_the_same(self):
-        """mamba_ssm's callers expand dt, A, D and dt_bias to every channel."""
+        """Callers of mamba_ssm expand dt, A, D and dt_bias to every channel."""
         inputs = scan_inputs(2, 1, 4, 8, 1, 16)
         x, B, C = (inputs[name][:, 0] for name in ("x", "B", "C"))
         raw, bias, z = torch.randn(2, 4), torch.randn(4), torch.randn(2, 4, 8)
@@ -158,7 +158,7 @@ class TestCausalConv:
         with_bias=st.booleans(),
     )
     def test_cuts_and_padding(self, width, pieces, with_bias):
-        """A sequence in pieces of any length, each followed by padding, is the whole sequence."""
+        """A sequence in pieces of any length, each followed by padding, gives the whole sequence."""
         channels = 6
         weight, bias = torch.randn(channels, width), torch.randn(channels) if with_bias else None
         total = sum(length for length, _ in pieces)
@@ -193,7 +193,7 @@ class TestAttention:
         seed=st.integers(0, 1000),
     )
     def test_equals_the_definition(self, rows, kv_heads, block_size, seed):
-        """Each row: (tokens in the cache already, new ones). Everything else is NaN."""
+        """Each row is (tokens in the cache already, new ones). Everything else is NaN."""
         torch.manual_seed(seed)
         heads, head_dim, tokens = 4, 8, 6
         slots = torch.randperm(len(rows)) + 1
@@ -276,7 +276,7 @@ class TestNorm:
 
 
 def test_rotary_is_a_rotation_by_position():
-    """The product of two rotated vectors depends on the distance of their positions only."""
+    """The product of two rotated vectors depends only on the distance of their positions."""
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def product(query_position, key_position):

@@ -52,7 +52,7 @@ class Step:
         return cpu.paged_attention(self.query, self.key, self.value, *pages, **rows, scale=SCALE)
 
     def exact(self, seen=lambda position: position + 1):
-        """In float64; a token at `position` sees so many keys."""
+        """Compute attention in float64. A token at `position` sees so many keys."""
         outputs = []
         for row, (new, length) in enumerate(STEP):
             keys, values = (part.double().repeat_interleave(SHARED, dim=1) for part in self.texts[row])
@@ -70,7 +70,7 @@ def agrees(y, exact, tolerance):
 
 @pytest.mark.parametrize("page_size", [32, 48, 64, 544])
 def test_paged_attention(page_size):
-    """Nothing is read that no sequence has written: all of it is NaN."""
+    """Memory that no sequence has written is not read: all of it is NaN."""
     step = Step(page_size)
     y = step.run()
     assert agrees(y, step.exact(), 2e-5)

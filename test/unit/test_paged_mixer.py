@@ -21,7 +21,7 @@ pytestmark = needs_kernels
 
 
 def strided(num_pages, *shape, dtype=torch.float32, order=None):
-    """[num_pages, *shape] of NaN with memory between two pages; the last two axes in another order if asked for."""
+    """Return [num_pages, *shape] of NaN with gaps between pages, and the last two axes swapped in memory on request."""
     count = math.prod(shape)
     memory = torch.full((num_pages, count + 24), math.nan, dtype=dtype)
     if order == "columns first":
@@ -78,7 +78,7 @@ class Step:
         )
 
     def exact(self, conv_mistake=None, state_mistake=None):
-        """(y, conv_state, ssm_state) in float64, of the state as it is now."""
+        """Return (y, conv_state, ssm_state) in float64, of the state as it is now."""
         conv_state, ssm_state = self.conv_state.double(), self.ssm_state.double()
         speculative = dict(num_accepted_tokens=self.accepted) if self.speculative else {}
         xBC, dt = self.projected[:, INNER:].split([CHANNELS, HEADS], dim=1)
@@ -106,12 +106,12 @@ def agrees(value, exact, tolerance):
 @pytest.mark.parametrize("speculative", [False, True], ids=["decode", "verify"])
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float32, 2), (torch.bfloat16, 4)], ids=str)
 def test_paged_mixer(speculative, order, dtype, width):
-    """Also that nothing else is read, or written: all of it is NaN, which comes out of no real token."""
+    """Nothing else is read or written. All other memory is NaN, which does not reach a real token."""
     step = Step(speculative, order, dtype, width)
     exact = step.exact()
     y = step.run()
     assert agrees(y, exact[0], 2e-5)
-    assert agrees(step.conv_state, exact[1], 0)  # inputs are kept as they are
+    assert agrees(step.conv_state, exact[1], 0)  # inputs stay unchanged
     assert agrees(step.ssm_state, exact[2], 2e-5)
 
 

@@ -1,4 +1,4 @@
-"""The table of parameters beside the modules that have them."""
+"""The table of parameters, compared with the modules that have them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from test.support.checkpoints import CASES, small_config
 
 
 def of_modules(config, degree):
-    """Of each parameter: its shape, whether it is a matrix, and whether it may be quantized."""
+    """Return each parameter's shape, whether it is a matrix, and whether it may be quantized."""
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, Parallel(0, degree))
     found = {}
@@ -26,7 +26,7 @@ def of_modules(config, degree):
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_table_is_what_the_modules_have(case, degree):
-    """Their names, and a rank's shapes."""
+    """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)
     in_table = {name: (one.shape, one.is_matrix, one.may_be_quantized) for name, one in table.items()}
     assert in_table == of_modules(case.config(), degree)
@@ -34,7 +34,7 @@ def test_the_table_is_what_the_modules_have(case, degree):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_what_hidden_states_are_multiplied_by(is_tied):
-    """The head always, whether it is the embedding or not; the experts' matrices are told from the others."""
+    """The head always counts, whether it is the embedding or not. The experts' matrices are told from the others."""
     config = small_config(tie_word_embeddings=is_tied)
     matrices = matmul_weights(config)
     assert EMBEDDING not in matrices and matrices[HEAD].shape == (config.vocab_size, config.hidden_size)

@@ -1,4 +1,4 @@
-"""Perplexity: numbers that are known beforehand, and those of transformers on the bundled model."""
+"""Perplexity of numbers that are known beforehand, and transformers' perplexity on the bundled model."""
 
 import math
 import pydoc_data.topics
@@ -15,12 +15,12 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation.perplexity import Window, decode_seconds, measure, one_window, sliding_windows
 from test.support.engines import ChunkRuntime, engine_model
 
-HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not among what the model was trained on
+HELD_OUT = bundled_checkpoint() / "LICENSE.txt"  # not in the model's training data
 VOCAB = 5
 
 
 class TableRuntime:
-    """Its logits after a token are that token's row of a table, and NaN where none are asked for."""
+    """A runtime whose logits after a token are that token's row of a table, and NaN where no logits are asked for."""
 
     tokens_per_step = 4
     cannot = {}  # noqa: RUF012
@@ -47,7 +47,7 @@ def tokens():
 
 
 def expected_nats(table, tokens, positions):
-    """One token after another, in Python's floating point, summed exactly."""
+    """Sum one token after another in Python's floating point, exactly."""
     terms = []
     for position in positions:
         row = table[tokens[position - 1]].tolist()
@@ -123,7 +123,7 @@ def test_speed_of_single_tokens(tokens):
 
 @pytest.fixture(scope="module")
 def texts():
-    """One that the bundled model has never seen, and one that it knows by heart."""
+    """Return a text that the bundled model has never seen, and one that it knows by heart."""
     topics = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     return {"held out": HELD_OUT.read_text(encoding="utf-8"), "known": topics[:12_000]}
 

@@ -1,4 +1,4 @@
-"""What fits into a core's memory, against what the model and its state really hold."""
+"""The plan for a core's memory, compared with the real sizes of the model and its state."""
 
 import re
 from functools import partial
@@ -23,13 +23,13 @@ TEMPORARIES = plan.Temporaries(prefill=2 * 10**9, decode=10**8, decode_of_a_sequ
 
 @pytest.fixture(autouse=True)
 def no_graphs(monkeypatch):
-    """They take a minute to trace, and have a test of their own."""
+    """Leave the graphs out. They take a minute to trace and have a test of their own."""
     monkeypatch.setattr(plan, "_temporaries", lambda *arguments: None)
 
 
 @pytest.fixture(params=[None, TEMPORARIES], ids=["no graphs", "graphs"])
 def temporaries(request, no_graphs, monkeypatch):
-    """What the graphs said, if there were any."""
+    """Return the temporaries that the graphs report, if there are any."""
     monkeypatch.setattr(plan, "_temporaries", lambda *arguments: request.param)
     return request.param
 
@@ -79,13 +79,13 @@ def test_more_ranks_than_key_heads_hold_them_several_times():
 
 
 def test_a_core_has_24_gigabytes(temporaries):
-    """A quarter of the 96 GB of a Trainium2 chip, which LNC=2 makes four logical cores of; a byte more is too much."""
+    """A core has a quarter of a Trainium2 chip's 96 GB: LNC=2 makes four logical cores. A byte more is too much."""
     none = plan.Temporaries(0, 0, 0)
     of_weights = partial(plan.Plan, 1000, 4, 1, 10, state=1, token=0, logits=0, scores=0, temporaries=none)
     full, over = of_weights(weights=96 * 10**9 // 4 - 1), of_weights(weights=96 * 10**9 // 4)
     assert full.fits and full.total == 24 * 10**9
     assert not over.fits and over.largest_batch == 0
-    assert plan.INSTANCES == {"trn2.3xlarge": 4, "trn2.48xlarge": 64}  # one chip, and sixteen
+    assert plan.INSTANCES == {"trn2.3xlarge": 4, "trn2.48xlarge": 64}  # one chip and sixteen chips
 
 
 TABLE = re.findall(
@@ -101,7 +101,7 @@ def test_the_published_table_has_the_family():
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
 def test_the_published_table(row):
-    """Weights, context, and state and cache of a sequence; sum and largest batch need graphs, see below."""
+    """Weights, context, and a sequence's state and cache are checked. Sum and largest batch need graphs, see below."""
     name, weights, context, sequence, *_ = row
     result = planned(f"granite-4.0-{name}")
     assert f"{result.weights / 1e9:.2f}" == weights
@@ -111,7 +111,7 @@ def test_the_published_table(row):
 
 @pytest.mark.parametrize("name", ["h-350m", "h-small"])
 def test_the_published_sums(name, monkeypatch):
-    """With temporaries from the graphs; the small and the large one stand for the family."""
+    """The sums include temporaries from the graphs. The small and the large model stand for the family."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
     monkeypatch.setattr(plan, "_temporaries", find_temporaries)
     (row,) = (row for row in TABLE if row[0] == name)
@@ -136,7 +136,7 @@ def test_refusals():
 
 
 def test_the_sum_by_hand(temporaries):
-    """h-small: 36 Mamba layers of 32 heads a rank, 4 attention layers of 2 key and 8 query heads a rank."""
+    """h-small has 36 Mamba layers of 32 heads a rank, and 4 attention layers of 2 key and 8 query heads a rank."""
     result = planned("h-small", batch_size=30, context=10000)
     state = 36 * ((32 * 64 + 256) * 3 * 2 + 32 * 64 * 128 * 4)
     sequence = state + 10000 * 4 * 2 * 2 * 128 * 2 + 100352 * 4 * 2
@@ -145,7 +145,7 @@ def test_the_sum_by_hand(temporaries):
 
 
 def test_temporaries_come_from_the_graphs():
-    """Those of prefill hardly grow with the context, those of decode hardly but with the number of sequences."""
+    """Prefill's temporaries hardly grow with the context, decode's almost only with the number of sequences."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
     config = small_config(max_position_embeddings=32768)
     short, long = (find_temporaries(config, 2, context) for context in (16384, 32768))

@@ -1,4 +1,4 @@
-"""Sequences that go on from what earlier ones left: what they find, what it costs, and that texts stay the same."""
+"""Sequences that continue from what earlier ones left: what they find, what it costs, and that texts stay the same."""
 
 import itertools
 import re
@@ -45,14 +45,14 @@ def new_tokens(runtime, cache, prompt, max_tokens=4, **options):
 
 
 def run_tokens(runtime):
-    """How many tokens of prompts and of generation were run since the last call."""
+    """Return how many tokens of prompts and of generation were run since the last call."""
     counts = [sum(len(row.tokens) for row in rows) for rows in runtime.steps]
     runtime.steps.clear()
     return sum(counts)
 
 
 class TestSameNumbers:
-    """Logits of a sequence that goes on from the cache, against those of one that does not."""
+    """Logits of a sequence that continues from the cache equal those of one that does not."""
 
     def logits(self, runtime, cache, prompt, **options):
         runtime.logits.clear()
@@ -81,13 +81,13 @@ class TestSameNumbers:
         ("dtype", "kernels"), [(torch.float32, "torch"), (torch.float32, "fused"), (torch.bfloat16, "fused")], ids=str
     )
     def test_at_the_end_of_a_prompt(self, dtype, kernels):
-        """Bit by bit with the fused kernels, closely with plain torch."""
+        """Logits are equal bit by bit with the fused kernels, and close with plain torch."""
         runtime = ChunkRuntime(engine_model(dtype=dtype), kernels)
         same, error = self.compare(runtime, TOKENS[:21], TOKENS[:60], hit=21)
         assert same and error <= (0 if kernels == "fused" else 1e-5)
 
     def test_after_others_have_parted_from_the_prefix(self, runtime):
-        """Their entries cut the keys and values between two snapshots of the first prompt into pieces."""
+        """Entries of other sequences cut the keys and values between two snapshots of the first prompt into pieces."""
         plain, expected = self.logits(runtime, None, TOKENS[:60])
         cache = PoisonedPrefixCache(runtime, None, CHUNK)
         new_tokens(runtime, cache, TOKENS[:45])
@@ -130,7 +130,7 @@ class TestHits:
             prompt += turn
             answer = new_tokens(runtime, cache, prompt, max_tokens=7)
             assert answer == new_tokens(ChunkRuntime(runtime.model), None, prompt, max_tokens=7)
-            # The last token of an answer is chosen, and not run before the next turn.
+            # The last token of an answer is chosen but not run before the next turn.
             assert run_tokens(runtime) == len(turn) + (number > 0) + 6
             prompt += answer
 
@@ -155,7 +155,7 @@ class TestHits:
             assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
 
     def test_prompts_of_one_batch(self, runtime, cache):
-        """Those that share a beginning wait for the one that computes it; others do not."""
+        """Prompts that share a beginning wait for the one that computes it; others do not wait."""
         shared, positions = TOKENS[:4], frozenset([4])
         prompts = [shared + OTHERS[i : i + 2] for i in range(5)]
         engine = engine_with(runtime, cache, 6)
@@ -217,7 +217,7 @@ class TestMemory:
         assert cache.export(TOKENS[:20]) is None
 
     def test_nothing_is_evicted_for_an_entry_that_has_no_room_all_the_same(self, runtime):
-        """Of two entries one is in use; evicting the other would not make room for the longer prompt."""
+        """One of two entries is in use, and evicting the other would not make room for the longer prompt."""
         config, itemsize = runtime.config, runtime.dtype.itemsize
         entry = sequence_bytes(config, itemsize) + 20 * token_bytes(config, itemsize) + 4 * VOCAB
         cache = PoisonedPrefixCache(runtime, 2 * entry, None)

@@ -1,4 +1,4 @@
-"""Quantized weights: what they keep of a weight, and the plain products with them."""
+"""Quantized weights: how near they are to the weights, and the plain products with them."""
 
 import math
 
@@ -22,7 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def assert_round_trip(weight, values, scale):
-    """Every value is off by half a step at most, and each row uses all of its range."""
+    """Check that every value is off by half a step at most and that each row uses all of its range."""
     weight = weight.double()
     assert values.dtype == torch.int8 and values.shape == weight.shape and values.is_contiguous()
     assert scale.dtype == torch.float32 and scale.shape == weight.shape[:-1] and torch.isfinite(scale).all()
@@ -40,7 +40,7 @@ class TestQuantizePerChannel:
         seed=st.integers(0, 1000),
     )
     def test_round_trip(self, dtype, shape, exponent, seed):
-        """Rows of very different sizes: a scale that is not the row's own would lose the small ones."""
+        """Rows have very different sizes, so another row's scale would lose the small ones."""
         g = torch.Generator().manual_seed(seed)
         sizes = 2.0 ** (exponent + torch.randint(-3, 3, shape[:-1], generator=g))
         weight = (torch.randn(shape, generator=g) * sizes[..., None]).to(dtype)
@@ -92,7 +92,7 @@ class TestInt4:
         seed=st.integers(0, 1000),
     )
     def test_each_group_is_closer_than_rounded_to_nearest(self, shape, exponent, seed):
-        """Groups of very different sizes; beside multiples of a sixteenth of each group's range."""
+        """Groups have very different sizes. They are compared with multiples of a sixteenth of each group's range."""
         g = torch.Generator().manual_seed(seed)
         sizes = 2.0 ** (exponent + torch.randint(-3, 3, shape, generator=g))
         weight = torch.randn(shape, generator=g) * sizes
@@ -104,7 +104,7 @@ class TestInt4:
         assert (error.norm(dim=-1) <= nearest.norm(dim=-1) * (1 + 1e-5)).all()
 
     def test_known_numbers(self):
-        """What four bits can say exactly, on either side of zero, with the even column in the lower half."""
+        """Four bits can hold these numbers exactly, on either side of zero, with the even column in the lower half."""
         weight = torch.arange(-8.0, 8.0).repeat(2, 2) * torch.tensor([[0.5], [-2.0]])
         quantized = INT4.quantize(weight)
         assert torch.equal(quantized.dequantize(torch.float32), weight)
@@ -128,7 +128,7 @@ def in_groups(weight):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 class TestProducts:
-    """Against float64 products with the dequantized weights, which are rounded to dtype once."""
+    """The products equal float64 products with the dequantized weights, which are rounded to dtype once."""
 
     def weights(self, *shape):
         weight = INT8.quantize(torch.randn(shape) / shape[-1] ** 0.5)

@@ -1,4 +1,4 @@
-"""What each rank holds of a model, by what its heads need, and that the ranks together compute what the model does."""
+"""Each rank holds the part of a model that its heads need, and the ranks together compute what the model does."""
 
 import threading
 from dataclasses import dataclass
@@ -38,19 +38,19 @@ CUTS = [20, 1, 5, 1]
 
 
 def of_rank(rank: int, degree: int, count: int) -> list[int]:
-    """The rank's part of `count` things that are split evenly."""
+    """Return the rank's part of `count` things that are split evenly."""
     return list(range(rank * count // degree, (rank + 1) * count // degree))
 
 
 def spans(items: list[int], width: int, first: int = 0) -> list[int]:
-    """The rows of items that are `width` rows each, one after another from row `first`."""
+    """Return the rows of items that are `width` rows each, one after another from row `first`."""
     return [first + item * width + row for item in items for row in range(width)]
 
 
 def places(name: str, config: GraniteMoeHybridConfig, rank: int, degree: int) -> tuple[int, list[int]] | None:
-    """The axis along which a tensor is split, and which of its rows a rank has; None for all of them.
+    """Return the axis along which a tensor is split and its rows on a rank; None if the rank has all rows.
 
-    A rank has its heads, and the groups, or the key heads, that these heads use.
+    A rank has its heads, and the groups or the key heads that these heads use.
     """
     heads = of_rank(rank, degree, config.mamba_n_heads)
     groups = sorted({head * config.mamba_n_groups // config.mamba_n_heads for head in heads})
@@ -117,7 +117,7 @@ def test_a_rank_has_what_its_heads_need(changes, degree):
 
 @pytest.mark.parametrize("changes, degree", SPLITS)
 def test_the_state_of_a_rank_is_that_of_its_heads(changes, degree):
-    """And its bytes are counted as they are allocated."""
+    """The state's bytes are counted as they are allocated."""
     config, dtype = small_config(**LAYERS, **changes), torch.bfloat16
     state = HybridState.allocate(config, 1, 7, dtype, "meta", degree)
     _, channels = places("mamba.conv1d", config, 0, degree)
@@ -164,7 +164,7 @@ def test_ranks_together_are_the_model(changes, degree):
     def run(rank):
         try:
             with torch.device("meta"):
-                # The group is there to be asked for; what is sent goes through `tensors`.
+                # The group is there to be asked for; data is sent through `tensors`.
                 part = GraniteMoeHybridForCausalLM(model.config, Together(rank, degree, object(), tensors, barrier))
             for name, weight in slices(model, rank, degree).items():
                 set_parameter(part, name, weight)
@@ -188,12 +188,12 @@ HEADS = [(heads, keys) for heads in range(1, 13) for keys in range(1, heads + 1)
 
 @pytest.mark.parametrize("heads, keys", HEADS)
 def test_degrees_that_attention_can_be_split_by(heads, keys):
-    """Those by which all ranks have equally many query heads, and need equally many key heads for them."""
+    """All ranks must have equally many query heads, and need equally many key heads for them."""
     changes = dict(layer_types=(ATTENTION,), num_attention_heads=heads, num_key_value_heads=keys, hidden_size=2 * heads)
     config = small_config(vocab_size=27720, shared_intermediate_size=27720, **DENSE, **changes)
 
     def needed(degree, rank):
-        """The key heads that the rank's query heads use, and the first query head of each, counted in the rank."""
+        """Return the key heads that the rank's query heads use, by the first query head of each within the rank."""
         mine = of_rank(rank, degree, heads)
         used = [head * keys // heads for head in mine]
         return [used.index(key) for key in sorted(set(used))]
@@ -214,7 +214,7 @@ def test_degrees_that_attention_can_be_split_by(heads, keys):
 
 @pytest.mark.parametrize("groups, degree", list(product((1, 2, 4, 8), (1, 2, 4, 8))))
 def test_degrees_that_groups_can_be_split_by(groups, degree):
-    """One group is there on every rank; of several, every rank has equally many, with their heads."""
+    """One group is there on every rank. Several groups are divided evenly over the ranks, with their heads."""
     config = small_config(layer_types=(MAMBA,), mamba_n_groups=groups, **DENSE)
     if groups == 1 or groups % degree == 0:
         rank = config.rank_dimensions(degree)

@@ -32,7 +32,7 @@ def one_hot_logits(*tokens, vocab_size=10):
 
 
 def judge(drafts, logits, bonus, metadata=GREEDY, draft_probs=None, **options):
-    """`rejection_sample` of drafts by request, as lists."""
+    """Run `rejection_sample` on drafts by request, and return lists."""
     about = SpecDecodeMetadata.of(drafts)
     output = rejection_sample(
         about.draft_token_ids,
@@ -68,7 +68,7 @@ class TestGreedy:
 class TestNeverAccepted:
     @pytest.mark.parametrize("metadata", [GREEDY, sampled(200)], ids=["greedy", "sampled"])
     def test_a_draft_that_is_padding(self, metadata):
-        """Also where the target has most for token 0, or for the last one, which an index of -1 would read."""
+        """The target may prefer token 0, or the last one, which an index of -1 would read."""
         for likely in (0, 9):
             output = judge([[-1, 3]] * 200, one_hot_logits(likely, 3).mul(9).repeat(200, 1), [5] * 200, metadata)
             assert output == [[likely, -1, -1]] * 200
@@ -85,7 +85,7 @@ class TestNeverAccepted:
 
 
 def draws(target_logits, draft_probs, sampler=judge, positions=2, **options):
-    """First tokens of DRAWS requests whose drafts came from `draft_probs`, or are all token 2 with None."""
+    """Return the tokens of DRAWS requests whose drafts came from `draft_probs`, or are all token 2 if that is None."""
     if draft_probs is None:
         drafts = torch.full((DRAWS, positions), 2)
     else:
@@ -96,7 +96,7 @@ def draws(target_logits, draft_probs, sampler=judge, positions=2, **options):
 
 
 def p_value(tokens, probabilities):
-    """That tokens come from a distribution; 0 if one of them is impossible."""
+    """Return the p-value for tokens that come from a distribution; 0 if one of them is impossible."""
     counts = np.bincount(tokens, minlength=VOCAB)
     possible = probabilities > 0
     if counts[~possible].any():
@@ -124,7 +124,7 @@ def draft_probs(request):
 
 
 def constrained(logits, temperature=1.0, top_k=VOCAB, top_p=1.0):
-    """By definition, one token after another: the distribution that sampling options leave."""
+    """Compute by definition, one token after another, the distribution that sampling options leave."""
     order = (logits / temperature).sort(descending=True).indices.tolist()[:top_k]
     probabilities = (logits / temperature)[order].softmax(-1).tolist()
     kept = [token for i, token in enumerate(order) if sum(probabilities[:i]) < top_p]
@@ -259,7 +259,7 @@ def test_expand_batch_to_tokens():
 
 class TestRequestsRules:
     def tokens(self, drafts, target, **options):
-        """Greedy; token 9 is the second choice everywhere."""
+        """Return greedy tokens. Token 9 is the second choice everywhere."""
         about = SpecDecodeMetadata.of(drafts)
         logits = torch.zeros(len(target) + len(drafts), 10)
         logits[about.target_logits_indices] = one_hot_logits(*target)

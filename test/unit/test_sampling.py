@@ -1,4 +1,4 @@
-"""What requests add to logits, what is reported of them, and where prompts that begin alike are cut."""
+"""Changes that requests make to logits, reports about logits, and cuts of prompts that begin alike."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
 
 
 def logits_by_hand(runtime, tokens):
-    """After each of some tokens, in one step."""
+    """Return logits after each of some tokens, computed in one step."""
     return runtime.step(runtime.allocate(1, 200), [Row(1, 0, tokens)], all_logits=True)[0]
 
 
@@ -40,13 +40,13 @@ class TestAdditions:
         assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
 
     def test_come_before_the_temperature(self):
-        """A bias is added to the model's logits, whatever the temperature and what else the request asks for."""
+        """A bias is added to the model's logits, whatever the temperature and whatever else the request asks for."""
         params = SamplingParams(temperature=0.5, top_k=2, logit_bias={2: 1.5}, presence_penalty=1.0)
         scores = Sampler(params, 1)._scores(torch.tensor([1.0, 0.5, 0.0, -1.0]), [9, 0])
         assert scores.tolist() == [float("-inf"), 1.0, 3.0, float("-inf")]
 
     def test_reach_each_sequence_its_own(self, runtime):
-        """One is pushed to a token, one keeps from repeating, one is as it is; together as alone."""
+        """One is pushed to a token, one keeps from repeating, and one is unchanged, together as well as alone."""
         requests = [
             Request(PROMPT, 12),
             Request(PROMPT, 12, logit_bias={7: 100}),
@@ -105,7 +105,7 @@ class TestLogprobs:
 
     @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
     def test_of_prompt_and_new_tokens(self, model, drafted):
-        """Whatever else runs, and before penalties."""
+        """Log-probabilities do not depend on other requests, and are taken before penalties."""
         runtime = ChunkRuntime(model)
         drafter = NgramDrafter() if drafted else None
         engine = Engine(runtime, 3, prefix_cache=PrefixCache(runtime, None, 16), drafter=drafter)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = sorted([*ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "src").rglob("*.py")])
 CPP = sorted((ROOT / "src" / "granite4_neuron" / "ops" / "cpu" / "kernels").glob("*.[hc]*"))
 MOST = 8
-# They have the signatures of mamba_ssm's and vLLM's functions and kernels of these names.
+# These have the signatures of mamba_ssm's and vLLM's functions and kernels of these names.
 NOT_OURS = {
     "causal_conv1d_fn",
     "causal_conv1d_update",
@@ -28,7 +28,7 @@ NOT_OURS = {
 
 
 def python_functions(source: str) -> Iterator[tuple[str, int]]:
-    """Names, and numbers of positional arguments but self and cls."""
+    """Yield names, and numbers of positional arguments other than self and cls."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = [argument.arg for argument in node.args.posonlyargs + node.args.args]
@@ -36,7 +36,7 @@ def python_functions(source: str) -> Iterator[tuple[str, int]]:
 
 
 def cpp_functions(source: str) -> Iterator[tuple[str, int]]:
-    """Names and numbers of parameters of all functions, constructors and methods that have a body."""
+    """Yield names and numbers of parameters of all functions, constructors and methods that have a body."""
     source = re.sub(r"//.*", "", source)
     for name, parameters in re.findall(r"(\w+)\(([^(){};]*)\)\s*(?:const\s*)?[{:]", source):
         without_templates = re.sub(r"<[^<>]*>", "", re.sub(r"<[^<>]*>", "", parameters))

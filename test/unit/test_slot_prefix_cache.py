@@ -1,4 +1,4 @@
-"""Sequences that go on from what earlier ones left in slots that are set aside."""
+"""Sequences that continue from what earlier ones left in slots that are set aside."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def plain(runtime, prompt, max_tokens=6):
 
 
 def tokens_run(runtime):
-    """How many since the last call."""
+    """Return how many tokens were run since the last call."""
     count = sum(len(row.tokens) for rows in runtime.steps for row in rows)
     runtime.steps.clear()
     return count
@@ -52,7 +52,7 @@ def test_the_next_turn_goes_on_from_an_answer(runtime):
 
 
 def test_where_prompts_part(runtime):
-    """The second is cut there, for a third one."""
+    """The second prompt is cut there, for a third one."""
     prompts = [TOKENS[:30] + OTHERS[start : start + 10] for start in (0, 20, 40)]
     expected = [plain(runtime, prompt) for prompt in prompts]
     engine = engine_of(runtime)

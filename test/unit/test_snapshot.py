@@ -1,4 +1,4 @@
-"""State by slot: copied, taken out and put back, as an object and as a file. Everything else holds NaN."""
+"""State by slot is copied, taken out and put back, as an object and as a file. Everything else holds NaN."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ def allocated(runtime, num_sequences=4, max_length=80):
 
 
 def continue_in(runtime, state, slot, start=LENGTH):
-    """Logits of a few more steps: a chunk, then single tokens."""
+    """Return logits of a few more steps: a chunk, then single tokens."""
     cuts = [start, start + 20, *range(start + 21, start + 26)]
     rows = [Row(slot, a, TOKENS[a:b]) for a, b in itertools.pairwise(cuts)]
     return torch.cat([runtime.step(state, [row]) for row in rows])
@@ -59,7 +59,7 @@ def continue_in(runtime, state, slot, start=LENGTH):
 
 @pytest.fixture
 def begun(runtime):
-    """A state with a sequence of LENGTH tokens in slot 2, and a function that continues it as nothing had happened."""
+    """Return a state with a sequence of LENGTH tokens in slot 2."""
     state = allocated(runtime)
     runtime.step(state, [Row(2, 0, TOKENS[:LENGTH])])
     return state
@@ -125,7 +125,7 @@ def test_a_file_holds_all_of_it(runtime, begun, expected, tmp_path):
 
 
 def test_only_the_owner_may_read_a_file(runtime, begun, tmp_path):
-    """Also where others may read the one that it takes the place of."""
+    """The new file is private also if others may read the one that it replaces."""
     file = tmp_path / "prompt.safetensors"
     file.touch(0o666)
     file.chmod(0o666)

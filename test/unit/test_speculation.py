@@ -36,7 +36,7 @@ MAX_TOKENS = 24
 
 
 def prompt_of(number):
-    """Of 16 prompts; those of the same base begin alike."""
+    """Return one of 16 prompts; those of the same base begin alike."""
     base = BASES[number % 2]
     return [*base[: LENGTHS[number // 2]], *([] if number % 3 else [number])]
 
@@ -52,7 +52,7 @@ def other_model():
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """The tokens of a request that has an engine to itself, without drafts or cache."""
+    """Return the tokens of a request that has an engine to itself, without drafts or cache."""
 
     @functools.cache
     def tokens(number, max_tokens=MAX_TOKENS, options="greedy"):
@@ -62,7 +62,7 @@ def alone(model):
 
 
 class Script:
-    """Drafts the tokens that are to come, up to a position that differs from call to call, and then wrong ones."""
+    """A drafter of the tokens to come, up to a position that differs from call to call, and then of wrong ones."""
 
     def __init__(self, texts, seed=0):
         self.texts = texts
@@ -85,7 +85,7 @@ class Script:
 
 
 class ReadRuntime(ChunkRuntime):
-    """Counts the tokens that its sequences gain."""
+    """A runtime that counts the tokens that its sequences gain."""
 
     read = 0
 
@@ -99,7 +99,7 @@ class ReadRuntime(ChunkRuntime):
 
 
 class PoisonedDraftModel(DraftModel):
-    """NaN in what its state holds of no certain token, before each call."""
+    """A draft model that writes NaN into the state of uncertain tokens before each call."""
 
     def propose(self, requests):
         stored = {followed.slot: followed.stored for followed in self._followed.values()}
@@ -154,7 +154,7 @@ def test_a_wrong_number_of_accepted_tokens_would_be_seen(model, other_model, alo
 
 
 class TestDraftModel:
-    """The drafts themselves: what the small model says alone."""
+    """The drafts themselves are the tokens that the small model gives alone."""
 
     def requests(self, runtime, numbers, most):
         engine = Engine(runtime, 1)
@@ -167,14 +167,14 @@ class TestDraftModel:
         drafter = DraftModel(runtime, VOCAB, 3, 200)
         requests = self.requests(runtime, [13, 0, 4], [5, 2, 0])
         assert drafter.propose(requests) == [alone(13)[:5], alone(0)[:2], []]
-        # The target wanted something else, or all of it and one more.
+        # The target wanted another token, or all of the draft and one more.
         for request, took in ((requests[0], [9, 8, 7]), (requests[1], alone(0)[:3])):
             tokens = [*request.tokens, *took]
             [drafts] = drafter.propose([DraftRequest(request.id, tokens, 4, request.chooser)])
             assert drafts == generate_one(Engine(runtime, 1), Request(tokens, 4))
 
     def test_what_its_prefix_cache_has_is_not_read_again(self, runtime, model, alone):
-        """A sequence goes on from the end of an earlier one, or of its prompt, and is drafted for as without it."""
+        """A sequence continues from the end of an earlier one, or of its prompt. Drafts are those without the cache."""
         small = ReadRuntime(model)
         drafter = PoisonedDraftModel(small, VOCAB, 1, 200, PoisonedPrefixCache(small, None, None))
         engine = Engine(runtime, 1, drafter=drafter, draft_tokens=3)
@@ -198,7 +198,7 @@ class TestDraftModel:
         assert list(map(len, drafter.propose(self.requests(runtime, [6, 5, 13], [4, 4, 4])))) == [4, 0, 0]
         drafter.end(6)
         drafter.end(99)
-        # Prompts of 17 and 50 tokens: the last draft is never run, and so needs no room.
+        # Prompts have 17 and 50 tokens. The last draft is never run and so needs no room.
         assert list(map(len, drafter.propose(self.requests(runtime, [11], [9])))) == [4]
         drafter.end(11)
         assert drafter.propose(self.requests(runtime, [14], [4])) == [[]]
@@ -250,7 +250,7 @@ class TestEnds:
         assert tokens_of(outputs[second]) == alone(11)[-len(outputs[second]) :]
 
     def test_given_up_between_verification_and_commit(self, runtime, alone):
-        """Nothing of it is accepted, and its slot goes to another sequence."""
+        """None of its tokens is accepted, and its slot goes to another sequence."""
         state = runtime.allocate(2, 200)
         prompts = [prompt_of(12), prompt_of(13)]
         runtime.step(state, [Row(1, 0, prompts[0])])
@@ -313,7 +313,7 @@ def test_snapshots_within_accepted_tokens_are_exact(runtime, model, other_model,
 
 
 def test_sampled_texts_have_the_targets_distribution(model, other_model):
-    """The second token of many sequences, each with random numbers of its own, after one that was drafted."""
+    """The second token of many sequences, each with random numbers of its own, follows one that was drafted."""
     counts = {}
     for kind in ("plain", "n-gram", "other model"):
         drafter = None if kind == "plain" else drafter_of(kind, model, other_model, None, 50)
@@ -351,7 +351,7 @@ cases = Counter()
 def test_every_text_is_that_of_the_sequence_alone(
     model, other_model, alone, arrivals, num_sequences, kind, draft_tokens, budget, interval
 ):
-    """Sequences that come and go, with NaN in everything that must not be read."""
+    """Sequences come and go, with NaN in everything that must not be read."""
     runtime = ChunkRuntime(model)
     cache = PoisonedPrefixCache(runtime, budget, interval)
     drafter = kind and drafter_of(kind, model, other_model, alone, num_sequences)
@@ -389,7 +389,7 @@ def test_every_text_is_that_of_the_sequence_alone(
 
 
 def test_the_cases_above_were_worth_running():
-    """Prints how many there were, with -s or -rP."""
+    """The number of cases is printed, with -s or -rP."""
     print(dict(cases))
     if cases:  # the test above was selected, too
         assert min(cases[name] for name in ("cancelled", "cached_tokens", "evictions", "drafted", "accepted")) > 0

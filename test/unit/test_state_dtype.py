@@ -26,7 +26,7 @@ def runtime_of(dtype, kernels="fused"):
 
 
 def logits_of(runtime, state, slots, tokens, prompt=20):
-    """Of sequences in those slots, together: after the prompt and after each further token, [sequences, 21, vocab]."""
+    """Return logits [sequences, 21, vocab] of sequences in those slots, together: after the prompt and each token."""
     logits = [runtime.step(state, [Row(slot, 0, one[:prompt]) for slot, one in zip(slots, tokens, strict=True)])]
     for at in range(prompt, len(tokens[0])):
         logits.append(runtime.step(state, [Row(s, at, [one[at]]) for s, one in zip(slots, tokens, strict=True)]))
@@ -36,7 +36,7 @@ def logits_of(runtime, state, slots, tokens, prompt=20):
 @every_dtype
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_who_else_is_served_does_not_matter_to_the_rounding(dtype, kernels):
-    """Rows, slots and neighbours; float32 beside it agrees as far as float32 does."""
+    """Rows, slots and neighbours do not change the rounding. float32 in their place agrees as far as float32 does."""
     runtime = runtime_of(dtype, kernels)
     together = logits_of(runtime, runtime.allocate(3, 64), [3, 1, 2], TOKENS)
     alone = logits_of(runtime, runtime.allocate(3, 64), [2], TOKENS[:1])

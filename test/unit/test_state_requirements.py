@@ -1,4 +1,4 @@
-"""What a recurrent state asks of batching, speculation and prefix caching, each with the fault planted that breaks it.
+"""The requirements of a recurrent state on batching, speculation and prefix caching, each with a fault that breaks it.
 
 The numbers R1 to R17 are those of one list of faults that were found in other systems. Three have no counterpart here:
 
@@ -39,7 +39,7 @@ from test.support.verification import (
 )
 
 TOLERANCE = 1e-5
-SEEN = 1e-2  # what a planted fault does at the least
+SEEN = 1e-2  # the least effect of a planted fault
 SEQUENCES = 3
 
 
@@ -50,7 +50,7 @@ def model():
 
 @pytest.fixture
 def runtime(model):
-    """Plain torch, in which faults can be planted."""
+    """Return a runtime of plain torch, in which faults can be planted."""
     return CPURuntime(model, GenerationConfig(), kernels="torch")
 
 
@@ -82,7 +82,7 @@ PARTIAL = Round((5, 4, 5), (2, 3, 1))
 
 
 def short_steps(stand: Stand) -> float:
-    """Steps of fewer tokens than the window has, one and two at a time."""
+    """Run steps of fewer tokens than the window has, one and two at a time."""
     state, done = stand.begin(1, 2, 3), [1, 2, 3]
     errors = []
     for count in (1, 2, 1, 1, 2):
@@ -93,7 +93,7 @@ def short_steps(stand: Stand) -> float:
 
 
 def plant_convolution(patch, window: Callable) -> None:
-    """Another new window: `window(x, old, new, lengths)`."""
+    """Replace the new window by `window(x, old, new, lengths)`."""
     original = mamba_kernels.causal_conv1d
 
     def convolve(x, conv_state, weight, bias, lengths):
@@ -114,7 +114,7 @@ def tokens_enter_twice(stand, patch):
 
 
 def window_shifted_over_itself(stand, patch):
-    """As a copy from the newest to the oldest, in place, leaves it."""
+    """Leave the window as an in-place copy from the newest to the oldest would."""
 
     def window(x, old, new, lengths):
         return new[..., -1:].expand_as(new)
@@ -123,7 +123,7 @@ def window_shifted_over_itself(stand, patch):
 
 
 def rebind(stand, patch, window):
-    """The runtime's model, over operators with that window."""
+    """Bind the runtime's model to operators with that window."""
     plant_convolution(patch, window)
     kernels = dict(mamba_prefill=mamba_kernels.CHUNKED, mamba_decode=mamba_kernels.SINGLE_TOKEN)
     stand.runtime.model = stand.runtime.model.bind(dataclasses.replace(stand.runtime.model.operators, **kernels))
@@ -133,7 +133,7 @@ def rebind(stand, patch, window):
 
 
 def idle_rows(stand: Stand) -> float:
-    """Beside a row that runs: one whose slot is somebody's, and one whose slot holds NaN."""
+    """Run a row beside two idle ones: one whose slot is somebody's, and one whose slot holds NaN."""
     state = stand.begin(20, 20)
     before = copies(state)
     ids = torch.tensor([stand.tokens[0][20:23], [5] * 3, [6] * 3])
@@ -163,7 +163,7 @@ def in_order(step):
     return torch.arange(len(step.slots)) + 1
 
 
-# R3, R5, R7, R8, R13: what a verification reads, and what of it is kept.
+# R3, R5, R7, R8, R13: the tokens that a verification reads, and the part of it that is kept.
 
 
 def partial_acceptance(stand: Stand) -> float:
@@ -179,7 +179,7 @@ def nothing_is_committed(stand, patch):
 
 
 def tokens_start_from_the_committed_state(stand, patch):
-    """Each token of a row, as if none came before it in the row."""
+    """Verify each token of a row as if none came before it in the row."""
     original = CPURuntime.verify
 
     def verify(self, state, rows):
@@ -195,7 +195,7 @@ def tokens_start_from_the_committed_state(stand, patch):
 
 
 def written_elsewhere_than_read(stand, patch):
-    """The commit of each row goes to the slot of the next."""
+    """Commit each row to the slot of the next."""
     original = cpu.accepted_rows
 
     def accepted_rows(rows, accepted):
@@ -206,7 +206,7 @@ def written_elsewhere_than_read(stand, patch):
 
 
 def window_of_all_tokens(stand, patch):
-    """The SSM state is that of the accepted tokens, the window that of all."""
+    """Keep the SSM state of the accepted tokens and the window of all tokens."""
     original = GraniteMoeHybridForCausalLM.advance
 
     def advance(self, kept_inputs, positions, lengths, slots, state):
@@ -267,7 +267,7 @@ def state_is_moved(stand, patch):
 
 
 def snapshot_within_accepted_tokens(stand: Stand) -> float:
-    """Of 22 tokens where 24 are accepted; the sequence goes on, and another starts from it."""
+    """Take a snapshot of 22 tokens where 24 are accepted. The sequence goes on, and another starts from it."""
     state = stand.begin(20)
     verification = stand.runtime.verify(state, [stand.row(1, 20, 25)])
     stand.runtime.commit(state, verification, [2])
@@ -301,7 +301,7 @@ def leftovers_are_read(stand, patch):
 
 
 def state_goes_with_the_row(stand, patch):
-    """By its place in the batch and not by its slot."""
+    """Read the state by the row's place in the batch and not by its slot."""
 
     def read_slots(step):
         return in_order(step).where(step.positions[:, 0] > 0, NULL_SLOT)

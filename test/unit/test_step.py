@@ -1,4 +1,4 @@
-"""Recurrent state without a null slot, which compiled graphs have, against that with one."""
+"""Recurrent state without a null slot, as compiled graphs have it, against state with one."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SLOTS = torch.tensor([4, 2, 5, 1, 3])
 
 
 def recurrent(state):
-    """conv_state and ssm_state of all Mamba layers, a row per sequence."""
+    """Return conv_state and ssm_state of all Mamba layers, a row per sequence."""
     layers = [layer for layer in state.layers if isinstance(layer, MambaState)]
     return [tensor[int(state.has_null_slot) :] for layer in layers for tensor in vars(layer).values()]
 
@@ -21,7 +21,7 @@ def recurrent(state):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @torch.inference_mode()
 def test_logits_and_state_are_the_same(case):
-    """Ragged steps over poisoned memory, sequences out of order and looked up, one of them never begun; then decode."""
+    """Ragged steps run over poisoned memory, out of order and looked up, one sequence never begun; then decode."""
     model = random_model(case.config(), max_A=case.max_A)
     states = [poisoned_state(model, 5, 100, has_null_slot) for has_null_slot in (True, False)]
     starts = torch.zeros(5, dtype=torch.int64)

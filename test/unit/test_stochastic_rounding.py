@@ -1,4 +1,4 @@
-"""Stochastic rounding: its random numbers, its mean, and what it does to states that forget slowly."""
+"""Stochastic rounding: its random numbers, its mean, and its effect on states that forget slowly."""
 
 import math
 
@@ -16,7 +16,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16
 PI = 0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344
 
 
-# Salmon, Moraes, Dror and Shaw's own known answers, kat_vectors of Random123.
+# Known answers by Salmon, Moraes, Dror and Shaw, from kat_vectors of Random123.
 @pytest.mark.parametrize(
     ("rounds", "counter", "key", "expected"),
     [
@@ -34,13 +34,13 @@ def test_philox_gives_the_known_answers(rounds, counter, key, expected):
 
 
 def round_many(value, dtype, times, seed=0):
-    """`times` roundings of one value, at as many positions."""
+    """Round one value `times` times, each at another position."""
     values = torch.full((times, 1, 1), value)
     return stochastic_round(values, dtype, torch.arange(times), Rounding(seed))[:, 0, 0].double()
 
 
 def neighbours(value, dtype):
-    """The closest numbers of `dtype` below and above."""
+    """Return the closest numbers of `dtype` below and above."""
     nearest = torch.tensor(value).to(dtype)
     infinity = torch.tensor(math.inf, dtype=dtype)
     if nearest.double() > value:
@@ -51,7 +51,7 @@ def neighbours(value, dtype):
 @every_dtype
 @pytest.mark.parametrize("value", [1.0003, -1.0003, 0.7531, 3e-5, -4.4e-6, 2e-8, 1999.99, -12345.6, 0.99999, 65503.0])
 def test_the_mean_of_many_roundings_is_the_value(dtype, value):
-    """4,096 of them: within 4 standard errors. Values of all sizes, at the edge of a power of two, and subnormal."""
+    """The mean of 4,096 is within 4 standard errors, for values of all sizes, at a power of two, and subnormal."""
     value = torch.tensor(value).item()
     low, high = neighbours(value, dtype)
     rounded = round_many(value, dtype, 4096)
@@ -77,7 +77,7 @@ def test_what_float16_cannot_hold():
 
 
 class TestRandomNumbers:
-    """They are a function of seed, stream, position and element, and of nothing else."""
+    """Random numbers are a function of seed, stream, position and element, and of nothing else."""
 
     @staticmethod
     def ups(positions, rounding=Rounding(), shape=(3, 200)):  # noqa: B008
@@ -109,12 +109,12 @@ class TestRandomNumbers:
         assert_independent(ups[4:], ups[:-4])
 
     def test_rows_that_share_them_are_spread(self):
-        """Of four of a head two are rounded up, where the value is in the middle of its neighbours."""
+        """Of four rows of a head two are rounded up, where the value is in the middle of its neighbours."""
         assert (self.ups([4], shape=(2, 8, 64))[0].unflatten(1, (2, 4)).sum(2) == 2).all()
 
 
 def assert_independent(first, second):
-    """Two tosses of a fair coin agree in half of the cases; 5 standard errors."""
+    """Two tosses of a fair coin agree in half of the cases; the tolerance is 5 standard errors."""
     first, second = first.flatten(), second.flatten()
     assert abs((first == second).double().mean().item() - 0.5) < 2.5 / len(first) ** 0.5
 
@@ -127,9 +127,9 @@ def test_one_of_two_neighbours(value, dtype, position):
 
 
 def test_states_of_slow_heads_do_not_drift(capsys):
-    """20,000 tokens through heads that forget a thousandth or less of their state per token, beside float32.
+    """20,000 tokens run through heads that forget a thousandth or less of their state per token, beside float32.
 
-    What a token adds is mostly less than half the spacing of the dtype's numbers: rounding to nearest loses it.
+    A token mostly adds less than half the spacing of the dtype's numbers. Rounding to nearest loses it.
     """
     generator = torch.Generator().manual_seed(0)
     heads, head_dim, d_state, tokens = 2, 4, 16, 20_000

@@ -1,4 +1,4 @@
-"""Text that comes piece by piece is the text of all tokens."""
+"""Text that comes piece by piece equals the text of all tokens."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def ids(tokenizer):
-    """A function from bytes to the tokens of single bytes."""
+    """Return a function that turns bytes into the tokens of single bytes."""
     named = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 has it: the others come after 255
     others = [byte for byte in range(256) if byte not in named]
     character = {byte: chr(byte) for byte in named} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -59,7 +59,7 @@ def test_all_pieces_are_the_whole(tokenizer, ids, data):
 
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_prompt_that_ends_in_the_middle_of_a_character(tokenizer, ids, cut):
-    """What the prompt began is given out whole; what it had whole is not given out again."""
+    """The character that the prompt began comes out whole. Characters that it had whole do not come out again."""
     tokens = ids(("ab" + WORD + "cd").encode())
     whole = 2 + cut // 3 * 3
     expected = ("ab" + WORD + "cd").encode()[whole:].decode()
@@ -88,5 +88,5 @@ def test_a_prompt_that_ends_within_a_character_of_four_bytes(tokenizer, ids, cut
 
 @pytest.mark.parametrize("stop", [("cd", "bcd"), ("bcd", "cd")], ids=repr)
 def test_the_stop_string_that_begins_first(tokenizer, stop):
-    """Whichever is named first, where the same token completes both."""
+    """The first one wins, whichever is named first, where the same token completes both."""
     assert text_of(tokenizer, tokenizer.encode("abcd", add_special_tokens=False), stop=stop) == "a"

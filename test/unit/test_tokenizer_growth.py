@@ -1,4 +1,4 @@
-"""How much a tokenizer may make of a text: what is known of each step, and that ordinary tokenizers pass."""
+"""The growth of a text in a tokenizer: the known factor of each step, and that ordinary tokenizers pass."""
 
 import functools
 import json
@@ -56,7 +56,7 @@ def kind(step):
 
 @functools.cache
 def characters():
-    """Those that change, and some others."""
+    """Return characters that change, and some others."""
     numbers = [number for number in range(sys.maxunicode + 1) if not 0xD800 <= number < 0xE000]
     every = [chr(number) for number in numbers if number < 0x400 or unicodedata.decomposition(chr(number))]
     return [*every, "\u0130", *map(chr, numbers[::997])]
@@ -123,7 +123,7 @@ def test_ordinary_tokenizers_pass(tokenizer, tmp_path):
 
 
 def test_the_vocabulary_is_not_read_where_there_is_no_normalizer(monkeypatch):
-    """It would take a tenth of a second."""
+    """Reading it would take a tenth of a second."""
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
     check_normalizer(bundled_checkpoint() / "tokenizer.json")
 
@@ -136,7 +136,7 @@ def test_a_normalizer_is_found_however_it_is_written(tmp_path, colon):
 
 
 def test_a_name_twice_among_many():
-    """Looking for it at every name would take an hour."""
+    """Searching for the name at every name would take an hour."""
     pairs = [(str(number), 0) for number in range(1_000_000)]
     with pytest.raises(ValueError, match="'999999' is in it twice"):
         without_duplicates([*pairs, pairs[-1]])

@@ -41,7 +41,7 @@ def uncut(model):
 
 @pytest.mark.parametrize("accepted", range(6))
 def test_any_number_of_accepted_tokens(runtime, uncut, accepted):
-    """Of ragged rows, whose sequences have begun or not, some shorter than the convolution window."""
+    """Rows are ragged; their sequences have begun or not, and some are shorter than the convolution window."""
     counts = (5, 3, 5, 1)
     rounds = [Round(counts, [min(accepted, count) for count in counts])] * 2
     assert verified_error(runtime, uncut, (0, 1, 2, 40), rounds) <= 1e-5
@@ -95,7 +95,7 @@ def test_the_runtime_has_all_of_the_interface(runtime):
 
 
 def test_one_that_is_not_committed_leaves_nothing(runtime, uncut):
-    """Its slot may go to another sequence, and its own may come again."""
+    """Its slot may go to another sequence, and its own sequence may come again."""
     tokens = streams(runtime.config.vocab_size, SEQUENCES)
     state = runtime.allocate(2, LONGEST)
     poison(state)

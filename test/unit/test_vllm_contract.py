@@ -1,4 +1,4 @@
-"""What this package takes from vLLM: the table is complete, and a change of vLLM is noticed. Without vLLM."""
+"""The parts of vLLM that this package uses: the table is complete, and a change of vLLM is noticed. Without vLLM."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ FOLDER = Path(vllm_cpu.__file__).parent
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """(file, module, name) of what the folder imports from vLLM, but for annotations."""
+    """Yield (file, module, name) of the folder's imports from vLLM, except those for annotations."""
     for path in sorted(FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
         only_annotations = {
@@ -149,18 +149,18 @@ class VerifyAndUpdateConfig:
 
 @pytest.fixture
 def config_map(monkeypatch):
-    """vLLM's, of configs by architecture."""
+    """Return vLLM's map of configs by architecture."""
     module = SimpleNamespace(MODELS_CONFIG_MAP={}, VerifyAndUpdateConfig=VerifyAndUpdateConfig)
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", module)
     return module.MODELS_CONFIG_MAP
 
 
 def on_a_cpu(monkeypatch, *broken):
-    """A vLLM on a CPU in which the terms of tables that are named do not hold."""
+    """Make a vLLM on a CPU in which the named tables' terms do not hold."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.40.1", platforms=platforms))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    monkeypatch.setitem(sys.modules, "granite4_neuron.vllm.cpu.registration", None)  # to import it would raise
+    monkeypatch.setitem(sys.modules, "granite4_neuron.vllm.cpu.registration", None)  # importing it would raise
     monkeypatch.setattr(vllm_cpu, "_break", lambda: "vllm.worker has no step")
     lacks = {HOOK: "vllm.config has no VllmConfig"} if HOOK in broken else {}
     monkeypatch.setattr(contract, "first_break", lacks.get)

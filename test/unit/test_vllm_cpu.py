@@ -1,4 +1,4 @@
-"""What this package puts in the place of vLLM's own, without vLLM."""
+"""This package's replacements for vLLM's own functions, tested without vLLM."""
 
 import sys
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def test_nothing_happens_on_other_platforms(monkeypatch, caplog):
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=platforms))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    monkeypatch.setattr(vllm_cpu, "why_not", None)  # to call it would raise
+    monkeypatch.setattr(vllm_cpu, "why_not", None)  # calling it would raise
     vllm_cpu.register()
     assert not caplog.records
 
@@ -54,7 +54,7 @@ class Cache:
         self.dim_first = dim_first
         shape = (CHANNELS, COLUMNS) if dim_first else (COLUMNS, CHANNELS)
         self.window = torch.randn(BLOCKS, *shape)
-        self.state = torch.randn(BLOCKS, SIZE + 2)[:, :SIZE]  # with something between two blocks
+        self.state = torch.randn(BLOCKS, SIZE + 2)[:, :SIZE]  # with a gap between two blocks
         self.table = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], dtype=torch.int32)
         self.before = self.window.clone(), self.state.clone()
 
@@ -80,7 +80,7 @@ class Cache:
         )
 
     def has_copied(self, source, state_source, destination, bias):
-        """By block, and that nothing else has changed."""
+        """Tell whether these blocks were copied and nothing else has changed."""
         window, state = (tensor.clone() for tensor in self.before)
         moved = self.columns(self.before[0], source)[bias:]
         self.columns(window, destination)[: COLUMNS - bias] = moved
@@ -105,7 +105,7 @@ class TestStateCopies:
         return out.tolist()
 
     def test_before_a_step(self, dim_first):
-        """The second request enters its block 4 with 2 drafts accepted; the first stays where it is."""
+        """The second request enters its block 4 with 2 drafts accepted. The first request stays where it is."""
         cache = Cache(dim_first)
         self.precopy(cache, destinations=[1, 4], sources=[1, 1], biases=[2, 2])
         assert cache.has_copied(source=7, state_source=9, destination=10, bias=2)
@@ -116,14 +116,14 @@ class TestStateCopies:
         assert torch.equal(cache.window, cache.before[0]) and torch.equal(cache.state, cache.before[1])
 
     def test_after_a_step_that_fills_a_block(self, dim_first):
-        """14 tokens and 4 more of which 3 are drafts, 2 accepted: 17, so that block 1 ends one token after the 15."""
+        """4 tokens follow 14. Of 3 drafts 2 are accepted, which makes 17: block 1 ends one token after the 15."""
         cache = Cache(dim_first)
         out = self.postprocess(cache, [3, 1], [2, 0], [4, 1], [14, 2], [3, 0])
         assert cache.has_copied(source=3, state_source=4, destination=2, bias=1)
         assert out == [3, 1]
 
     def test_after_a_step_within_the_running_block(self, dim_first):
-        """The block that is filled is the one where the state runs: the next step starts from its first column."""
+        """The filled block is the one where the state runs, so the next step starts from its first column."""
         cache = Cache(dim_first)
         out = self.postprocess(cache, [2, 1], [1, 0], [4, 1], [14, 2], [3, 0])
         assert cache.has_copied(source=2, state_source=3, destination=2, bias=1)

@@ -1,4 +1,4 @@
-"""Which sequence a text continues, where the caller does not say."""
+"""The sequence that a text continues is found where the caller does not name it."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
-"""The operators with vLLM's signatures: against their definitions in float64, and against their known mistakes.
+"""The operators with vLLM's signatures, against their definitions in float64 and against their known mistakes.
 
-Whatever an operator must not read holds NaN: slots of padding, unused slots, the last slot (which an index of -1 would
-reach), tokens of padding, windows and states of sequences that begin.
+All memory that an operator must not read holds NaN: slots of padding, unused slots, the last slot (which an index of -1
+would reach), tokens of padding, and windows and states of sequences that begin.
 """
 
 import ast
@@ -30,7 +30,7 @@ seeds = st.integers(0, 1000)
 
 
 def agrees(value, exact, tolerance=1e-5):
-    """NaN in the same places, and the largest difference relative to the largest value."""
+    """Compare shapes, places of NaN, and the largest difference relative to the largest value."""
     value = value.double()
     if value.shape != exact.shape or not torch.equal(value.isnan(), exact.isnan()):
         return False
@@ -43,7 +43,7 @@ def offsets_of(lengths):
 
 
 def slots_of(kinds, blocks=1):
-    """[rows, blocks], slots in disorder: 0 is the null block, the last one is unused. And their number."""
+    """Return [rows, blocks] of slots in disorder, and their number. 0 is the null block; the last slot is unused."""
     num_slots = len(kinds) * blocks + 3
     table = (torch.randperm(num_slots - 2)[: len(kinds) * blocks] + 1).int().view(len(kinds), blocks)
     for row, kind in enumerate(kinds):
@@ -53,7 +53,7 @@ def slots_of(kinds, blocks=1):
 
 
 def tokens_like(lengths, kinds, *shape, dtype=torch.float32, trailing=2):
-    """[tokens, *shape], with NaN for the tokens of padding, and for some after the last row."""
+    """Return [tokens, *shape] with NaN for the tokens of padding, and for some after the last row."""
     values = torch.randn(sum(lengths) + trailing, *shape).to(dtype)
     start = 0
     for length, kind in zip(lengths, kinds, strict=True):
@@ -65,7 +65,7 @@ def tokens_like(lengths, kinds, *shape, dtype=torch.float32, trailing=2):
 
 
 def poisoned(num_slots, readable, *shape, dtype=torch.float32):
-    """State in slots: NaN where it is not `readable`."""
+    """Return state in slots, with NaN in each slot that is not `readable`."""
     state = torch.full((num_slots, *shape), math.nan)
     for slot in readable:
         if slot > 0:
@@ -80,7 +80,7 @@ class Case:
         self.state, self.arguments, self.inputs = state, arguments, inputs
 
     def run(self, operator, double=False):
-        """(output, state) of an operator, on copies."""
+        """Run an operator on copies and return (output, state)."""
         arguments = {name: value.clone() if torch.is_tensor(value) else value for name, value in self.arguments.items()}
         if double:
             arguments[self.state] = arguments[self.state].double()
@@ -118,8 +118,9 @@ def conv_fn_case(rows, dim=6, width=4, extra_columns=0, seed=0, dtype=torch.floa
 
 
 def conv_update_case(rows, dim=6, width=4, speculative=True, blocks=0, num_spec=3, seed=0, dtype=torch.float32):
-    """With `blocks`, windows are read in one block of a row's table and written in another: the first row's destination
-    is what the second one reads, and the last one's is none."""
+    """With `blocks`, windows are read in one block of a row's table and written in another. The first row's
+    destination is the second row's source, and the last row has none.
+    """
     torch.manual_seed(seed)
     lengths, kinds = zip(*rows, strict=True)
     table, num_slots = slots_of(kinds, max(blocks, 1))
@@ -150,8 +151,9 @@ def state_update_case(
     rows, heads=4, head_dim=4, d_state=8, groups=2, columns=4, speculative=True, other=True, seed=0, max_A=16.0,
     dtype=torch.float32, state_dtype=torch.float32
 ):  # fmt: skip
-    """With `other`, a row's destinations are the sources of the next one, so that rows write what others read; columns
-    behind a row's tokens mean nothing, and the second token of the last row is stored nowhere."""
+    """With `other`, a row's destinations are the sources of the next one, so that rows write what others read.
+    Columns behind a row's tokens mean nothing, and the second token of the last row is stored nowhere.
+    """
     torch.manual_seed(seed)
     lengths, kinds = zip(*rows, strict=True)
     table, num_slots = slots_of(kinds, columns)
@@ -186,7 +188,7 @@ def state_update_case(
 
 
 def chunk_scan_arguments(lengths, chunk_size, seed=0, max_A=16.0, dtype=torch.float32, misaligned=0):
-    """The first sequence's first chunk is `misaligned` tokens short: it goes on where a chunk was left."""
+    """Make the first sequence's first chunk `misaligned` tokens short, so that it goes on where a chunk was left."""
     torch.manual_seed(seed)
     heads, head_dim, groups, d_state = 4, 8, 2, 16
     sizes, owners, last = [], [], []
@@ -311,7 +313,7 @@ class TestConvFn:
 
     @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from([2, 4]))
     def test_cuts(self, pieces, width):
-        """A sequence in pieces, each fewer tokens than the window is long or more, is the whole sequence."""
+        """A sequence in pieces, shorter than the window or not, gives the whole sequence."""
         history = torch.randn(sum(pieces), 5)
         weight, bias = torch.randn(5, width), torch.randn(5)
         states, outputs, start = torch.full((3, 5, width - 1), math.nan), [], 0
@@ -323,7 +325,7 @@ class TestConvFn:
         assert agrees(torch.cat(outputs, 1).T, oracles.causal_conv(history, weight, bias))
 
     def test_cuts_where_windows_are_narrower_than_x(self):
-        """Tokens count with the precision that a window keeps of them, whether they come from a window or not."""
+        """Tokens have the precision that a window keeps of them, whether they come from a window or not."""
         x, weight = torch.randn(5, 6), torch.randn(5, 4)
         states, slots = torch.zeros(2, 5, 3, dtype=torch.bfloat16), torch.tensor([1])
         whole = operators.causal_conv1d_fn(x, weight, None, states, torch.tensor([0, 6]), slots)
@@ -346,7 +348,7 @@ class TestConvUpdate:
 
     @pytest.mark.parametrize("tokens", [None, 1, 3])
     def test_forms_of_x(self, tokens):
-        """[batch, dim] and [batch, dim, tokens] are the ragged form with equal rows, in place or not."""
+        """[batch, dim] and [batch, dim, tokens] give the same as the ragged form with equal rows, in place or not."""
         batch, dim = 3, 5
         x = torch.randn(batch, dim) if tokens is None else torch.randn(batch, dim, tokens)
         ragged = x if tokens is None else x.transpose(1, 2).reshape(-1, dim)
@@ -378,8 +380,9 @@ class TestConvUpdate:
 
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 8), st.booleans())
     def test_verify_steps_are_the_accepted_sequence(self, accepted, prompt, moves):
-        """A prompt, then steps of one token and three drafts, of which `accepted` count, in one block or from block to
-        block: the outputs of what was accepted are those of the sequence that it makes."""
+        """A prompt runs, then steps of one token and three drafts, of which `accepted` count, in one block or from
+        block to block. The outputs of accepted tokens are those of the sequence that they make.
+        """
         dim, width, drafts = 5, 4, 3
         history = torch.randn(prompt + sum(accepted), dim)
         weight, bias = torch.randn(dim, width), torch.randn(dim)
@@ -429,7 +432,7 @@ class TestStateUpdate:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_stochastic_rounding(self, dtype):
-        """What is stored is the float32 state after that token, rounded as at its position."""
+        """The stored state is the float32 state after that token, rounded as at its position."""
         case = state_update_case(VERIFY, speculative=True, other=False, seed=3, state_dtype=dtype)
         exact = {**case.arguments, "state": case.arguments["state"].float()}
         first = torch.arange(len(exact["cu_seqlens"]) - 1) * 100
@@ -463,7 +466,7 @@ class TestStateUpdate:
 
     @pytest.mark.parametrize("heads", [1, 4])
     def test_one_token_per_row(self, heads):
-        """Without cu_seqlens, indices and heads: x has a row per slot; D, dt_bias and z in vLLM's order."""
+        """There are no cu_seqlens, indices or heads. x has a row per slot; D, dt_bias and z come in vLLM's order."""
         shape = (3, heads, 4)
         x, z, dt = (torch.randn(shape) for _ in range(3))
         A, D, dt_bias = -torch.rand(heads, 4, 8), torch.randn(heads, 4), torch.randn(heads, 4)
@@ -492,7 +495,7 @@ class TestStateUpdate:
 
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 30), st.integers(0, 100))
     def test_verify_steps_are_the_accepted_sequence(self, accepted, prompt, seed):
-        """As for the convolution: a prompt by the chunk scan, then verify steps; the last state is the sequence's."""
+        """A prompt runs by the chunk scan, then verify steps, as for convolution. The last state is the sequence's."""
         drafts, length = 3, prompt + sum(accepted)
         arguments = chunk_scan_arguments([prompt], 8, seed)
         torch.manual_seed(seed)
@@ -553,7 +556,7 @@ class TestChunkScan:
         ["state of the sequence before", "every chunk starts from the initial state", "final states by last chunk"],
     )
     def test_known_mistakes_would_be_seen(self, mistake):
-        """The last one is vLLM's: a sequence without tokens has -1 for its last chunk, which is another's."""
+        """The last mistake is vLLM's: a sequence without tokens has the last chunk -1, which is another sequence's."""
         arguments = chunk_scan_arguments([9, 0, 12], 8, max_A=2.0)
         exact = slot_oracles.mamba_chunk_scan_combined_varlen(**arguments)
         states = operators.mamba_chunk_scan_combined_varlen(**arguments)
@@ -562,7 +565,7 @@ class TestChunkScan:
         assert not (agrees(y, exact[0]) and agrees(wrong_states, exact[2]))
 
     def test_long_decays(self):
-        """sum |dt A| of one chunk far above 100, with slow tokens after fast ones."""
+        """sum |dt A| of one chunk is far above 100, and slow tokens follow fast ones."""
         arguments = chunk_scan_arguments([128, 100], 128, max_A=128.0)
         arguments["dt"][:] = 0.7
         arguments["dt"][64:128] = arguments["dt"][200:] = 1e-4
@@ -615,7 +618,7 @@ class TestSelectiveScan:
         assert case.holds(operators.selective_scan_fn, scan_oracle(), 1e-2)
 
     def test_in_place(self):
-        """delta receives y before the gate, z the result, and the latter is returned."""
+        """delta receives y before the gate, and z receives the result, which is returned."""
         arguments = scan_case([(5, NEW), (40, CONTINUED)], seed=1).arguments
         exact = arguments | dict(ssm_states=arguments["ssm_states"].double())
         y, gated = slot_oracles.selective_scan_fn(**exact)
@@ -635,7 +638,7 @@ class TestSelectiveScan:
 
     @pytest.mark.parametrize("cut_by_caller", [True, False])
     def test_block_table(self, cut_by_caller):
-        """After each block of 8 its state is in the block's slot, if it has one, and at the end in the last one's."""
+        """After each block of 8 the state is in its slot, if it has one, and at the end in the last one's."""
         case = scan_case([(20, CONTINUED), (20, NULL), (5, NEW)])
         arguments = case.arguments
         sizes = [[8, 8, 4], [], [5]] if not cut_by_caller else [[3, 8, 8, 1], [], [5]]
@@ -678,7 +681,7 @@ class TestSelectiveScan:
 
 BLOCKS = ("block_idx_last_scheduled_token", "initial_state_idx")
 SOURCES, DESTINATIONS = "state_batch_indices", "dst_state_batch_indices"
-# Each: an operator's case, the argument that the message must begin with, and what makes it wrong.
+# Each entry has an operator's case, the argument that the message must begin with, and the change that makes it wrong.
 WRONG = [
     (conv_fn_case, "x", lambda a: dict(x=a["x"][None])),
     (conv_fn_case, "x", lambda a: dict(x=a["x"].nan_to_num().int())),
@@ -740,7 +743,7 @@ WRONG = [
 
 
 def ones(arguments):
-    """One per row."""
+    """Return a one per row."""
     offsets = arguments.get("query_start_loc", arguments.get("cu_seqlens"))
     return torch.ones(len(offsets) - 1, dtype=torch.int64)
 
@@ -795,7 +798,7 @@ def cache(arguments):
     return arguments["initial_states"].clone()
 
 
-# Where vLLM keeps the operators.
+# The modules in which vLLM keeps the operators.
 VLLM_MODULES = {
     "causal_conv1d_fn": "causal_conv1d",
     "causal_conv1d_update": "causal_conv1d",
@@ -803,7 +806,7 @@ VLLM_MODULES = {
     "selective_scan_fn": "mamba_ssm",
     "mamba_chunk_scan_combined_varlen": "ssd_combined",
 }
-# Arguments that vLLM has until 0.32, for the cache mode "all"; callers pass them by keyword.
+# vLLM has these arguments until 0.32, for the cache mode "all"; callers pass them by keyword.
 GONE = {
     "causal_conv1d_fn": {
         "block_idx_first_scheduled_token",
@@ -822,8 +825,9 @@ def positional_names(function):
 
 
 def defined_names(module, name):
-    """Positional arguments of the function of this name that a module defines. On a CPU the name is bound to another
-    one afterwards, whose arguments are in another order."""
+    """Return the positional arguments of the function of this name that a module defines. On a CPU the name is
+    bound to another function afterwards, whose arguments are in another order.
+    """
     tree = ast.parse(inspect.getsource(module))
     (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     return [argument.arg for argument in function.args.posonlyargs + function.args.args]
@@ -831,7 +835,7 @@ def defined_names(module, name):
 
 @pytest.mark.parametrize("name", VLLM_MODULES)
 def test_signatures_are_those_of_an_installed_vllm(name):
-    """Ours take all that vLLM's do, in the same order; the last ones may be of a later version than the one here."""
+    """Ours take all that vLLM's do, in the same order. The last ones may come from a later version than this."""
     path = f"vllm.model_executor.layers.mamba.ops.{VLLM_MODULES[name]}"
     module = pytest.importorskip(path, reason="vLLM is not installed", exc_type=ImportError)
     theirs = [argument for argument in defined_names(module, name) if argument not in GONE.get(name, ())]
@@ -839,7 +843,7 @@ def test_signatures_are_those_of_an_installed_vllm(name):
 
 
 def test_signatures_are_vllms():
-    """Names in the order of vLLM 0.33; beyond them only keywords. For where it is not installed."""
+    """Names are in vLLM 0.33's order, and others are keywords only. This is for machines without vLLM."""
     expected = {
         "causal_conv1d_fn": "x weight bias conv_states query_start_loc cache_indices has_initial_state activation "
         "pad_slot_id null_block_id metadata validate_data",

@@ -1,4 +1,4 @@
-"""Where the kernels' threads run where OpenMP's are bound."""
+"""The kernels' threads run in the right places where OpenMP's threads are bound."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from granite4_neuron.ops import cpu
 from granite4_neuron.vllm.cpu.threads import bound_processors
 
-# Prints where each thread may run that was there before, and those that have come.
+# Prints the processors on which the main thread may run, and those of each new thread.
 SCRIPT = """
 import os, torch
 from granite4_neuron.ops.cpu.build import load_kernels

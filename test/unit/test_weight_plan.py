@@ -1,4 +1,4 @@
-"""What weights take in memory is what is said before they are read, and they lie where processors want them."""
+"""Weights take the memory that was announced before they are read, and lie at addresses that processors want."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ LAYERS = dict(layer_types=("mamba", "attention"))
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def checkpoint(request, tmp_path_factory):
-    """(folder, the number of weights in it)."""
+    """Return (folder, the number of weights in it)."""
     folder = tmp_path_factory.mktemp("weights") / "model"
     model = random_model(small_config(**LAYERS, tie_word_embeddings=request.param))
     save_model(model, folder)
@@ -26,7 +26,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def held(model):
-    """Bytes of all weights, a tied one once."""
+    """Return the bytes of all weights, counting a tied one once."""
     weights = {id(weight): weight for _, weight in model.named_weights()}
     return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights.values())
 
@@ -44,7 +44,7 @@ def test_bytes_are_known_before(checkpoint, dtype, quantize):
 
 
 def test_the_largest_are_read_first(checkpoint):
-    """When little else is in memory."""
+    """Little else is in memory at that time."""
     done = [0]
     load_model(checkpoint[0], torch.float32, progress=lambda so_far, _: done.append(so_far))
     sizes = [after - before for before, after in itertools.pairwise(done)]
@@ -71,7 +71,7 @@ def test_tensors_begin_at_cache_lines_and_do_not_overlap():
 @pytest.mark.parametrize("changes", [{}, DENSE], ids=["experts", "dense"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 def test_which_weights_are_quantized(tmp_path, is_tied, changes):
-    """With int8 a tied head has values of its own and the embedding stays; with int4 both are one, in int8."""
+    """With int8 a tied head has its own values and the embedding stays. With int4 both are one, in int8."""
     save_model(random_model(small_config(**LAYERS, tie_word_embeddings=is_tied, **changes)), tmp_path / "model")
     projections = {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"}
     for quantize in ("int8", "int4"):

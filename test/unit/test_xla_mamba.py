@@ -12,7 +12,7 @@ HEADS, HEAD_DIM, D_STATE = 8, 4, 6
 
 
 def inputs(batch, length, n_groups, max_A=16.0):
-    """x, dt, A, B, C, D and the initial states."""
+    """Return x, dt, A, B, C, D and the initial states."""
     x, dt = torch.randn(batch, length, HEADS, HEAD_DIM), torch.rand(batch, length, HEADS)
     A, D = -torch.rand(HEADS) * max_A, torch.randn(HEADS)
     B, C = torch.randn(2, batch, length, n_groups, D_STATE)
@@ -20,7 +20,7 @@ def inputs(batch, length, n_groups, max_A=16.0):
 
 
 def recurrence(x, dt, A, B, C, D, states):
-    """Token by token, in float64."""
+    """Compute token by token, in float64."""
     x, dt, A, B, C, D, states = (tensor.double() for tensor in (x, dt, A, B, C, D, states.clone()))
     decay, y = torch.exp(dt * A), []
     heads_per_group = HEADS // B.shape[2]
@@ -45,7 +45,7 @@ def test_equals_the_recurrence(length, chunk_size, batch, n_groups):
 
 
 def test_fast_decay():
-    """Sums of logarithms down to -10,000, where exp of a difference of sums would be 0 / 0 or lose all digits."""
+    """Sums of logarithms go down to -10,000, where exp of a difference of sums would be 0 / 0 or lose all digits."""
     torch.manual_seed(0)
     arguments = inputs(1, 200, 1, max_A=128.0)
     y, states = mamba_chunk_scan(*arguments, 128)

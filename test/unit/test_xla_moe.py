@@ -1,4 +1,4 @@
-"""The paths of the experts in compiled graphs, in plain torch on the CPU: each gives the sums of the definition."""
+"""The paths of the experts in compiled graphs, in plain torch on the CPU, give the sums of the definition."""
 
 import math
 
@@ -23,7 +23,7 @@ def weights_of_experts(seed=0):
 
 
 def definition(x, w1, w2, weights, ids):
-    """Token by token and choice by choice, in float64."""
+    """Compute token by token and choice by choice, in float64."""
     output = torch.zeros(x.shape, dtype=torch.float64)
     for token, (of_token, experts) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
         for weight, expert in zip(of_token, experts, strict=True):
@@ -33,7 +33,7 @@ def definition(x, w1, w2, weights, ids):
 
 
 def routed(tokens, top_k, bias, seed=0):
-    """Weights and experts of a random router that prefers experts by `bias`."""
+    """Return weights and experts of a random router that prefers experts by `bias`."""
     generator = torch.Generator().manual_seed(seed)
     return ops.topk_softmax(torch.randn(tokens, EXPERTS, generator=generator) + torch.tensor(bias), top_k)
 
@@ -71,7 +71,7 @@ def test_no_routing_drops_a_token(tokens, top_k, capacity, bias, seed):
 
 @pytest.mark.parametrize(("top_k", "capacity"), [(1, 4), (1, 5), (2, 4), (3, 7)])
 def test_there_are_as_many_blocks_as_the_worst_routing_needs(top_k, capacity):
-    """All to as few experts as there can be: with one expert none is spare, and one less is too few for any."""
+    """All tokens go to as few experts as possible. One expert leaves no spare block, and one less is always too few."""
     tokens = 4 * capacity
     x, (w1, w2) = torch.randn(tokens, HIDDEN), weights_of_experts()
     weights, ids = torch.full((tokens, top_k), 1 / top_k), torch.arange(top_k).expand(tokens, -1)
@@ -88,7 +88,7 @@ def test_there_are_as_many_blocks_as_the_worst_routing_needs(top_k, capacity):
 @pytest.mark.parametrize("poisoned", [0, 3, 8])
 @pytest.mark.parametrize("path", [ExpertPath(CHOSEN), ExpertPath(ALL), 2, 4, 64], ids=str)
 def test_a_token_of_nan_stays_alone(path, poisoned):
-    """Its logits are NaN too, and so it is routed somewhere; padding is such a token."""
+    """The token's logits are NaN too, so it is routed somewhere. Padding is such a token."""
     x, (w1, w2), router = torch.randn(9, HIDDEN), weights_of_experts(), torch.randn(HIDDEN, EXPERTS)
     x[poisoned] = math.nan
     weights, ids = topk_softmax(x @ router, 3)
@@ -125,7 +125,7 @@ class TestTopK:
 
 
 class TestPath:
-    """h-small: 10 of 72 experts."""
+    """The path for h-small, which uses 10 of 72 experts for a token."""
 
     @pytest.mark.parametrize(("tokens", "name"), [(1, CHOSEN), (2, CHOSEN), (4, ALL), (64, ALL), (128, BLOCKS)])
     def test_by_tokens(self, tokens, name):
@@ -139,7 +139,7 @@ class TestPath:
         assert str(expert_path(1, 10, 72)) == "chosen experts"
 
     def test_it_is_the_one_that_is_taken(self):
-        """Experts that no token chose are not read by `chosen`, and are by the other paths."""
+        """`chosen` does not read experts that no token chose; the other paths do."""
         w1, w2 = weights_of_experts()
         w1[3:], w2[3:] = math.nan, math.nan
         x, weights, ids = torch.randn(1, HIDDEN), torch.ones(1, 1), torch.tensor([[2]])

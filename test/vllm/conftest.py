@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 LENGTHS = (4, 7, 9, 31, 64, 129, 200, 333, 640, 1100, 1600)
-# They end shortly before a block of 128 tokens does, so that all of them soon want another.
+# They end shortly before a block of 128 tokens does, so that all of them soon need another block.
 SHORT_OF_A_BLOCK = (100, 105, 110, 115, 120, 230, 235, 240)
 TOKENS = 64
 ONE_PROCESS = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1")
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 
 def prompts_of(vocab_size: int) -> list[list[int]]:
-    """Prompts of LENGTHS, then of SHORT_OF_A_BLOCK. Some begin alike, and some say the same again and again."""
+    """Return prompts of LENGTHS, then of SHORT_OF_A_BLOCK. Some begin alike, and some repeat the same text."""
     torch.manual_seed(1)
     text = torch.randint(3, vocab_size, (max(LENGTHS),)).tolist()
     prompts = []
@@ -43,7 +43,7 @@ CROWDED = range(len(LENGTHS), len(LENGTHS) + len(SHORT_OF_A_BLOCK))
 
 
 def run_engines(engines: dict, prompts: list[list[int]], folder: Path, **environment: str) -> dict:
-    """{name: result}, see worker.py."""
+    """Run the engines by worker.py and return {name: result}."""
     job = json.dumps({"engines": engines, "prompts": prompts, "tokens": TOKENS})
     results, log = folder / "results.json", folder / "log.txt"
     with log.open("w") as file:
@@ -62,25 +62,25 @@ def run_engines(engines: dict, prompts: list[list[int]], folder: Path, **environ
 
 
 class Greedy:
-    """What transformers says, in float32."""
+    """Greedy text of transformers, in float32."""
 
     def __init__(self, folder):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def says(self, prompt: list[int], tokens: list[int]) -> bool:
-        """Whether each token is the likeliest after those before it."""
+        """Return whether each token is the likeliest after those before it."""
         logits = self.model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         return logits.argmax(-1).tolist() == tokens
 
     @torch.inference_mode()
     def logprobs(self, prompt: list[int]) -> torch.Tensor:
-        """Of a prompt's tokens but the first."""
+        """Return the log-probabilities of a prompt's tokens except the first."""
         logprobs = self.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         return logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
     def right(self, prompts: list[list[int]], result: dict) -> list[int]:
-        """In each round, for how many prompts an engine gave the greedy text."""
+        """Return, for each round, the number of prompts for which an engine gave the greedy text."""
         assert "error" not in result, result["error"]
         assert all(len(tokens) == TOKENS for texts in result["tokens"] for tokens in texts)
         return [

@@ -13,7 +13,7 @@ from test.vllm.drafter import KnownTexts
 
 
 def run(engine: LLMEngine, requests: list[dict], acceptance: str) -> dict:
-    """{"alone": [per request [token, ...]], "tokens": the same among the others, "cached": how many found a prefix}."""
+    """Return {"alone": [per request [token, ...]], "tokens": those among others, "cached": how many found a prefix}."""
     longest: dict[tuple[int, ...], int] = {}
     for request in requests:
         prompt = tuple(request["prompt"])
@@ -34,7 +34,7 @@ def run(engine: LLMEngine, requests: list[dict], acceptance: str) -> dict:
 
 
 def _serve(engine: LLMEngine, requests: list[dict], names: str = "") -> tuple[list[list[int]], list[int]]:
-    """Of each request the tokens, and the length of the prefix that was in the cache."""
+    """Return the tokens of each request, and the length of its prefix that was in the cache."""
     texts: list[list[int]] = [[] for _ in requests]
     cached = [0] * len(requests)
     waiting = sorted(range(len(requests)), key=lambda number: requests[number]["arrives"])

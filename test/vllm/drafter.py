@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 NAME = f"{__name__}.KnownTexts"
-# How many of the drafts are right, given their number and what decides by chance.
+# The number of right drafts, given the number of drafts and the random choice.
 ACCEPTANCE = {
     "all": lambda drafts, chance: drafts,
     "none": lambda drafts, chance: 0,
@@ -32,14 +32,14 @@ class KnownTexts:
 
     @classmethod
     def learn(cls, texts: Mapping[tuple[int, ...], Sequence[int]], acceptance: str) -> None:
-        """Know the tokens that follow each prompt, and choose how many drafts are right."""
+        """Learn the tokens that follow each prompt, and how many drafts are to be right."""
         cls._acceptance = acceptance
         for prompt, tokens in texts.items():
             for length in range(len(tokens)):
                 cls._continuations[(*prompt, *tokens[:length])] = tokens[length:]
 
     def load_model(self, *_, **__) -> None:
-        """vLLM calls it; there is no model."""
+        """Do nothing: vLLM calls this, and there is no model."""
 
     def propose(
         self,

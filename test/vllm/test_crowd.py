@@ -28,7 +28,7 @@ NO_PREFIXES = dict(enable_prefix_caching=False)
 
 
 def served_by(model, drafts, acceptance, **options):
-    """A small model, the largest number of drafts, how many of them are right, and options of the engine."""
+    """Return a small model, the largest number of drafts, how many of them are right, and options of the engine."""
     return model, drafts, acceptance, options
 
 
@@ -51,7 +51,7 @@ SLOW = {
 
 
 def engine(folder, model, drafts, acceptance, options):
-    """For worker.py."""
+    """Return an engine for worker.py."""
     defaults = dict(block_size=32, enable_prefix_caching=True, max_model_len=384, max_num_seqs=16)
     speculation = dict(method="custom_class", model=drafter.NAME, num_speculative_tokens=drafts)
     options = {**defaults, "skip_tokenizer_init": True, "speculative_config": speculation, **options}
@@ -60,7 +60,7 @@ def engine(folder, model, drafts, acceptance, options):
 
 
 def request(prompt, tokens, arrives, leaves=None):
-    """As crowd.py takes it."""
+    """Return a request for crowd.py."""
     return dict(prompt=prompt, tokens=tokens, arrives=arrives, leaves=leaves)
 
 
@@ -69,12 +69,12 @@ def random_text(chance):
 
 
 TEXT = random_text(random.Random(0))
-# Prompts of one token while another sequence runs: vLLM's scheduler adds placeholders for drafts to them.
+# Prompts of one token while another sequence runs; vLLM's scheduler adds placeholders for drafts to them.
 SINGLE_TOKENS = [
     request(TEXT[:40], 40, 0),
     *(request([token], 12, step) for step, token in zip((4, 7, 10, 10), (5, 17, 99, 150), strict=True)),
 ]
-# In blocks of 32 tokens: all but two tokens of a prompt in the cache, and beside it all but one of another.
+# In blocks of 32 tokens: all but two tokens of a prompt are cached, and beside it all but one of another.
 TAILS = [request(prompt, 12, step) for step in (50, 100) for prompt in (TEXT[:98], TEXT[100:133])]
 # Long prompts leave so little of a step that sequences which have begun have to pause.
 PAUSES = [
@@ -85,7 +85,7 @@ START = 180  # of the crowd
 
 
 def crowd(seed, drafts):
-    """Requests of all lengths, many with a common beginning, in bursts; some leave before their text is done."""
+    """Return requests of all lengths, many with a common beginning, in bursts. Some leave before their text is done."""
     chance = random.Random(seed)
     texts = [random_text(chance) for _ in range(3)]
     requests, step = [], START
@@ -101,7 +101,7 @@ def crowd(seed, drafts):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A function from the name of a case to the folder of a small random checkpoint that has its traits."""
+    """Return a function from the name of a case to the folder of a small random checkpoint that has its traits."""
     folder, made = tmp_path_factory.mktemp("models"), {}
 
     def make(name):
@@ -115,7 +115,7 @@ def checkpoint(tmp_path_factory):
 
 
 class PlainTorch(Greedy):
-    """What the definition says, in float32: transformers before 5.23 has one norm over all groups of a Mamba layer."""
+    """Greedy text by the definition, in float32. transformers before 5.23 has one norm over all groups of a layer."""
 
     def __init__(self, folder):
         self.model = load_model(folder, torch.float32)
@@ -154,7 +154,7 @@ def test_among_others(checkpoint, tmp_path, name):
 
 
 def test_placeholders_of_sampled_requests():
-    """They are rejected, whatever the token is worth that lies before them in memory: the last one of another row."""
+    """Placeholders are rejected, whatever the value of the token before them in memory, the last of another row."""
     from vllm.platforms import current_platform
     from vllm.utils import cpu_triton_utils
 

@@ -15,7 +15,7 @@ COMPILED = dict(enforce_eager=False)
 
 
 def crowded(blocks, **options):
-    """So little cache that not all prompts have room to the end."""
+    """Give so little cache that not all prompts have room to the end."""
     return dict(options, max_model_len=512, num_gpu_blocks_override=blocks)
 
 
@@ -47,12 +47,12 @@ PROCESSES = {
 REPLICAS = {**EVERYTHING, "data_parallel_size": 2, "skip_tokenizer_init": True}
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
 A_PROCESSOR_EACH = dict(VLLM_CPU_OMP_THREADS_BIND="0|1")  # the machine may have one NUMA node
-# What pytest -m "not slow" leaves: each part of this package has its turn.
+# pytest -m "not slow" leaves these, so that each part of this package is tested.
 FAST = {
     "alone", "n-gram", "prefix caching, n-gram, chunked prefill", "preempted, prefix caching, n-gram, chunked prefill",
     "tensor parallel", "dense", "rope",
 }  # fmt: skip
-# vLLM's attention wants heads of 32 or wider. A head of its own keeps a random model from repeating its last token.
+# vLLM's attention needs heads of 32 or wider. An untied head keeps a random model from repeating its last token.
 WIDE = dict(hidden_size=128, mamba_n_heads=8, mamba_d_head=32, tie_word_embeddings=False)
 FAMILY = (
     "moe", "dense", "conv3_no_bias", "projection_bias", "rope", "attention_only_rope",
@@ -65,12 +65,12 @@ def cases(names):
 
 
 def selected(request, test):
-    """Of the cases of a test those that this session runs."""
+    """Return the cases of a test that this session runs."""
     return {item.callspec.params["name"] for item in request.session.items if item.originalname == test.__name__}
 
 
 def random_checkpoint(name, where):
-    """The folder of a small model that has the traits of a case of this name."""
+    """Write a small model that has the traits of the case of this name, and return its folder."""
     (changes,) = (case.changes for case in CASES if case.name == name)
     save_model(random_model(small_config(**{**changes, **WIDE}), seed=len(name)), where / name)
     return where / name
@@ -136,7 +136,7 @@ def test_several_processes(served_by_several, greedy, prompts, name):
 
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
-    """(folders, prompts, results) of random checkpoints that between them have what the family has."""
+    """Return (folders, prompts, results) of random checkpoints that together have the traits of the family."""
     where = tmp_path_factory.mktemp("family")
     folders = {name: random_checkpoint(name, where) for name in selected(request, test_family)}
     prompts = prompts_of(small_config().vocab_size)
@@ -153,7 +153,7 @@ def test_family(family, name):
 
 @pytest.mark.slow
 def test_data_parallel(folder, tmp_path):
-    """Replicas of a model without experts; these vLLM cannot spread over processes of a CPU, which is said."""
+    """A model without experts has replicas. vLLM cannot spread experts over a CPU's processes, and an error says so."""
     dense = random_checkpoint("dense", tmp_path)
     prompts = prompts_of(small_config().vocab_size)
     engines = {"dense": engine(REPLICAS, dense, FEW), "experts": engine(REPLICAS, folder, FEW)}
@@ -163,7 +163,7 @@ def test_data_parallel(folder, tmp_path):
 
 
 def test_vllm_without_this_package_would_be_seen(folder, greedy, prompts, tmp_path):
-    """Its own mixer in the place of ours: these tests are about something."""
+    """vLLM's own mixer in place of ours gives wrong text or an error, so these tests can fail."""
     wrong = {name: OPTIONS[name] for name in ("n-gram", "prefix caching", "prefix caching, n-gram")}
     engines = {name: engine(options, folder, ALL) for name, options in wrong.items()}
     results = run_engines(engines, prompts, tmp_path, **ONE_PROCESS, VLLM_PLUGINS="")

@@ -1,4 +1,4 @@
-"""Drafts by a model, sampling, bfloat16, what is refused, a machine without a compiler, other plugins, and a vLLM that
+"""Drafts by a model, sampling, bfloat16, refusals, a machine without a compiler, other plugins, and a vLLM that
 this package does not know.
 """
 
@@ -14,7 +14,7 @@ MODEL = str(bundled_checkpoint())
 PROPOSER = "granite4_neuron.vllm.cpu.draft_model.DraftModelProposer"
 
 
-# What is asked for, and what the error says.
+# The options, and the error for them.
 REFUSED = {
     "draft_model": (
         dict(speculative_config=dict(method="draft_model", model=MODEL, num_speculative_tokens=3)),
@@ -77,18 +77,16 @@ def test_what_is_refused(served, name):
 
 
 def test_temperatures_of_sampled_drafts(served, greedy, prompts):
-    """So cold that the text is the greedy one; vLLM's own temperatures are whatever is in memory."""
+    """The temperature is so low that the text is the greedy one. vLLM's own temperatures are whatever is in memory."""
     assert greedy.right(prompts, served["sampled"]) == [len(prompts)]
 
 
 def test_seeds(served):
-    """Texts with a seed are those of each request alone, whoever else runs and however its prompt is cut; vLLM's own
-    engine ends.
-    """
+    """Seeded texts are those of each request alone, beside any others and in any cuts. vLLM's own engine ends."""
     assert "error" not in served["seeds, together"], served["seeds, together"]["error"]
     (alone,), (together,) = (served[f"seeds, {how}"]["tokens"] for how in ("alone", "together"))
     assert [alone[number] for number in SEEDED] == [together[number] for number in SEEDED]
-    assert len({tuple(text) for text in (*alone, *together)}) > len(ALL)  # the others are as they come
+    assert len({tuple(text) for text in (*alone, *together)}) > len(ALL)  # the others have no fixed text
 
 
 def test_without_a_compiler(folder, greedy, prompts, tmp_path):
@@ -101,7 +99,7 @@ def test_without_a_compiler(folder, greedy, prompts, tmp_path):
 
 
 def plugin(code, where):
-    """The environment in which vLLM finds a further plugin, before this package's."""
+    """Return the environment in which vLLM finds a further plugin before this package's."""
     information = where / "other-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
@@ -131,7 +129,7 @@ def test_a_layer_of_another_plugin(folder, greedy, prompts, tmp_path):
     assert "WARNING" in line and "OtherLayer" in line
 
 
-# As if a release had changed a function that the metadata builder calls. vLLM's own builder has imported the old one.
+# A stand-in for a release that changes a function of the metadata builder. vLLM's own builder has imported the old one.
 OTHER_VLLM = """
 def register():
     from vllm.v1.attention.backends import mamba_attn, utils
@@ -141,7 +139,7 @@ def register():
 
 
 def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
-    """Its own mixer gives right text without speculation; with it, which would give wrong text, no engine starts."""
+    """vLLM's own mixer is right without speculation. With speculation it would be wrong, so no engine starts."""
     engines = {"plain": {}, "n-gram": dict(speculative_config=NGRAM)}
     engines = {name: dict(model=folder, options=options) for name, options in engines.items()}
     results = run_engines(engines, prompts, tmp_path, **ONE_PROCESS, **plugin(OTHER_VLLM, tmp_path))
@@ -153,7 +151,7 @@ def test_a_vllm_that_is_not_known(folder, greedy, prompts, tmp_path):
 
 
 def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
-    """Mean errors of log probabilities beside vLLM's own: of prompts not larger, of texts, which differ, not twice."""
+    """Mean errors of log probabilities are at most vLLM's for prompts, and at most twice for texts, which differ."""
     plain = dict(dtype="bfloat16")
     drafts = dict(plain, enable_prefix_caching=True, speculative_config=NGRAM)
     errors = {}
@@ -169,7 +167,7 @@ def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
 
 
 def mean_errors(greedy, prompts, result):
-    """Of prompts, and of the texts after them."""
+    """Return the mean errors of prompts and of the texts after them."""
     assert "error" not in result, result["error"]
     of_prompts, of_texts = [], []
     for prompt, text, logprobs in zip(prompts, result["tokens"][0], result["logprobs"], strict=True):

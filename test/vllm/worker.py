@@ -36,7 +36,7 @@ DEFAULTS = dict(
 
 
 def logprobs_of(output) -> list[float]:
-    """Of a prompt's tokens but the first, then of the generated ones, where they were asked for."""
+    """Return the log-probabilities of a prompt's tokens but the first, then of the generated ones, where asked for."""
     generated = output.outputs[0]
     pairs = [
         *zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [None])[1:], strict=False),
@@ -62,7 +62,7 @@ def results_of(rounds: list[list[RequestOutput]]) -> dict:
 
 
 def counted(name: str) -> int:
-    """By all engines of this process."""
+    """Return the metric's sum over all engines of this process."""
     return sum(metric.value for metric in get_metrics_snapshot() if metric.name == name)
 
 
@@ -79,7 +79,7 @@ def serve(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
 
 
 def serve_in_parallel(engine: dict, prompts: list[list[int]], tokens: int) -> dict:
-    """By data parallelism, which LLM does not have: each prompt by the next of the engines in turn, all at once."""
+    """Serve by data parallelism, which LLM lacks. The engines take the prompts in turn, and all run at once."""
     ranks = engine["options"]["data_parallel_size"]
     sampling = sampling_of(engine, len(prompts), tokens)
 
@@ -102,7 +102,7 @@ def serve_in_parallel(engine: dict, prompts: list[list[int]], tokens: int) -> di
 
 
 def serve_crowd(engine: dict, *_: object) -> dict:
-    """The engine's own "requests", see crowd.py."""
+    """Serve the engine's own "requests", see crowd.py."""
     llm = LLM(engine["model"], **{**DEFAULTS, **engine["options"]})
     result = crowd.run(llm.llm_engine, engine["requests"], engine["acceptance"])
     return {**result, "metrics": {name: counted(metric) for name, metric in COUNTERS.items()}}
@@ -113,7 +113,7 @@ def serve_into(path: str, engine: dict, prompts: list[list[int]], tokens: int) -
         run = serve_in_parallel if "data_parallel_size" in engine["options"] else serve
         run = serve_crowd if "requests" in engine else run
         result = run(engine, prompts, tokens)
-    except Exception:  # whatever vLLM raises is the result
+    except Exception:  # any error of vLLM is the result
         result = {"error": traceback.format_exc()}
     with open(path, "w") as file:
         json.dump(result, file)
@@ -121,7 +121,8 @@ def serve_into(path: str, engine: dict, prompts: list[list[int]], tokens: int) -
 
 def main() -> None:
     job, results = json.load(sys.stdin), {}
-    # vLLM is imported once. A fork for each engine, as a second engine in a process finds what the first has left.
+    # vLLM is imported once. Each engine gets a fork, because a second engine in a process finds the leftovers of the
+    # first.
     context = multiprocessing.get_context("fork")
     for name, engine in job["engines"].items():
         prompts = [job["prompts"][number] for number in engine.get("prompts", range(len(job["prompts"])))]

@@ -1,4 +1,4 @@
-"""Checks of a copy of the package with the format fp8 in it; `test_new_format.py` runs them."""
+"""Checks of a copy of the package with the format fp8 in it. `test_new_format.py` runs them."""
 
 import json
 import re
@@ -19,7 +19,7 @@ MODELS = [case for case in CASES if case.name in ("moe", "dense", "untied_head")
 
 
 def rounded(weight):
-    """What float8 e4m3 with a scale per row keeps of a matrix."""
+    """Quantize a matrix to float8 e4m3 with a scale per row, and dequantize it."""
     scale = weight.abs().amax(-1, keepdim=True) / 448
     return (weight / scale).to(torch.float8_e4m3fn).float() * scale
 

@@ -1,4 +1,4 @@
-"""NumPy in place of the NKI compiler: runs the package's kernels where the Neuron SDK is not installed."""
+"""NumPy in place of the NKI compiler, so that the package's kernels run where the Neuron SDK is not installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def provide_nki() -> None:
-    """Make `import nki` work: the SDK's where it is installed, this folder's emulator elsewhere.
+    """Make `import nki` work with the SDK's package if it is installed, or else with this folder's emulator.
 
     PyPI's placeholder of that name raises ImportError, and counts as not installed.
     """

@@ -11,7 +11,7 @@ from nki.tensors import NkiTensor
 
 
 class Kernel:
-    """A kernel and the number of physical cores (LNC) it is launched on: `kernel[2]` is the kernel on two."""
+    """A kernel and the number of physical cores (LNC) that it is launched on: `kernel[2]` is the kernel on two."""
 
     def __init__(self, function: Callable, programs: int = 1):
         self.function = function
@@ -22,20 +22,20 @@ class Kernel:
         return Kernel(self.function, programs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Within a kernel: its function."""
+        """Call the function, as one kernel does within another."""
         return self.function(*args, **kwargs)
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
-    """Mark a function as a kernel; options say how to compile it, which nothing here does."""
+    """Mark a function as a kernel. The options say how to compile it and have no effect here."""
     return Kernel if function is None else Kernel(function)
 
 
 def simulate(kernel: Kernel) -> Callable:
-    """A function that runs `kernel` on NumPy arrays and returns its outputs as NumPy arrays.
+    """Return a function that runs `kernel` on NumPy arrays and returns its outputs as NumPy arrays.
 
-    The programs of a launch run one after the other and share their inputs and their `shared_hbm` outputs. Whatever
-    the compiler or the hardware would refuse raises `nki.emulation.NkiError`.
+    The programs of a launch run one after the other and share their inputs and their `shared_hbm` outputs. Anything
+    that the compiler or the hardware would refuse raises `nki.emulation.NkiError`.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Launches of kernels: their programs, what these did, and the memory they held."""
+"""Launches of kernels: their programs, the instructions of these, and the memory they held."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Instruction:
 
 
 def stochastic_rounding() -> np.random.Generator | None:
-    """What engines round with, by the runtime's variables: NEURON_RT_STOCHASTIC_ROUNDING_EN, and _SEED beside it."""
+    """Return the generator for rounding, from NEURON_RT_STOCHASTIC_ROUNDING_EN and _SEED, or None."""
     if os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") != "1":
         return None
     return np.random.default_rng(int(os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_SEED", "0")))
@@ -104,7 +104,7 @@ class Launch:
         return peak
 
     def allocate(self, shape: Sequence[int], dtype: str, memory: Memory) -> NkiTensor:
-        """New memory, full of NaN (integers: of a sentinel). Programs get the same `shared_hbm` tensors, in order."""
+        """Allocate memory full of NaN (integers: a sentinel). Programs get the same `shared_hbm` tensors, in order."""
         shape = tuple(shape)
         if memory.is_on_chip:
             require(len(shape) >= 2, f"a tensor in {memory.value} needs a partition and a free dimension, not {shape}")
@@ -130,18 +130,18 @@ class Launch:
         self.instructions.append(Instruction(self.program, engine, op, partitions, elements, **more))
 
     def use(self, storage: Storage) -> None:
-        """The instruction about to be recorded reads or writes this."""
+        """Record that the next instruction reads or writes this storage."""
         now = len(self.instructions)
         storage.first_use = now if storage.first_use is None else storage.first_use
         storage.last_use = now
 
     def count(self, engine: str | None = None, op: str | None = None, program: int = 0) -> int:
-        """Instructions of one program; of one engine, with one name, if given."""
+        """Count the instructions of one program; of one engine and with one name, if given."""
         return sum(
             i.program == program and engine in (None, i.engine) and op in (None, i.op) for i in self.instructions
         )
 
     @property
     def hbm_bytes(self) -> int:
-        """Read from and written to HBM, by all programs together."""
+        """Return the bytes read from and written to HBM by all programs together."""
         return sum(i.hbm_read + i.hbm_written for i in self.instructions)

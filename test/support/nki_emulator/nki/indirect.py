@@ -1,4 +1,4 @@
-"""Access patterns over HBM at places that are known when the kernel runs."""
+"""Access patterns over HBM at places that are known only when the kernel runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class IndirectView(NkiTensor):
     """A pattern of [stride, count] that starts at one index, or whose rows start at an index each; for DMA only.
 
     An index counts along dimension `indirect_dim` of the tensor, whatever the pattern. Sources: "NKI Access Patterns"
-    and `nki.isa.dma_copy` in the Neuron SDK's documentation (release 2.32). They do not say what happens at a negative
-    index, or where a pattern that begins within the tensor ends outside it: both are refused.
+    and `nki.isa.dma_copy` in the Neuron SDK's documentation (release 2.32). They do not define a negative index, or a
+    pattern that begins within the tensor and ends outside it. Both are refused.
 
     Args:
         base: a whole tensor in HBM.
@@ -62,7 +62,7 @@ class IndirectView(NkiTensor):
         raise NkiError("an indirect view has no views of its own")
 
     def places(self, skips: bool) -> Iterator[tuple[slice, np.ndarray]]:
-        """Parts of the first dimension, each with the memory that it stands for.
+        """Yield parts of the first dimension, each with the memory that it stands for.
 
         An index outside the dimension is an error, or leaves its part out if `skips`.
         """

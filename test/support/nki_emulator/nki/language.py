@@ -24,7 +24,7 @@ ARITHMETIC = ("add", "subtract", "multiply", "maximum", "minimum", "divide", "po
 
 
 class tile_size:
-    """Limits that kernels ask for."""
+    """Limits that kernels read."""
 
     pmax = PARTITIONS
     psum_fmax = PSUM_BANK_BYTES // 4
@@ -35,7 +35,7 @@ class tile_size:
 
 
 class NKIObject:
-    """The base class of classes that kernels use: fields by name."""
+    """The base class of classes that kernels use. Its fields are given by name."""
 
     def __init__(self, *values: object, **fields: object):
         names = [name for base in reversed(type(self).__mro__) for name in inspect.get_annotations(base)]
@@ -45,7 +45,7 @@ class NKIObject:
 
 @dataclass
 class Register:
-    """A number that is known when the kernel runs."""
+    """A number that is known only when the kernel runs."""
 
     value: int = 0
 
@@ -62,19 +62,19 @@ class Operator:
 def ndarray(
     shape: tuple[int, ...], dtype: str, buffer: Memory = sbuf, name: str = "", address: object = None
 ) -> NkiTensor:
-    """Uninitialised memory. Two tensors given one address are two tensors here."""
+    """Allocate uninitialised memory. Two tensors given one address are two tensors here."""
     require(dtype in DTYPES, f"{dtype} is not a dtype of this emulator")
     require(isinstance(buffer, Memory), f"buffer is {buffer!r}; it must be an object such as nl.sbuf")
     return last_launch().allocate(shape, dtype, buffer)
 
 
 def ds(start: int, size: int) -> slice:
-    """The slice of `size` elements from `start`."""
+    """Return the slice of `size` elements from `start`."""
     return slice(start, start + size)
 
 
 def shared_identity_matrix(size: int, dtype: str = "uint8") -> NkiTensor:
-    """The identity in SBUF, which the compiler keeps for all that ask for it."""
+    """Return the identity in SBUF. The compiler keeps one for all that ask for it."""
     matrix = ndarray((size, size), dtype)
     matrix.array[...] = np.eye(size)
     last_launch().use(matrix.storage)
@@ -82,13 +82,13 @@ def shared_identity_matrix(size: int, dtype: str = "uint8") -> NkiTensor:
 
 
 def shared_constant(array: np.ndarray | str, dtype: str | None = None) -> NkiTensor:
-    """A constant in HBM, from an array or from a file of one."""
+    """Return a constant in HBM, from an array or from a file of one."""
     values = np.load(array) if isinstance(array, str) else array
     return NkiTensor.of_array(np.ascontiguousarray(values, dtype and DTYPES[dtype]))
 
 
 def affine_range(*arguments: int | Register | NkiTensor) -> range:
-    """A loop; the compiler unrolls it, or runs it on the device where a bound is not known."""
+    """Loop over a range. The compiler unrolls the loop, or runs it on the device where a bound is not known."""
     return range(*(_number(argument) for argument in arguments))
 
 
@@ -100,27 +100,27 @@ def _number(value: int | Register | NkiTensor) -> int:
 
 
 def program_id(axis: int = 0) -> int:
-    """Which of the launch's programs this one is."""
+    """Return the number of the running program within its launch."""
     return last_launch().program
 
 
 def program_ndim() -> int:
-    """0 for a kernel that is launched without a grid, else 1."""
+    """Return 0 for a kernel that is launched without a grid, else 1."""
     return int(last_launch().programs > 1)
 
 
 def num_programs(axes: int = 0) -> int:
-    """How many programs the launch has."""
+    """Return the number of programs of the launch."""
     return last_launch().programs
 
 
 def _binary(name: str, function: Callable) -> Operator:
-    """Arithmetic in float32; a comparison gives 1 or 0."""
+    """Return an operator with arithmetic in float32; a comparison gives 1 or 0."""
     return Operator(name, function if name in ARITHMETIC else lambda a, b: np.asarray(function(a, b), np.float32), 2)
 
 
 def _activation(name: str, function: Callable, low: float = 0.0, high: float = np.inf) -> Operator:
-    """An activation, and the magnitudes of its input for which the hardware's table is valid."""
+    """Return an activation that checks its input against the magnitudes for which the hardware's table is valid."""
 
     def checked(x: np.ndarray) -> np.ndarray:
         magnitude = np.abs(x)

@@ -1,4 +1,4 @@
-"""Which launch is running; what the emulator's instructions and tensors report to."""
+"""The running launch, to which the emulator's instructions and tensors report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _launches: list[Launch] = []
 
 @contextmanager
 def launching(launch: Launch) -> Iterator[None]:
-    """Make `launch` the one whose kernel is running; afterwards it is the last one."""
+    """Make `launch` the one whose kernel is running. Afterwards it is the last one."""
     _launches[:] = [launch]
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
         yield
 
 
 def last_launch() -> Launch:
-    """The running launch, or the last one."""
+    """Return the running launch, or the last one."""
     return _launches[0]

@@ -24,14 +24,14 @@ Index = int | slice | EllipsisType
 
 
 class Storage:
-    """One allocation, and when it is first and last used: a compiler gives its memory to others outside that time."""
+    """One allocation, and its first and last use. A compiler gives its memory to others outside that time."""
 
     def __init__(self, array: np.ndarray, memory: Memory):
         self.array = array
         self.memory = memory
         self.first_use: int | None = None
         self.last_use: int | None = None
-        # PSUM: which elements hold a matrix product, and so may be accumulated onto.
+        # In PSUM: the elements that hold a matrix product and so may be accumulated onto.
         self.is_product = np.zeros(array.shape, bool) if memory is Memory.PSUM else None
 
     @property
@@ -40,7 +40,7 @@ class Storage:
 
 
 class NkiTensor:
-    """A view of memory; on chip an index keeps the partition dimension, and the last free one."""
+    """A view of memory. On chip, an index keeps the partition dimension and the last free one."""
 
     def __init__(self, array: np.ndarray, storage: Storage, start_partition: int = 0):
         self.array = array
@@ -49,7 +49,7 @@ class NkiTensor:
 
     @classmethod
     def of_array(cls, array: np.ndarray) -> NkiTensor:
-        """An argument of a kernel: HBM that is the caller's array."""
+        """Return an argument of a kernel: HBM that is the caller's array."""
         return cls(array, Storage(array, Memory.SHARED_HBM))
 
     @property
@@ -78,7 +78,7 @@ class NkiTensor:
 
     @property
     def is_product(self) -> np.ndarray:
-        """PSUM: the part of the storage's map that belongs to this view."""
+        """The part of the storage's PSUM map that belongs to this view."""
         return _same_view(self.storage.is_product, self.array, self.storage.array)
 
     @property
@@ -88,7 +88,7 @@ class NkiTensor:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether an element is visited more than once: some stride is 0."""
+        """Whether an element is visited more than once, because some stride is 0."""
         return any(stride == 0 and size > 1 for stride, size in zip(self.array.strides, self.shape, strict=True))
 
     def __getitem__(self, key: Index | tuple[Index, ...]) -> NkiTensor:
@@ -125,7 +125,7 @@ class NkiTensor:
         return self._view(view)
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
-        """One dimension as several; any strides will do."""
+        """Split one dimension into several. Any strides will do."""
         require(not self.buffer.is_on_chip or dim != 0, "reshape_dim must keep the partition dimension")
         require(math.prod(shape) == self.shape[dim], f"dimension {dim} of {self.shape} does not reshape to {shape}")
         return self._view(self.array.reshape((*self.shape[:dim], *shape, *self.shape[dim + 1 :])))
@@ -139,7 +139,7 @@ class NkiTensor:
         return self._view(np.expand_dims(self.array, dim))
 
     def broadcast(self, dim: int, size: int) -> NkiTensor:
-        """A dimension of 1 read `size` times, with a stride of 0."""
+        """Read a dimension of 1 `size` times, with a stride of 0."""
         require(self.shape[dim] == 1, f"dimension {dim} of {self.shape} is not 1")
         require(not self.buffer.is_on_chip or dim != 0, "partitions cannot be broadcast")
         strides = (*self.array.strides[:dim], 0, *self.array.strides[dim + 1 :])
@@ -154,9 +154,9 @@ class NkiTensor:
         vector_offset: NkiTensor | None = None,
         indirect_dim: int = 0,
     ) -> NkiTensor:
-        """The memory from this view's first element on, by [stride, count] of each dimension, in elements.
+        """Return memory from this view's first element on, by [stride, count] of each dimension, in elements.
 
-        With an offset that is a tensor, HBM at places that indices name when the kernel runs: see
+        An offset that is a tensor gives HBM at places that indices name when the kernel runs. See
         `nki.indirect.IndirectView`.
         """
         if scalar_offset is None and vector_offset is None:
@@ -185,7 +185,7 @@ class NkiTensor:
         return NkiTensor(view, self.storage, start_partition)
 
     def view(self, dtype: str) -> NkiTensor:
-        """The same bytes read as another dtype, with the last dimension's size to match."""
+        """Return the same bytes read as another dtype, with the last dimension's size to match."""
         last = self.shape[-1] * self.array.itemsize
         require(last % DTYPES[dtype].itemsize == 0, f"{self.shape} of {self.dtype} is no view of {dtype}")
         require(self.buffer is not Memory.PSUM, "PSUM keeps its dtype")
@@ -196,17 +196,17 @@ class NkiTensor:
         return NkiTensor(array, self.storage, self.start_partition)
 
     def read(self, name: str) -> np.ndarray:
-        """What an engine computes with: float32, which is exact for integers up to 2**24."""
+        """Return the values that an engine computes with, in float32, which is exact for integers up to 2**24."""
         return np.asarray(self.read_unchanged(name), np.float32)
 
     def read_unchanged(self, name: str) -> np.ndarray:
-        """What an engine reads, in the tensor's dtype."""
+        """Return the values that an engine reads, in the tensor's dtype."""
         self.check_on_chip(name)
         last_launch().use(self.storage)
         return self.array
 
     def write(self, values: np.ndarray, is_product: bool = False, free_dimensions: int = MAX_FREE_DIMENSIONS) -> None:
-        """What an engine writes: values cast to the tensor's dtype. See `cast`."""
+        """Write values as an engine does, cast to the tensor's dtype. See `cast`."""
         self.check_on_chip("dst", free_dimensions)
         last_launch().use(self.storage)
         if self.storage.is_product is not None:
@@ -214,7 +214,7 @@ class NkiTensor:
         self.array[...] = cast(np.asarray(values).reshape(self.shape), self.dtype, last_launch().random)
 
     def check_on_chip(self, name: str, free_dimensions: int = MAX_FREE_DIMENSIONS) -> None:
-        """The limits that every operand of every compute engine has."""
+        """Check the limits that every operand of every compute engine has."""
         require(self.buffer.is_on_chip, f"{name} is in {self.buffer.value}; engines work on SBUF and PSUM")
         starts = (0,) if self.partitions > 64 else (0, 64) if self.partitions > 32 else (0, 32, 64, 96)
         require(
@@ -232,14 +232,14 @@ class NkiTensor:
 
     @property
     def banks(self) -> range:
-        """PSUM: the banks from the view's first byte to its last, counted from the start of its storage."""
+        """The PSUM banks from the view's first byte to its last, counted from the start of its storage."""
         low, high = np.lib.array_utils.byte_bounds(self.array[:1])
         base = np.lib.array_utils.byte_bounds(self.storage.array[self.start_partition : self.start_partition + 1])[0]
         return range((low - base) // PSUM_BANK_BYTES, (high - base - 1) // PSUM_BANK_BYTES + 1)
 
 
 def _same_view(other: np.ndarray, view: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """The view of `other` that `view` is of `base`, two arrays of one shape and different item sizes."""
+    """Return the view of `other` that matches `view` of `base`. Both arrays have one shape and different item sizes."""
     offset = (view.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.itemsize
     strides = tuple(stride // base.itemsize * other.itemsize for stride in view.strides)
     return np.ndarray(view.shape, other.dtype, other, offset * other.itemsize, strides)

@@ -10,7 +10,7 @@ import numpy as np
 PARTITIONS = 128
 PSUM_BANK_BYTES = 2048
 PSUM_BANKS = 8
-# 224 KiB are there; what the runtime and the compiler keep for themselves is not.
+# The hardware has 224 KiB, of which the runtime and the compiler keep some for themselves.
 SBUF_PARTITION_BYTES = 224 * 1024 - 16 * 1024 - 264
 MAX_SBUF_ELEMENTS = 64 * 1024
 MAX_RANK = 5
@@ -20,12 +20,12 @@ FLOATS = ("float16", "float32", "bfloat16", "float8_e4m3", "float8_e4m3fn", "flo
 INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*FLOATS, *INTEGERS)}
 INTEGER_SENTINEL = 4
-# What a float32 has beyond the mantissa of a shorter float, in bits.
+# The bits of a float32 beyond the mantissa of a shorter float.
 _EXTRA_BITS = {"bfloat16": 16, "float16": 13, "float8_e4m3": 20, "float8_e4m3fn": 20, "float8_e5m2": 21}
 
 
 class NkiError(Exception):
-    """What the NKI compiler or the hardware would refuse, or leave undefined."""
+    """A program that the NKI compiler or the hardware would refuse, or whose result they leave undefined."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -34,7 +34,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class Memory(enum.Enum):
-    """Where a tensor lives."""
+    """The memory that a tensor lives in."""
 
     SBUF = "SBUF"
     PSUM = "PSUM"
@@ -47,10 +47,10 @@ class Memory(enum.Enum):
 
 
 def cast(values: np.ndarray, dtype: str, random: np.random.Generator | None = None) -> np.ndarray:
-    """What an engine writes: integers as they are, floats through float32.
+    """Cast as an engine does: integers as they are, floats through float32.
 
-    To integers by rounding half to even, and both saturate. To shorter floats by rounding to nearest or, with a
-    generator, stochastically: up with the probability of what is cut off.
+    Floats become integers by rounding half to even, and both saturate. They become shorter floats by rounding to
+    nearest or, with a generator, stochastically: up with the probability of the fraction that is cut off.
     """
     if dtype in FLOATS:
         values = np.asarray(values, np.float32)
@@ -64,7 +64,7 @@ def cast(values: np.ndarray, dtype: str, random: np.random.Generator | None = No
 
 
 def _dithered(values: np.ndarray, extra_bits: int, random: np.random.Generator) -> np.ndarray:
-    """Values with a random number added below the mantissa that stays, and what is below it cut off."""
+    """Add a random number below the mantissa that stays, and cut off the bits below that mantissa."""
     bits = values.view(np.uint32)
     noise = random.integers(0, 1 << extra_bits, values.shape, np.uint32)
     cut = np.uint32(0xFFFFFFFF << extra_bits & 0xFFFFFFFF)

@@ -29,7 +29,7 @@ def dma_copy(
 ) -> None:
     """Move between HBM and SBUF, casting through float32 where the dtypes differ.
 
-    Either side can be an `IndirectView`. What its indices leave out is neither read nor written, nor counted.
+    Either side can be an `IndirectView`. Places that its indices leave out are neither read nor written, nor counted.
     """
     _use((dst, src))
     require(dge_mode.value != "hwdge" or dst.dtype == src.dtype, "dge_mode.hwdge does not cast")
@@ -55,7 +55,7 @@ def _use(tensors: Sequence[NkiTensor]) -> None:
 
 
 def _transfers(dst: NkiTensor, src: NkiTensor, oob: str, dge: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs of memory to write and to read."""
+    """Yield pairs of memory to write and memory to read."""
     indirect = [tensor for tensor in (dst, src) if isinstance(tensor, IndirectView)]
     if not indirect:
         require(oob == "error", "oob_mode.skip is for an indirect access")
@@ -84,7 +84,7 @@ def dma_transpose(
     oob_mode: oob_mode = oob_mode.error,
     name: str | None = None,
 ) -> None:
-    """dst = src with its dimensions in the order of `axes`: the first and the last exchanged, if not given."""
+    """Write src to dst with its dimensions in the order of `axes`. By default the first and the last are exchanged."""
     require(not isinstance(src, IndirectView), "an indirect transpose is not emulated")
     require(dst.dtype == src.dtype, f"dst is {dst.dtype}, src is {src.dtype}")
     _use((dst, src))
@@ -96,7 +96,7 @@ def dma_transpose(
 
 
 def memset(dst: NkiTensor, value: float, engine: engine = engine.unknown, name: str | None = None) -> None:
-    """Integers are exact; a tensor of floats takes an integer too."""
+    """Fill a tensor with a value. Integers are exact; a tensor of floats takes an integer too."""
     is_whole = isinstance(value, int)
     require(is_whole or dst.dtype not in INTEGERS, f"memset of {dst.dtype} with {value!r}")
     values = np.full(dst.shape, value, np.int64 if is_whole else np.float32)
@@ -105,7 +105,7 @@ def memset(dst: NkiTensor, value: float, engine: engine = engine.unknown, name: 
 
 
 def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
-    """Between equal dtypes no bit changes; integers keep their value as far as the other dtype has it."""
+    """Copy a tensor. Equal dtypes keep every bit; integers keep their value as far as the other dtype has it."""
     same_shapes(dst, src)
     is_whole = {dst.dtype, src.dtype} <= set(INTEGERS)
     dst.write(src.read_unchanged("src") if is_whole else src.read("src"))
@@ -113,7 +113,7 @@ def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: engine = engine.unknown,
 
 
 def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Sequence[int], name: str | None = None) -> None:
-    """Partition i of every 32 becomes partition shuffle_mask[i]; 255 leaves dst as it is. On VectorE."""
+    """Let partition i of every 32 become partition shuffle_mask[i]; 255 leaves dst as it is. Runs on VectorE."""
     values, result = src.read("src"), dst.array.astype(np.float32)
     for first in range(0, dst.partitions, SHUFFLED_PARTITIONS):
         for i, chosen in enumerate(shuffle_mask[: dst.partitions - first]):

@@ -1,4 +1,4 @@
-"""Instructions that treat every element alike, on VectorE, ScalarE and GpSimd; arithmetic in float32."""
+"""Instructions that treat every element alike, on VectorE, ScalarE and GpSimd, with arithmetic in float32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor_tensor(
     engine: engine = engine.unknown,
     name: str | None = None,
 ) -> None:
-    """dst = data1 op data2. All three of 32 bits and integers: native arithmetic, on GpSimd."""
+    """dst = data1 op data2. If all three are integers of 32 bits, the arithmetic is native, on GpSimd."""
     binary(op)
     same_shapes(dst, data1, data2)
     not_both_psum(data1, data2)
@@ -51,7 +51,7 @@ def tensor_scalar(
     engine: engine = engine.unknown,
     name: str | None = None,
 ) -> None:
-    """dst = (data op0 operand0) op1 operand1, the operands being constants or one float32 per partition."""
+    """dst = (data op0 operand0) op1 operand1. The operands are constants or one float32 per partition."""
     require((op1 is None) == (operand1 is None), "op1 and operand1 go together")
     where = elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data)
     if where == "scalar":
@@ -76,7 +76,7 @@ def scalar_tensor_tensor(
     reverse1: bool = False,
     name: str | None = None,
 ) -> None:
-    """dst = (data op0 operand0) op1 operand1: operand0 a constant or one per partition, operand1 a whole tile."""
+    """dst = (data op0 operand0) op1 operand1. operand0 is a constant or one per partition, operand1 a whole tile."""
     same_shapes(dst, data, operand1)
     not_both_psum(data, operand1)
     result = apply(op0, data.read("data"), per_partition(operand0, data, "operand0"), reverse0)
@@ -85,7 +85,7 @@ def scalar_tensor_tensor(
 
 
 def reciprocal(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
-    """1 / data."""
+    """dst = 1 / data."""
     same_shapes(dst, data)
     dst.write(np.reciprocal(data.read("data")))
     record(elementwise_engine(engine, ("vector", "scalar", "gpsimd"), dst, data), "reciprocal", dst)
@@ -102,7 +102,7 @@ def activation(
     reduce_cmd: reduce_cmd = reduce_cmd.idle,
     name: str | None = None,
 ) -> None:
-    """dst = op(data * scale + bias) on ScalarE: scale and bias constants or one per partition.
+    """dst = op(data * scale + bias) on ScalarE. scale and bias are constants or one per partition.
 
     reduce_res: [partitions, 1], the sum of the results over a partition's elements.
     """
@@ -130,7 +130,7 @@ def activation_reduce(
     scale: NkiTensor | float = 1.0,
     name: str | None = None,
 ) -> None:
-    """`activation` with the sum of its results."""
+    """Apply `activation` and sum its results."""
     activation(dst, op, data, bias, scale, reduce_op, reduce_res)
 
 
@@ -141,7 +141,7 @@ def tensor_copy_predicated(
     reverse_pred: bool = False,
     name: str | None = None,
 ) -> None:
-    """dst = src where the predicate is not 0 (or is 0); elsewhere dst stays."""
+    """dst = src where the predicate is not 0 (or is 0). Elsewhere dst stays."""
     require(predicate.dtype in INTEGERS or predicate.dtype in nl.FLOAT_DTYPES, f"predicate is {predicate.dtype}")
     chosen = (rows(predicate, "predicate") != 0) != reverse_pred
     values = rows(src, "src") if isinstance(src, NkiTensor) else np.float32(src)

@@ -1,4 +1,4 @@
-"""What instructions check of their operands, and report."""
+"""Checks of instructions' operands, and the reports of instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def record(name: str, op: str, tensor: NkiTensor) -> None:
 
 
 def elementwise_engine(wanted: engine, possible: tuple[str, ...], *tensors: NkiTensor) -> str:
-    """Where an instruction runs; on the first possible one if the compiler has the choice."""
+    """Return the engine that an instruction runs on, or the first possible one if the compiler has the choice."""
     name = possible[0] if wanted is engine.unknown else wanted.value
     require(name in possible, f"{name} does not do this, only {' or '.join(possible)}")
     if name == "gpsimd":
@@ -24,7 +24,7 @@ def elementwise_engine(wanted: engine, possible: tuple[str, ...], *tensors: NkiT
 
 
 def same_shapes(*tensors: NkiTensor) -> None:
-    """Equal but for dimensions of one element, which are no dimensions to an access pattern."""
+    """Check that shapes are equal except for dimensions of one element, which an access pattern does not count."""
     shapes = {(tensor.partitions, *(size for size in tensor.shape[1:] if size > 1)) for tensor in tensors}
     require(len(shapes) == 1, "shapes differ: " + ", ".join(str(tensor.shape) for tensor in tensors))
 
@@ -45,7 +45,7 @@ def apply(op: Operator, data: np.ndarray, operand: np.ndarray, reverse: bool) ->
 def per_partition(
     operand: float | NkiTensor, data: NkiTensor, name: str, dtypes: tuple[str, ...] = ("float32",)
 ) -> np.ndarray:
-    """A constant, or [partitions, 1], in a shape that broadcasts over data."""
+    """Return a constant or [partitions, 1] in a shape that broadcasts over data."""
     if not isinstance(operand, NkiTensor):
         return np.float32(operand)
     require(operand.free_size == 1 and operand.partitions == data.partitions, f"{name} is {operand.shape}")
@@ -54,5 +54,5 @@ def per_partition(
 
 
 def rows(tensor: NkiTensor, name: str) -> np.ndarray:
-    """A tensor as [partitions, elements] in float32."""
+    """Return a tensor as [partitions, elements] in float32."""
     return tensor.read(name).reshape(tensor.partitions, -1)

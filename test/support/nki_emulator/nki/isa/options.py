@@ -1,4 +1,4 @@
-"""What instructions are told beside their operands."""
+"""Options that instructions take beside their operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class engine(enum.Enum):
-    """Where an instruction runs; `unknown` leaves the choice to the compiler."""
+    """The engine that an instruction runs on; `unknown` leaves the choice to the compiler."""
 
     unknown = "unknown"
     tensor = "tensor"
@@ -16,7 +16,7 @@ class engine(enum.Enum):
 
 
 class dge_mode(enum.Enum):
-    """Who makes a DMA's descriptors: GpSimd (swdge), a block of its own (hwdge), or the host before the run (none)."""
+    """The maker of a DMA's descriptors: GpSimd (swdge), its own block (hwdge), or the host before the run (none)."""
 
     unknown = "unknown"
     none = "none"
@@ -25,21 +25,21 @@ class dge_mode(enum.Enum):
 
 
 class dma_engine(enum.Enum):
-    """Which queue moves."""
+    """The queue that moves the data."""
 
     dma = "dma"
     gpsimd_dma = "gpsimd_dma"
 
 
 class oob_mode(enum.Enum):
-    """What an index out of range does: an error, or nothing is moved for it."""
+    """The effect of an index out of range: an error, or nothing is moved for it."""
 
     error = "error"
     skip = "skip"
 
 
 class matmul_perf_mode(enum.Enum):
-    """How TensorE runs a product; the fast modes are not emulated."""
+    """Modes in which TensorE runs a product; the fast modes are not emulated."""
 
     none = "none"
     double_row = "double_row"
@@ -48,7 +48,7 @@ class matmul_perf_mode(enum.Enum):
 
 
 class reduce_cmd(enum.Enum):
-    """What becomes of an engine's register of reductions."""
+    """The command for an engine's register of reductions."""
 
     idle = "idle"
     reset = "reset"
@@ -66,5 +66,5 @@ class nc_version(enum.IntEnum):
 
 
 def get_nc_version() -> nc_version:
-    """Trainium2's."""
+    """Return Trainium2's generation."""
     return nc_version.gen3

@@ -27,11 +27,11 @@ def nc_matmul(
     perf_mode: matmul_perf_mode = matmul_perf_mode.none,
     name: str | None = None,
 ) -> None:
-    """dst = stationary.T @ moving on TensorE, or dst += with `accumulate`; None adds to what a product was written to.
+    """dst = stationary.T @ moving on TensorE, or dst += with `accumulate`; None adds if a product was written to dst.
 
-    Accumulating onto anything but a matrix product is undefined on the hardware, and an error here. With
-    `is_transpose` one operand is the identity, and dst has the other's dtype. tile_position and tile_size say which
-    part of TensorE computes, which changes no result.
+    Accumulating onto anything but a matrix product is undefined on the hardware and an error here. With `is_transpose`
+    one operand is the identity, and dst has the other's dtype. tile_position and tile_size say which part of TensorE
+    computes. They change no result.
     """
     require(perf_mode is matmul_perf_mode.none, f"perf_mode {perf_mode} is not emulated")
     for tensor, role in ((stationary, "stationary"), (moving, "moving")):
@@ -68,7 +68,7 @@ def nc_matmul(
 
 
 def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = engine.unknown, name: str | None = None) -> None:
-    """[partitions, free] to [free, partitions]: on TensorE from SBUF to PSUM, or on VectorE up to 32 x 32."""
+    """Transpose [partitions, free] to [free, partitions], on TensorE from SBUF to PSUM or on VectorE up to 32 x 32."""
     where = engine.value
     if where == "unknown":
         where = "tensor" if dst.buffer is Memory.PSUM else "vector"

@@ -1,4 +1,4 @@
-"""Instructions of VectorE and GpSimd along a partition's elements, and across partitions; arithmetic in float32."""
+"""Instructions of VectorE and GpSimd along a partition's elements and across partitions, with arithmetic in float32."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def tensor_tensor_scan(
     op1: Operator,
     name: str | None = None,
 ) -> None:
-    """r[i] = (data0[i] op0 r[i - 1]) op1 data1[i] along the free dimension, r[-1] = initial; float32 throughout."""
+    """r[i] = (data0[i] op0 r[i - 1]) op1 data1[i] along the free dimension, r[-1] = initial, in float32 throughout."""
     binary(op0)
     binary(op1)
     not_both_psum(data0, data1)
     require(dst.ndim == data0.ndim == data1.ndim == 2, "tensor_tensor_scan takes [partitions, elements]")
     require(dst.shape == data0.shape == data1.shape, f"shapes differ: {dst.shape}, {data0.shape}, {data1.shape}")
-    # Time first, so that a step works on contiguous rows.
+    # Time comes first, so that a step works on contiguous rows.
     first = np.ascontiguousarray(data0.read("data0").T)
     second = np.ascontiguousarray(data1.read("data1").T)
     result = np.empty_like(first)
@@ -79,7 +79,7 @@ def tensor_scalar_reduce(
 
 
 def tensor_partition_reduce(dst: NkiTensor, op: Operator, data: NkiTensor, name: str | None = None) -> None:
-    """[1, elements]: the reduction over all partitions. On GpSimd."""
+    """Reduce over all partitions to [1, elements], on GpSimd."""
     dst.write(_reduced(op, rows(data, "data"), (0,)))
     record("gpsimd", "tensor_partition_reduce", data)
 
@@ -90,7 +90,7 @@ def _reduced(op: Operator, values: np.ndarray, axes: tuple[int, ...]) -> np.ndar
 
 
 def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
-    """[partitions, 6]: number, mean and sum of squared differences, of the even elements and of the odd ones."""
+    """Write [partitions, 6]: number, mean and sum of squared differences of the even elements and of the odd ones."""
     values = rows(data, "data")
     parts = (values[:, 0::2], values[:, 1::2])
     statistics = [(np.full(len(part), part.shape[1]), part.mean(1), part.var(1) * part.shape[1]) for part in parts]
@@ -99,7 +99,7 @@ def bn_stats(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
 
 
 def bn_aggr(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
-    """[partitions, 2]: mean and variance of all that several `bn_stats` are of."""
+    """Write [partitions, 2]: mean and variance of all elements that several `bn_stats` cover."""
     number, mean, squares = np.moveaxis(rows(data, "data").reshape(data.partitions, -1, 3), 2, 0)
     total = number.sum(1, keepdims=True)
     whole_mean = (number * mean).sum(1, keepdims=True) / total

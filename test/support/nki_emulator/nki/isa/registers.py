@@ -1,4 +1,4 @@
-"""Registers: numbers that a kernel reads from memory while it runs; and what programs would say to each other."""
+"""Registers, which hold numbers that a kernel reads from memory while it runs, and barriers between programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nki.values import NkiError
 
 
 def register_alloc(value: int | NkiTensor | None = None) -> Register:
-    """A register with a number, or with the one that a tensor holds."""
+    """Return a register with a number, or with the number that a tensor holds."""
     return Register(0 if value is None else int(value.array.item()) if isinstance(value, NkiTensor) else int(value))
 
 
@@ -17,7 +17,7 @@ def register_load(dst: Register, src: NkiTensor) -> None:
 
 
 def core_barrier(*tensors: object, **options: object) -> None:
-    """Programs run one after the other, so that the later ones see all of the earlier ones and not the other way."""
+    """Do nothing. Programs run one after the other: later ones see all of earlier ones, but not the reverse."""
 
 
 def sendrecv(*tensors: object, **options: object) -> None:

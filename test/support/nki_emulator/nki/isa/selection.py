@@ -41,9 +41,9 @@ def affine_select(
     offset: int = 0,
     name: str | None = None,
 ) -> None:
-    """Keep on_true_tile where `iota`'s value compares true with 0; elsewhere on_false_value. On GpSimd.
+    """Keep on_true_tile where `iota`'s value compares true with 0, and on_false_value elsewhere. Runs on GpSimd.
 
-    In one free dimension, dense, in float32: what others use it for. More is documented, but nobody does it.
+    Only forms in use are here: one free dimension, dense, in float32. More is documented.
     """
     require(dst.shape == on_true_tile.shape, f"shapes differ: {dst.shape}, {on_true_tile.shape}")
     for tensor in (dst, on_true_tile):
@@ -87,7 +87,7 @@ def range_select(
     on_false_value: float = LOWEST,
     name: str | None = None,
 ) -> None:
-    """on_true_tile where an element's number compares true with both bounds; and the largest of each partition."""
+    """Keep on_true_tile where an element's number compares true with both bounds; find each partition's largest."""
     values = rows(on_true_tile, "on_true_tile")
     numbers = range_start + np.arange(values.shape[1], dtype=np.float32)[None]
     keep = (comp_op0.function(numbers, rows(bound0, "bound0")) != 0) & (
@@ -102,13 +102,13 @@ def range_select(
 
 
 def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> None:
-    """The eight largest elements of each partition, in descending order."""
+    """Find the eight largest elements of each partition, in descending order."""
     dst.write(-np.sort(-rows(src, "src"), axis=1)[:, :SELECTED_AT_ONCE])
     record("vector", "max8", src)
 
 
 def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> None:
-    """Where each of eight values is first found in its partition; equal values at successive places."""
+    """Find where each of eight values is first in its partition. Equal values take successive places."""
     found, _ = _matches(rows(data, "data"), rows(vals, "vals"))
     dst.write(found)
     record("vector", "nc_find_index8", data)
@@ -122,7 +122,7 @@ def nc_match_replace8(
     dst_idx: NkiTensor | None = None,
     name: str | None = None,
 ) -> None:
-    """data with the first match of each of eight values replaced by `imm`, and where these were."""
+    """Replace the first match of each of eight values in data by `imm`, and find where these were."""
     found, left = _matches(rows(data, "data"), rows(vals, "vals"))
     dst.write(np.where(left, rows(data, "data"), np.float32(imm)))
     if dst_idx is not None:
@@ -131,7 +131,7 @@ def nc_match_replace8(
 
 
 def _matches(data: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each value in its row, or -1, and which elements of the data no value took."""
+    """Return the place of each value in its row, or -1, and which elements of the data no value took."""
     places, left = np.full(values.shape, -1.0, np.float32), np.ones(data.shape, bool)
     for p, row in enumerate(data):
         for j, value in enumerate(values[p]):
@@ -143,7 +143,7 @@ def _matches(data: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str | None = None) -> None:
-    """Each partition's elements at its indices. On GpSimd."""
+    """Gather each partition's elements at its indices, on GpSimd."""
     dst.write(np.take_along_axis(rows(data, "data"), rows(indices, "indices").astype(np.int64), 1))
     record("gpsimd", "nc_n_gather", dst)
 
@@ -151,7 +151,7 @@ def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str |
 def nonzero_with_count(
     dst: NkiTensor, src: NkiTensor, index_offset: int = 0, padding_val: int = -1, name: str | None = None
 ) -> None:
-    """Of every 16th partition the numbers of the elements that are not 0, and in the last place how many. On GpSimd."""
+    """Write the numbers of every 16th partition's nonzero elements, and their count in the last place. On GpSimd."""
     result = np.full((dst.partitions, dst.free_size), padding_val, np.float32)
     for p in range(0, src.partitions, 16):
         places = np.flatnonzero(rows(src, "src")[p])
