@@ -300,8 +300,8 @@ class TestBound:
         head = model.lm_head.weight.numel()
         assert prefill_flops(config, 10) == 2 * (10 * matrices + head)
         state = HybridState.allocate(config, 1, 7, torch.bfloat16)
-        of_one_slot = sum(tensor.nbytes // 2 for tensor in state.tensors())
-        assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * of_one_slot
+        slot_bytes = sum(tensor.nbytes // 2 for tensor in state.tensors())
+        assert decode_bytes(config, torch.bfloat16, 3, 7) == 2 * (matrices + head) + 3 * slot_bytes
 
     def test_quantized_weights_are_counted_with_their_scales(self):
         """Columns are multiples of 32, so four bits with scales take 4.5 bits per value."""

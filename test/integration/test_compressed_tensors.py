@@ -124,9 +124,9 @@ def test_a_group_of_more_columns_than_there_are(size):
     numbers, scales = Scheme(4).quantize(torch.randn(shape), torch.bfloat16)
     tensors = {f"a.{name}": tensor for name, tensor in Scheme(4).tensors(numbers, scales).items()}
     stored = SimpleNamespace(read=tensors.__getitem__, folder="folder")
-    of_channel, of_group = (CompressedFormat(WeightScheme(4, group_size, True)) for group_size in (None, size))
-    assert of_group.layout(shape) == of_channel.layout(shape)
-    weights = [form.read("a.weight", shape, stored) for form in (of_channel, of_group)]
+    per_channel, per_group = (CompressedFormat(WeightScheme(4, group_size, True)) for group_size in (None, size))
+    assert per_group.layout(shape) == per_channel.layout(shape)
+    weights = [form.read("a.weight", shape, stored) for form in (per_channel, per_group)]
     assert torch.equal(weights[0].scales, weights[1].scales) and torch.equal(weights[0].values, weights[1].values)
 
 
@@ -181,8 +181,8 @@ class TestCommands:
         assert texts[0] == texts[1] != ""
         ours, theirs = (dict(load_model(each).named_weights()) for each in (tmp_path / "ours", folder))
         for name, weight in theirs.items():
-            of_both = [w if isinstance(w, torch.Tensor) else w.dequantize(torch.float32) for w in (weight, ours[name])]
-            assert torch.equal(*of_both)
+            both = [w if isinstance(w, torch.Tensor) else w.dequantize(torch.float32) for w in (weight, ours[name])]
+            assert torch.equal(*both)
 
     def test_info_and_plan(self, folder, capsys):
         assert cli.main(["info", "--model", str(folder)]) == 0

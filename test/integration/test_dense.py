@@ -143,11 +143,11 @@ def test_compressed_tensors(scheme, tmp_path):
     }
     assert len(quantized) == 3 * 6
     for layer in range(3):
-        of_layer = f"model.layers.{layer}"
-        parts = [meaning[f"{of_layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        assert torch.equal(quantized[f"{of_layer}.shared_mlp.input_linear.weight"], torch.cat(parts))
-        down = meaning[f"{of_layer}.mlp.down_proj.weight"]
-        assert torch.equal(quantized[f"{of_layer}.shared_mlp.output_linear.weight"], down)
+        prefix = f"model.layers.{layer}"
+        parts = [meaning[f"{prefix}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        assert torch.equal(quantized[f"{prefix}.shared_mlp.input_linear.weight"], torch.cat(parts))
+        down = meaning[f"{prefix}.mlp.down_proj.weight"]
+        assert torch.equal(quantized[f"{prefix}.shared_mlp.output_linear.weight"], down)
 
 
 def test_a_published_config():

@@ -187,8 +187,8 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
         assert len(found) == (choices if tp_degree > 1 else 0)
         assert all("is a gather at places in a sequence" in finding for finding in found)
         choosing = [operator for operator in sdk_custom_calls(text) if operator != FLASH_ATTENTION]
-        of_ranks = choices + unasked if tp_degree > 1 else 0
-        assert choosing == ["argmax"] * choices + ["cascaded_max"] * of_ranks
+        across_ranks = choices + unasked if tp_degree > 1 else 0
+        assert choosing == ["argmax"] * choices + ["cascaded_max"] * across_ranks
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -238,8 +238,8 @@ class RecordingRuntime(CPURuntime):
 
     def step(self, state, rows, all_logits=False):
         logits = super().step(state, rows, all_logits)
-        for row, of_row in zip(rows, logits, strict=True):
-            self.logits[row.start + len(row.tokens), row.tokens[-1]] = of_row.clone()
+        for row, row_logits in zip(rows, logits, strict=True):
+            self.logits[row.start + len(row.tokens), row.tokens[-1]] = row_logits.clone()
         return logits
 
 

@@ -365,7 +365,7 @@ class TestLoad:
     def test_logits_that_are_not_finite_are_the_servers_matter(self, tiny, stream):
         class Broken(Engine):
             def _choose(self, sequence, logits, drafts=()):
-                return super()._choose(sequence, [of_token * math.nan for of_token in logits], drafts)
+                return super()._choose(sequence, [token_logits * math.nan for token_logits in logits], drafts)
 
         with serving(*tiny, engine_class=Broken) as server:
             body = {"prompt": PROMPT, "stream": stream}

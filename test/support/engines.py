@@ -42,8 +42,8 @@ class ChunkRuntime(CPURuntime):
     def step(self, state, rows, all_logits=False):
         self.steps.append(rows)
         logits = super().step(state, rows, all_logits)
-        for row, of_row in zip(rows, logits, strict=True):
-            self.logits[row.start + len(row.tokens)] = of_row.clone()
+        for row, row_logits in zip(rows, logits, strict=True):
+            self.logits[row.start + len(row.tokens)] = row_logits.clone()
         return logits
 
 

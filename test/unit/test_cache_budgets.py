@@ -126,13 +126,13 @@ class TestTree:
         """Bytes are those of distinct prefixes. The oldest are evicted, and not one more than the budget asks for."""
         runtime = ChunkRuntime(model)
         state = runtime.allocate(1, 40)
-        of_entry, of_token = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
+        entry_bytes, token_bytes = held(runtime, 0) + LOGITS.nbytes, held(runtime, 1) - held(runtime, 0)
 
         def size(texts):
             prefixes = {text[:length] for text in texts for length in range(1, len(text) + 1)}
-            return len(texts) * of_entry + len(prefixes) * of_token
+            return len(texts) * entry_bytes + len(prefixes) * token_bytes
 
-        budget = entries * of_entry + 20 * of_token + more
+        budget = entries * entry_bytes + 20 * token_bytes + more
         cache = PrefixCache(runtime, budget, None)
         kept, in_use = [], []  # the least recently used first
         for use, base, length in uses:
@@ -278,17 +278,17 @@ class TestReservedSlots:
     def test_spare_slots(self, model):
         """The model keeps its state in 9 slots. Those above the sequences' own are spare, as many as fit the budget."""
         runtime = WithOwnSlots(model)
-        of_slot = held(runtime, runtime.max_length)
-        assert spare_slots(runtime, 6, 10 * of_slot) == range(7, 10)
-        assert spare_slots(runtime, 6, 2 * of_slot) == range(7, 9)
-        assert spare_slots(runtime, 6, 2 * of_slot - 1) == range(7, 8)
-        assert spare_slots(runtime, 8, of_slot) == range(9, 10)
+        slot_bytes = held(runtime, runtime.max_length)
+        assert spare_slots(runtime, 6, 10 * slot_bytes) == range(7, 10)
+        assert spare_slots(runtime, 6, 2 * slot_bytes) == range(7, 9)
+        assert spare_slots(runtime, 6, 2 * slot_bytes - 1) == range(7, 8)
+        assert spare_slots(runtime, 8, slot_bytes) == range(9, 10)
         with pytest.raises(
-            UserError, match=f"a slot of the compiled model takes {of_slot:,} bytes; .* {of_slot - 1:,}"
+            UserError, match=f"a slot of the compiled model takes {slot_bytes:,} bytes; .* {slot_bytes - 1:,}"
         ):
-            spare_slots(runtime, 6, of_slot - 1)
+            spare_slots(runtime, 6, slot_bytes - 1)
         with pytest.raises(UserError, match="is compiled for 9 sequences, and 9 run at a time"):
-            spare_slots(runtime, 9, 10 * of_slot)
+            spare_slots(runtime, 9, 10 * slot_bytes)
 
 
 class TestSlots:

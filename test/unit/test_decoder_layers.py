@@ -85,13 +85,13 @@ def feed_forward(layer, hidden_states, config):
 def one_after_another(model, hidden_states, step, state):
     """Return [batch, tokens, hidden_size] and the inputs of the Mamba layers' mixers."""
     config, inputs = model.config, []
-    for layer, of_layer in zip(model.model.layers, state.layers, strict=True):
+    for layer, layer_state in zip(model.model.layers, state.layers, strict=True):
         x = cpu.rms_norm(hidden_states, layer.input_layernorm.weight, config.rms_norm_eps)
         if layer.is_mamba:
-            mixed, of_mixer = mix(layer, x, step, of_layer, config)
-            inputs.append(of_mixer)
+            mixed, mixer_input = mix(layer, x, step, layer_state, config)
+            inputs.append(mixer_input)
         else:
-            mixed = attend(layer, x, step, of_layer, config)
+            mixed = attend(layer, x, step, layer_state, config)
         hidden_states = cpu.residual_add(hidden_states, mixed, config.residual_multiplier)
         hidden_states = feed_forward(layer, hidden_states, config)
     return hidden_states, inputs

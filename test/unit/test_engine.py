@@ -150,7 +150,7 @@ class TestSchedule:
                 engine.add(Request([3] * length, max_tokens=1))
             runtime.steps.clear()
             run(engine)
-            assert [len(of_step) for of_step in runtime.steps] == rows
+            assert [len(step) for step in runtime.steps] == rows
 
     def test_prompts_first(self, runtime):
         engine = Engine(runtime, 3, prompts_first=True)

@@ -28,8 +28,8 @@ def call(name, **changes):
     kind, _, method = name.partition(".")
     if not method:
         return kernel(name)(*arguments.values())
-    of_layer = {key: arguments.pop(key) for key in MADE_OF[kind]}
-    return getattr(getattr(torch.classes.granite4_neuron, kind)(**of_layer), method)(**arguments)
+    made_of = {key: arguments.pop(key) for key in MADE_OF[kind]}
+    return getattr(getattr(torch.classes.granite4_neuron, kind)(**made_of), method)(**arguments)
 
 
 MIXER = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "n_groups", "dt_min", "dt_max")

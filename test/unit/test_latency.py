@@ -97,8 +97,8 @@ def test_what_speculation_gives():
 
 
 def test_the_fitted_constants_are_those_in_use():
-    of_layer, of_step = published.fit()
-    assert of_layer == pytest.approx(latency.LAUNCH_SECONDS, abs=1.5e-6) and of_step == 0
+    per_layer, per_step = published.fit()
+    assert per_layer == pytest.approx(latency.LAUNCH_SECONDS, abs=1.5e-6) and per_step == 0
 
 
 @pytest.mark.parametrize("figure", published.FIGURES, ids=lambda f: f"{f.name}, {f.tokens}")

@@ -177,8 +177,8 @@ class TestRuntime:
         for chunk_size, heads_per_task in ((32, 16), (64, 1), (128, 4)):
             write_launch_parameters(file, LaunchParameters(chunk_size, heads_per_task, 64))
             runtime = self.runtime("fused", tuned_configs=file.parent)
-            state, of_prompt = self.prefill(runtime, 140)
-            logits.append(torch.cat([of_prompt, runtime.step(state, [Row(1, 140, [5])])]))
+            state, prompt_logits = self.prefill(runtime, 140)
+            logits.append(torch.cat([prompt_logits, runtime.step(state, [Row(1, 140, [5])])]))
         assert given == [LaunchParameters(32, 16, 64), LaunchParameters(64, 1, 64), LaunchParameters(128, 4, 64)]
         for other in logits[1:]:
             assert torch.allclose(logits[0], other, atol=1e-4)

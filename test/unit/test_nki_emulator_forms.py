@@ -43,15 +43,15 @@ class TestRefusals:
         )
 
     def test_strided_destinations(self):
-        def of_product():
+        def product():
             dst = tile(4, 6, 2, buffer=nl.psum)
             nisa.nc_matmul(dst=dst[:, :, 0], stationary=tile(8, 4, value=0.0), moving=tile(8, 6, value=0.0))
 
-        def of_transpose():
+        def transpose():
             nisa.nc_transpose(dst=tile(4, 8, 2, buffer=nl.psum)[:, :, 0], data=tile(8, 4, value=0.0))
 
-        refuses("of a matrix product is strided", of_product)
-        refuses("of a transpose is strided", of_transpose)
+        refuses("of a matrix product is strided", product)
+        refuses("of a transpose is strided", transpose)
 
     @pytest.mark.parametrize("buffer", [nl.sbuf, nl.psum], ids=["SBUF", "PSUM"])
     def test_an_activation_of_repeated_elements(self, buffer):

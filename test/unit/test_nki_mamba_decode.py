@@ -119,7 +119,7 @@ def test_in_place(programs, monkeypatch):
     emulation = pytest.importorskip("nki.emulation", reason="aliases are given to the graph, not to a simulator")
     case = mamba_decode_inputs(3, 2)
     exact = mamba_decode_oracle(case)
-    aliased = emulation.NkiTensor.of_array(case["states"].numpy())
+    aliased = emulation.NkiTensor.from_array(case["states"].numpy())
     ndarray = nl.ndarray
 
     def with_alias(shape, dtype, buffer):

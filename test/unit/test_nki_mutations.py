@@ -217,8 +217,8 @@ MAMBA_DECODE = {
 }
 
 
-def mutations(of_kernel):
-    return pytest.mark.parametrize(("old", "new"), of_kernel.values(), ids=of_kernel.keys())
+def mutations(kernel_mutations):
+    return pytest.mark.parametrize(("old", "new"), kernel_mutations.values(), ids=kernel_mutations.keys())
 
 
 # Two groups, two rows and two chunks, the last of them shorter, so that no bug can hide.

@@ -11,7 +11,7 @@ from granite4_neuron.model.parameters import EMBEDDING, HEAD, matmul_weights, pa
 from test.support.checkpoints import CASES, small_config
 
 
-def of_modules(config, degree):
+def module_parameters(config, degree):
     """Return each parameter's shape, whether it is a matrix, and whether it may be quantized."""
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, Parallel(0, degree))
@@ -29,7 +29,7 @@ def test_the_table_is_what_the_modules_have(case, degree):
     """The table gives the modules' names and a rank's shapes."""
     table = parameters(case.config(), degree)
     in_table = {name: (one.shape, one.is_matrix, one.may_be_quantized) for name, one in table.items()}
-    assert in_table == of_modules(case.config(), degree)
+    assert in_table == module_parameters(case.config(), degree)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

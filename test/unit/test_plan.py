@@ -81,8 +81,8 @@ def test_more_ranks_than_key_heads_hold_them_several_times():
 def test_a_core_has_24_gigabytes(temporaries):
     """A core has a quarter of a Trainium2 chip's 96 GB: LNC=2 makes four logical cores. A byte more is too much."""
     none = plan.Temporaries(0, 0, 0)
-    of_weights = partial(plan.Plan, 1000, 4, 1, 10, state=1, token=0, logits=0, scores=0, temporaries=none)
-    full, over = of_weights(weights=96 * 10**9 // 4 - 1), of_weights(weights=96 * 10**9 // 4)
+    plan_with = partial(plan.Plan, 1000, 4, 1, 10, state=1, token=0, logits=0, scores=0, temporaries=none)
+    full, over = plan_with(weights=96 * 10**9 // 4 - 1), plan_with(weights=96 * 10**9 // 4)
     assert full.fits and full.total == 24 * 10**9
     assert not over.fits and over.largest_batch == 0
     assert plan.INSTANCES == {"trn2.3xlarge": 4, "trn2.48xlarge": 64}  # one chip and sixteen chips

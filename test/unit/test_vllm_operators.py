@@ -439,8 +439,8 @@ class TestStateUpdate:
         rounded = {**case.arguments, "state": case.arguments["state"].clone()}
         options = dict(enable_stochastic_rounding=True, cache_philox_rounds=7, rounding_seed=5, positions=first)
         y = operators.selective_state_update(**rounded, **options)
-        of_exact_states = operators.selective_state_update(**exact)
-        assert torch.equal(y, of_exact_states), "the result is of the state before its rounding"
+        from_exact_states = operators.selective_state_update(**exact)
+        assert torch.equal(y, from_exact_states), "the result is of the state before its rounding"
         lengths = exact["cu_seqlens"].diff()
         for row, (length, slots) in enumerate(zip(lengths, exact["state_batch_indices"], strict=True)):
             for t, slot in enumerate(slots[:length].tolist()):

@@ -25,8 +25,8 @@ def weights_of_experts(seed=0):
 def definition(x, w1, w2, weights, ids):
     """Compute token by token and choice by choice, in float64."""
     output = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (of_token, experts) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
-        for weight, expert in zip(of_token, experts, strict=True):
+    for token, (token_weights, experts) in enumerate(zip(weights.tolist(), ids.tolist(), strict=True)):
+        for weight, expert in zip(token_weights, experts, strict=True):
             gate, up = (w1[expert].double() @ x[token].double()).chunk(2)
             output[token] += weight * (w2[expert].double() @ (F.silu(gate) * up))
     return output

@@ -91,8 +91,8 @@ def crowd(seed, drafts):
     requests, step = [], START
     for _ in range(CROWD):
         step += chance.choice((0, 0, 0, 1, 2, 8))
-        few, of_blocks = chance.randint(2, drafts + 3), 32 * chance.randint(1, 6) + chance.randint(-1, drafts + 2)
-        length = chance.choice((1, few, of_blocks, of_blocks, chance.randint(1, LONGEST)))
+        few, near_blocks = chance.randint(2, drafts + 3), 32 * chance.randint(1, 6) + chance.randint(-1, drafts + 2)
+        length = chance.choice((1, few, near_blocks, near_blocks, chance.randint(1, LONGEST)))
         prompt = chance.choice((*texts, random_text(chance)))[: min(length, LONGEST)]
         leaves = step + chance.randint(1, 12) if chance.random() < 0.15 else None
         requests.append(request(prompt, chance.randint(1, 24), step, leaves))

@@ -161,17 +161,17 @@ def test_bfloat16(folder, greedy, prompts, tmp_path_factory):
         results = run_engines(engines, prompts, tmp_path_factory.mktemp("bfloat16"), **ONE_PROCESS, **environment)
         errors |= {name: mean_errors(greedy, prompts, results[name]) for name in engines}
     for name in ("ours", "drafts"):
-        (of_prompts, of_texts), (theirs_of_prompts, theirs_of_texts) = errors[name], errors["vLLM"]
-        assert 0 < of_prompts <= theirs_of_prompts, errors
-        assert 0 < of_texts <= 2 * theirs_of_texts, errors
+        (prompt_errors, text_errors), (their_prompt_errors, their_text_errors) = errors[name], errors["vLLM"]
+        assert 0 < prompt_errors <= their_prompt_errors, errors
+        assert 0 < text_errors <= 2 * their_text_errors, errors
 
 
 def mean_errors(greedy, prompts, result):
     """Return the mean errors of prompts and of the texts after them."""
     assert "error" not in result, result["error"]
-    of_prompts, of_texts = [], []
+    prompt_errors, text_errors = [], []
     for prompt, text, logprobs in zip(prompts, result["tokens"][0], result["logprobs"], strict=True):
         errors = (torch.tensor(logprobs) - greedy.logprobs(prompt + text)).abs()
-        of_prompts.append(errors[: len(prompt) - 1])
-        of_texts.append(errors[len(prompt) - 1 :])
-    return torch.cat(of_prompts).mean().item(), torch.cat(of_texts).mean().item()
+        prompt_errors.append(errors[: len(prompt) - 1])
+        text_errors.append(errors[len(prompt) - 1 :])
+    return torch.cat(prompt_errors).mean().item(), torch.cat(text_errors).mean().item()

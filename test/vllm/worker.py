@@ -49,7 +49,7 @@ def sampling_of(engine: dict, prompts: int, tokens: int) -> list[SamplingParams]
     options = engine.get("sampling", {})
     per_prompt = options if isinstance(options, list) else [options] * prompts
     common = dict(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    return [SamplingParams(**{**common, **of_prompt}) for of_prompt in per_prompt]
+    return [SamplingParams(**{**common, **own}) for own in per_prompt]
 
 
 def results_of(rounds: list[list[RequestOutput]]) -> dict:

@@ -53,7 +53,7 @@ def simulate(kernel: Kernel) -> Callable:
 
 
 def _to_hbm(value: Any) -> Any:
-    return NkiTensor.of_array(value) if isinstance(value, np.ndarray) else value
+    return NkiTensor.from_array(value) if isinstance(value, np.ndarray) else value
 
 
 def _from_hbm(value: Any) -> Any:

@@ -84,7 +84,7 @@ def shared_identity_matrix(size: int, dtype: str = "uint8") -> NkiTensor:
 def shared_constant(array: np.ndarray | str, dtype: str | None = None) -> NkiTensor:
     """Return a constant in HBM, from an array or from a file of one."""
     values = np.load(array) if isinstance(array, str) else array
-    return NkiTensor.of_array(np.ascontiguousarray(values, dtype and DTYPES[dtype]))
+    return NkiTensor.from_array(np.ascontiguousarray(values, dtype and DTYPES[dtype]))
 
 
 def affine_range(*arguments: int | Register | NkiTensor) -> range:

@@ -48,7 +48,7 @@ class NkiTensor:
         self.start_partition = start_partition
 
     @classmethod
-    def of_array(cls, array: np.ndarray) -> NkiTensor:
+    def from_array(cls, array: np.ndarray) -> NkiTensor:
         """Return an argument of a kernel: HBM that is the caller's array."""
         return cls(array, Storage(array, Memory.SHARED_HBM))
 

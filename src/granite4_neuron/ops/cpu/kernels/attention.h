@@ -226,10 +226,10 @@ inline at::Tensor cached_attention(
           std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
         if (count == 0) continue;
         int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
-        MatrixView<const scalar_t> of_keys{keys + at, head_dim}, of_values{values + at, head_dim};
+        MatrixView<const scalar_t> head_keys{keys + at, head_dim}, head_values{values + at, head_dim};
         block.run(
-            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return of_keys.row(n); },
-            [=](int64_t n) { return of_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
+            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return head_keys.row(n); },
+            [=](int64_t n) { return head_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
             position[row * position_stride] + first, static_cast<float>(scale));
       }
     });

@@ -42,15 +42,15 @@ struct Group {
 
 inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count, int64_t experts) {
   std::vector<Group> groups;
-  std::vector<int64_t> of_expert(experts, -1);
+  std::vector<int64_t> group_numbers(experts, -1);
   for (int64_t choice = 0; choice < count; choice++) {
     int64_t expert = topk_ids[choice];
     TORCH_CHECK(0 <= expert && expert < experts, "there is no expert ", expert);
-    if (of_expert[expert] < 0) {
-      of_expert[expert] = groups.size();
+    if (group_numbers[expert] < 0) {
+      group_numbers[expert] = groups.size();
       groups.push_back({expert, {}});
     }
-    groups[of_expert[expert]].choices.push_back(choice);
+    groups[group_numbers[expert]].choices.push_back(choice);
   }
   return groups;
 }

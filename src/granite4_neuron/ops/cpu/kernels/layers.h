@@ -40,16 +40,16 @@ struct Linear {
   }
 };
 
-// Checks that a matrix has this shape and is for vectors in the norm's dtype; -1 is any size.
-inline void check_matrix_is(
+// Checks that a matrix has this shape and is for vectors in the norm's dtype.
+inline void check_projection(
     const Matrix& matrix, const char* name, const at::Tensor& norm, int64_t rows, int64_t columns) {
   const Weight& weight = matrix.weight;
   TORCH_CHECK(
       weight.dtype == norm.scalar_type(), name, " is for vectors of ", weight.dtype, ", and the norm is ",
       norm.scalar_type());
   TORCH_CHECK(
-      (rows == -1 || weight.rows == rows) && weight.columns == columns, name, " is [", weight.rows, ", ",
-      weight.columns, "] and should be [", rows, ", ", columns, "]");
+      weight.rows == rows && weight.columns == columns, name, " is [", weight.rows, ", ", weight.columns,
+      "] and should be [", rows, ", ", columns, "]");
 }
 
 // What all halves do: add a multiple of something computed from the normalised residual stream to that stream.
@@ -86,8 +86,8 @@ struct MambaLayer : torch::CustomClassHolder {
       : residual(residual), in_proj(in_proj), out_proj(out_proj), mixer(mixer), gated_norm(gated_norm) {
     int64_t hidden = residual.hidden_size(), inner = gated_norm.numel();
     check_dense(gated_norm, "gated_norm", {inner}, residual.norm.scalar_type());
-    check_matrix_is(in_proj.matrix, "in_proj", residual.norm, inner + mixer->channels + mixer->heads, hidden);
-    check_matrix_is(out_proj.matrix, "out_proj", residual.norm, hidden, inner);
+    check_projection(in_proj.matrix, "in_proj", residual.norm, inner + mixer->channels + mixer->heads, hidden);
+    check_projection(out_proj.matrix, "out_proj", residual.norm, hidden, inner);
   }
 
   // z, x, B, C and dt of each token side by side: [..., inner + channels + heads].
@@ -144,10 +144,10 @@ struct AttentionLayer : torch::CustomClassHolder {
     TORCH_CHECK(
         head_dim > 0 && kv_width > 0 && kv_width % head_dim == 0 && width % kv_width == 0, "projections have ", width,
         " and ", kv_width, " rows for heads of ", head_dim);
-    check_matrix_is(q_proj.matrix, "q_proj", residual.norm, width, hidden);
-    check_matrix_is(k_proj.matrix, "k_proj", residual.norm, kv_width, hidden);
-    check_matrix_is(v_proj.matrix, "v_proj", residual.norm, kv_width, hidden);
-    check_matrix_is(o_proj.matrix, "o_proj", residual.norm, hidden, width);
+    check_projection(q_proj.matrix, "q_proj", residual.norm, width, hidden);
+    check_projection(k_proj.matrix, "k_proj", residual.norm, kv_width, hidden);
+    check_projection(v_proj.matrix, "v_proj", residual.norm, kv_width, hidden);
+    check_projection(o_proj.matrix, "o_proj", residual.norm, hidden, width);
   }
 
   // hidden_states: [batch, tokens, hidden_size]. rotary: of the tokens' positions, where the model has rotary ones.
@@ -208,13 +208,13 @@ struct FeedForward : torch::CustomClassHolder {
       const Residual& residual, const Matrix& input, const Matrix& output, const std::optional<Experts>& experts)
       : residual(residual), input(input), output(output), experts(experts) {
     int64_t hidden = residual.hidden_size();
-    check_matrix_is(input, "input", residual.norm, 2 * output.weight.columns, hidden);
-    check_matrix_is(output, "output", residual.norm, hidden, output.weight.columns);
+    check_projection(input, "input", residual.norm, 2 * output.weight.columns, hidden);
+    check_projection(output, "output", residual.norm, hidden, output.weight.columns);
     if (!experts.has_value()) return;
     int64_t width = experts->output.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
-    check_matrix_is(experts->router, "router", residual.norm, count, hidden);
-    check_matrix_is(experts->input, "expert_input", residual.norm, 2 * width, hidden);
-    check_matrix_is(experts->output, "expert_output", residual.norm, hidden, width);
+    check_projection(experts->router, "router", residual.norm, count, hidden);
+    check_projection(experts->input, "expert_input", residual.norm, 2 * width, hidden);
+    check_projection(experts->output, "expert_output", residual.norm, hidden, width);
     for (const Matrix* matrix : {&experts->input, &experts->output})
       TORCH_CHECK(
           matrix->weight.experts == count, "there are matrices of ", matrix->weight.experts, " experts, and ", count,
@@ -229,9 +229,9 @@ struct FeedForward : torch::CustomClassHolder {
     if (!experts.has_value()) return sum;
     at::Tensor tokens = x.view({-1, x.size(-1)});
     auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router.weight, 1.0), experts->top_k);
-    at::Tensor of_experts =
+    at::Tensor expert_sum =
         fused_experts(tokens, experts->input.weight, experts->output.weight, topk_weights, topk_ids);
-    return residual.add(sum, of_experts.view(hidden_states.sizes()));
+    return residual.add(sum, expert_sum.view(hidden_states.sizes()));
   }
 };
 

@@ -39,11 +39,11 @@ inline void prefetch_follower(const Weight& weight) {
   };
   constexpr int BITS = 10;
   thread_local std::array<Follower, 1 << BITS> followers{};
-  thread_local Follower* of_last = followers.data();
+  thread_local Follower* follower = followers.data();
   auto hash = reinterpret_cast<uintptr_t>(weight.tiles) / 64 * uint64_t{0x9E3779B97F4A7C15};
-  *of_last = {weight.tiles, weight.num_bytes()};
-  of_last = &followers[hash >> (64 - BITS)];
-  ThreadPool::instance().prefetch_when_idle(of_last->tiles, of_last->bytes);
+  *follower = {weight.tiles, weight.num_bytes()};
+  follower = &followers[hash >> (64 - BITS)];
+  ThreadPool::instance().prefetch_when_idle(follower->tiles, follower->bytes);
 }
 
 // y = factor * (weight . x) + bias. x: [vectors, columns]; bias: [rows], or null; y: [vectors, rows].

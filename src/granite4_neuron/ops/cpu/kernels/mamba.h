@@ -62,8 +62,8 @@ inline at::Tensor mamba_mixer(
   at::Tensor y = empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
   if (y.numel() == 0) return y;
   for (int64_t row = 0; row < batch; row++) {
-    float* of_row = y.mutable_data_ptr<float>() + row * y.stride(0);
-    std::fill(of_row + m.rows.lengths[row] * y.stride(1), of_row + y.stride(0), 0.0f);
+    float* row_y = y.mutable_data_ptr<float>() + row * y.stride(0);
+    std::fill(row_y + m.rows.lengths[row] * y.stride(1), row_y + y.stride(0), 0.0f);
   }
   at::Tensor xBC = empty({batch, tokens, channels}, y.options());
   at::Tensor dt = empty({batch, tokens, heads}, y.options());

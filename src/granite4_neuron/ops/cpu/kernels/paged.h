@@ -96,10 +96,10 @@ struct PagedStates {
 inline void advance_paged(
     const Mixer& m, const HeadTokens& tokens, const PagedStates& states, const PagedRows& rows, int64_t row,
     int64_t head) {
-  float* of_head = states.data + head * m.head_dim * m.d_state;
-  const float* from = of_head + rows.page(row, rows.source_column(row)) * states.page_stride;
+  float* head_states = states.data + head * m.head_dim * m.d_state;
+  const float* from = head_states + rows.page(row, rows.source_column(row)) * states.page_stride;
   for (int64_t t = 0; t < rows.length(row); t++) {
-    float* to = of_head + rows.state_page(row, t) * states.page_stride;
+    float* to = head_states + rows.state_page(row, t) * states.page_stride;
     scan_head(tokens.part(rows.starts[row] + t, 1), {from, to}, m.head_dim, m.d_state, 1);
     from = to;
   }

@@ -161,13 +161,13 @@ inline at::Tensor paged_attention(
       for (int64_t task = begin; task < end; task++) {
         // A head's keys stay in cache while one block after another looks at them.
         int64_t head = task / count;
-        auto [sequence, first, of_block] = blocks[task % count];
+        auto [sequence, first, queries] = blocks[task % count];
         int64_t token = sequences.starts[sequence] + first, column = head * shared * head_dim;
-        Block(shared, head_dim, of_block)
+        Block(shared, head_dim, queries)
             .run(
                 q.from_row(token).from_column(column), PagedReader<scalar_t>(keys, sequences, sequence, head),
                 PagedReader<scalar_t>(values, sequences, sequence, head), to.from_row(token).from_column(column),
-                of_block, sequences.first_position(sequence) + first, static_cast<float>(scale));
+                queries, sequences.first_position(sequence) + first, static_cast<float>(scale));
       }
     });
   });

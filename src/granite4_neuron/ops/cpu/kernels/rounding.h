@@ -83,11 +83,11 @@ class StateRounding {
       __m512i low = _mm512_set1_epi32(keys_[round][0]), high = _mm512_set1_epi32(keys_[round][1]);
 #pragma GCC unroll 2
       for (int run = 0; run < 2; run++) {
-        __m512i of_a = _mm512_mul_epu32(a[run], multiplier_a), of_c = _mm512_mul_epu32(c[run], multiplier_c);
-        a[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(of_c, 32), b[run], low, XOR);
-        c[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(of_a, 32), d[run], high, XOR);
-        b[run] = of_c;
-        d[run] = of_a;
+        __m512i product_a = _mm512_mul_epu32(a[run], multiplier_a), product_c = _mm512_mul_epu32(c[run], multiplier_c);
+        a[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_c, 32), b[run], low, XOR);
+        c[run] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(product_a, 32), d[run], high, XOR);
+        b[run] = product_c;
+        d[run] = product_a;
       }
     }
     constexpr __mmask16 ODD = 0xaaaa;
@@ -101,12 +101,12 @@ class StateRounding {
     for (int64_t i = 0; i < 2 * COUNTERS; i++) {
       uint32_t a = static_cast<uint32_t>(counter + i), b = position, c = stream_, d = 0;
       for (int64_t round = 0; round < rounds_; round++) {
-        uint64_t of_a = uint64_t{MULTIPLIER_A} * a, of_c = uint64_t{MULTIPLIER_C} * c;
+        uint64_t product_a = uint64_t{MULTIPLIER_A} * a, product_c = uint64_t{MULTIPLIER_C} * c;
         auto [low, high] = keys_[round];
-        a = static_cast<uint32_t>(of_c >> 32) ^ b ^ low;
-        c = static_cast<uint32_t>(of_a >> 32) ^ d ^ high;
-        b = static_cast<uint32_t>(of_c);
-        d = static_cast<uint32_t>(of_a);
+        a = static_cast<uint32_t>(product_c >> 32) ^ b ^ low;
+        c = static_cast<uint32_t>(product_a >> 32) ^ d ^ high;
+        b = static_cast<uint32_t>(product_c);
+        d = static_cast<uint32_t>(product_a);
       }
       uint32_t *even = words + i / COUNTERS * RUN / 2 + i % COUNTERS * 2, *odd = even + 16;
       even[0] = a;
@@ -124,9 +124,9 @@ using Bits = uint32_t __attribute__((vector_size(sizeof(Vec))));
 // The random bits of LANES values of row `row` of SHARED_ROWS, from one of the WORD_COLUMNS on that have these words.
 inline Bits random_bits(const uint32_t* words, int64_t row, int64_t column) {
   constexpr uint32_t QUARTER = 0x10000 / SHARED_ROWS;
-  Bits of_columns;
-  std::memcpy(&of_columns, words + column % WORDS, sizeof(of_columns));
-  return ((of_columns >> (column / WORDS * 16)) + static_cast<uint32_t>(row) * QUARTER) & 0xffff;
+  Bits pair;
+  std::memcpy(&pair, words + column % WORDS, sizeof(pair));
+  return ((pair >> (column / WORDS * 16)) + static_cast<uint32_t>(row) * QUARTER) & 0xffff;
 }
 
 // Values rounded to numbers of a 16-bit dtype T. A random number is added to the bits that are dropped: its carry is

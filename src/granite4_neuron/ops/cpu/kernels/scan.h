@@ -271,7 +271,7 @@ template <typename S>
 inline void scan(const Mixer& m, const ScanViews<S>& views) {
   int64_t size = m.head_dim * m.d_state, grain = m.tokens == 1 ? m.settings.heads_per_task : 1;
   parallel_tasks(m.batch * m.heads, grain, [&](int64_t begin, int64_t end) {
-    std::conditional_t<IS_REDUCED<S>, RoundedScan<S>, PlainScan> of_heads(m);
+    std::conditional_t<IS_REDUCED<S>, RoundedScan<S>, PlainScan> head_scan(m);
     std::vector<S> unwritten;  // the state of a step that leaves it as it is
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / m.heads, head = task % m.heads, slot = m.rows.write_slots[row];
@@ -280,7 +280,7 @@ inline void scan(const Mixer& m, const ScanViews<S>& views) {
       HeadState<S> state{
           views.ssm_state + (m.rows.read_slots[row] * m.heads + head) * size,
           slot < 0 ? unwritten.data() : views.ssm_state + (slot * m.heads + head) * size};
-      of_heads.run(head_tokens(m, views, row, head), state, head, m.rows.starts[row]);
+      head_scan.run(head_tokens(m, views, row, head), state, head, m.rows.starts[row]);
     }
   });
 }

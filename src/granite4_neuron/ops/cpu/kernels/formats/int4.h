@@ -140,8 +140,8 @@ struct Tiles {
             tile[offset(r, column)] |= static_cast<char>(r < HALF ? number : number << 4);
           }
           for (int64_t g = 0; g < groups; g++) {
-            auto* of_group = reinterpret_cast<at::BFloat16*>(tile + g * GROUP_BYTES + SCALES);
-            of_group[r] = static_cast<at::BFloat16>(scales[(row + r) * groups + g]);
+            auto* tile_scales = reinterpret_cast<at::BFloat16*>(tile + g * GROUP_BYTES + SCALES);
+            tile_scales[r] = static_cast<at::BFloat16>(scales[(row + r) * groups + g]);
           }
         }
       }
