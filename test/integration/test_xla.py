@@ -15,83 +15,58 @@ from granite4_neuron.checkpoint.loading import rank_slice, set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.ops import cached_attention, xla
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from test.support.checkpoints import CASES, DENSE, small_config
+from test.support.checkpoints import DENSE, small_config
+from test.support.graph_contract import (
+    BUCKETS,
+    FEW_LAYERS,
+    STEPS,
+    Backend,
+    EngineContract,
+    SlotContract,
+    StepContract,
+    VerifyContract,
+    run_steps,
+)
 from test.support.stepping import random_tokens
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
 import torch_xla
 import torch_xla.debug.metrics as metrics
 
-from granite4_neuron.runtime.xla import XLARuntime, cache_buckets
-
-BUCKETS = (16, 64)
-# Compiling a graph takes a second for each layer, and layers of the same kind behave alike.
-FEW_LAYERS = dict(layer_types=("mamba", "attention", "mamba"))
+from granite4_neuron.runtime.graphs import cache_buckets
+from granite4_neuron.runtime.xla import XLARuntime
 
 
-def runtimes(make_model):
-    """Load the same model on both runtimes."""
-    config = GenerationConfig()
-    return CPURuntime(make_model(), config), XLARuntime(make_model(), config, BUCKETS)
-
-
-def compilations() -> int:
+def compilations(runtime=None) -> int:
     return metrics.counter_value("UncachedCompile") or 0
 
 
-def poison(state):
-    """Write NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
-    for tensor in state.tensors():
-        tensor.fill_(math.nan)
-    torch_xla.sync()
+@pytest.fixture(scope="module")
+def backend():
+    return Backend(
+        make=lambda model, buckets: XLARuntime(model, GenerationConfig(), buckets),
+        compilations=compilations,
+        sync=torch_xla.sync,
+    )
 
 
-def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: None):
-    """Return the logits of each step. A step is a list of (slot, number of tokens); the slot tells sequences apart."""
-    vocab_size = runtime.config.vocab_size
-    tokens = random_tokens(vocab_size, num_sequences + 1, max_length).tolist()
-    done = [0] * (num_sequences + 1)
-    state, logits = runtime.allocate(num_sequences, max_length), []
-    prepare(state)
-    for step in steps:
-        rows = [Row(slot, done[slot], tokens[slot][done[slot] : done[slot] + count]) for slot, count in step]
-        logits.append(runtime.step(state, rows))
-        for slot, count in step:
-            done[slot] += count
-    return logits
+class TestSteps(StepContract):
+    pass
 
 
-# Prefill of several lengths, one of them in three pieces; decode in any order, with idle slots; a second prefill while
-# others decode; a verify step; all at once, with a sequence that begins with a single token.
-STEPS = [
-    [(2, 5), (1, 150), (3, 16)],
-    [(3, 1), (1, 1), (2, 1)],
-    [(1, 1)],
-    [(4, 33)],
-    [(2, 1), (4, 1), (1, 1), (3, 1)],
-    [(1, 4)],
-    [(1, 1), (2, 1)],
-    [(4, 20), (2, 3)],
-    [(4, 1), (3, 1)],
-    [(3, 1), (5, 1), (1, 6), (2, 1)],
-    [(5, 1), (2, 1), (1, 1)],
-]
+class TestSlots(SlotContract):
+    pass
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_equal_the_cpu_runtimes(case):
-    """The models have one layer of each kind; the bundled model has several."""
-    kinds = tuple(dict.fromkeys(case.config().layer_types))
-    config = small_config(**{**case.changes, "layer_types": kinds})
-    cpu, xla = runtimes(lambda: random_model(config, max_A=case.max_A))
-    expected_logits = run_steps(cpu, STEPS, 5, 200)
-    for expected, logits in zip(expected_logits, run_steps(xla, STEPS, 5, 200, poison), strict=True):
-        assert logits.shape == expected.shape
-        assert (logits - expected).abs().max() <= 1e-5
+class TestVerify(VerifyContract):
+    pass
+
+
+class TestEngine(EngineContract):
+    pass
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -113,25 +88,6 @@ def test_a_rank_alone_gives_its_cpu_logits(degree):
         assert (ours - theirs).abs().max() <= 1e-5
 
 
-def test_a_sequence_of_nan_stays_alone():
-    """A sequence of NaN decodes in the same steps as others."""
-    cpu, xla = runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
-    states, tokens = [runtime.allocate(4, 50) for runtime in (cpu, xla)], random_tokens(160, 40).tolist()
-
-    def step(*rows):
-        return [runtime.step(state, rows) for runtime, state in zip((cpu, xla), states, strict=True)]
-
-    step(*(Row(slot, 0, tokens[:20]) for slot in (1, 2, 3)))
-    for layer in states[1].layers:
-        if isinstance(layer, MambaState):
-            for tensor in vars(layer).values():
-                tensor[1].fill_(math.nan)
-    for position in range(20, 24):
-        expected, logits = step(*(Row(slot, position, tokens[position : position + 1]) for slot in (3, 2, 1)))
-        assert logits[1].isnan().all()
-        assert (logits - expected)[[0, 2]].abs().max() <= 1e-5
-
-
 def test_attention_of_a_row_of_nan_stays_alone():
     """The cache is in blocks, and later blocks use the sums of earlier ones."""
     query, key, value = (torch.randn(3, *shape) for shape in ((1, 4, 8), (2, 64, 8), (2, 64, 8)))
@@ -143,53 +99,6 @@ def test_attention_of_a_row_of_nan_stays_alone():
     output = xla.cached_attention(*(tensor.to(device) for tensor in inputs), 0.3, 64, block_size=16).cpu()
     assert output[1].isnan().all()
     assert (output - expected)[[0, 2]].abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_leaves_other_slots_alone(dtype):
-    """Other slots stay the same bit by bit while some decode, and while one is prefilled among decoding ones."""
-    runtime = XLARuntime(random_model(small_config(**FEW_LAYERS), dtype=dtype), GenerationConfig(), BUCKETS)
-    state, tokens = runtime.allocate(4, 50), random_tokens(160, 40).tolist()
-
-    def bits(slot):
-        """Return the bits of a slot in all state tensors."""
-        layers = [(layer, slot - isinstance(layer, MambaState)) for layer in state.layers]
-        return [tensor[at].cpu().view(torch.uint8) for layer, at in layers for tensor in vars(layer).values()]
-
-    runtime.step(state, [Row(slot, 0, tokens[: 5 * slot]) for slot in (1, 2, 3, 4)])
-    runtime.step(state, [Row(slot, 5 * slot, tokens[:1]) for slot in (1, 2, 3, 4)])
-    steps = (
-        [Row(2, 11, tokens[:1])],
-        [Row(3, 16, tokens[:1]), Row(1, 6, tokens[:1])],
-        [Row(3, 17, tokens[:4])],
-        [Row(2, 0, tokens[1:9])],
-        [Row(4, 0, tokens[1:2])],
-    )
-    for rows in steps:
-        before = {slot: bits(slot) for slot in (1, 2, 3, 4)}
-        runtime.step(state, rows)
-        for slot, old in before.items():
-            are_same = [torch.equal(*pair) for pair in zip(old, bits(slot), strict=True)]
-            assert not any(are_same) if slot in {row.slot for row in rows} else all(are_same)
-
-
-def test_all_logits():
-    cpu, xla = runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
-    tokens = random_tokens(cpu.config.vocab_size, 100).tolist()
-    states = [runtime.allocate(3, 101) for runtime in (cpu, xla)]
-    steps = (
-        [Row(1, 0, tokens), Row(2, 0, tokens[:7])],
-        [Row(2, 7, tokens[:1]), Row(1, 100, tokens[:1])],
-        [Row(3, 0, tokens[:1]), Row(2, 8, tokens[:1])],
-        [Row(3, 1, tokens[:1]), Row(2, 9, tokens[:3])],
-    )
-    for rows in steps:
-        expected, logits = (
-            runtime.step(state, rows, all_logits=True) for runtime, state in zip((cpu, xla), states, strict=True)
-        )
-        assert logits.shape == expected.shape
-        for ours, theirs, row in zip(logits, expected, rows, strict=True):
-            assert (ours - theirs)[: len(row.tokens)].abs().max() <= 1e-5
 
 
 def test_the_bundled_model_prints_the_same_text():
@@ -213,6 +122,21 @@ def test_the_set_of_graphs_is_fixed():
     assert compilations() - before == len(BUCKETS) + 1
     run_steps(runtime, [[(3, 40), (1, 3)], [(1, 1)], [(2, 64), (4, 1), (1, 17)], [(4, 1), (1, 1)]], 5, 200)
     assert compilations() - before == len(BUCKETS) + 1
+
+
+def test_verification_has_few_graphs_and_the_state_does_not_move():
+    """Each bucket has one graph that verifies and one that commits, and the state's memory stays in place."""
+    model = random_model(small_config(**DENSE, **FEW_LAYERS, vocab_size=164))
+    runtime = XLARuntime(model, GenerationConfig(), BUCKETS)
+    state = runtime.allocate(2, 60)
+    runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
+    before = compilations()
+    for counts, accepted in (((4, 2), (3, 0)), ((1, 4), (1, 4)), ((3, 3), (0, 3))):
+        rows = [Row(slot, 20, [5] * count) for slot, count in zip((1, 2), counts, strict=True)]
+        runtime.commit(state, runtime.verify(state, rows), accepted)
+    assert compilations() - before == 2
+    runtime.commit(state, runtime.verify(state, [Row(2, 30, [5] * 7)]), [5])
+    assert compilations() - before == 4
 
 
 def test_longer_caches_add_graphs_per_bucket_of_the_cache_only():

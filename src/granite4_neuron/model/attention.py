@@ -44,8 +44,11 @@ class Attention(Module):
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
 
-        where = (step.positions, step.lengths, step.slots)
-        self.operators.write_cache(state.key, key, *where)
-        self.operators.write_cache(state.value, value, *where)
-        output = self.operators.cached_attention(query, state.key, state.value, *where, self.scale, step.kv_length)
+        where = (step.positions, step.lengths)
+        self.operators.write_cache(state.key, key, *where, step.slots)
+        self.operators.write_cache(state.value, value, *where, step.slots)
+        slots = None if step.in_order else step.slots
+        output = self.operators.cached_attention(
+            query, state.key, state.value, *where, slots, self.scale, step.kv_length
+        )
         return self.o_proj(output.flatten(-2))

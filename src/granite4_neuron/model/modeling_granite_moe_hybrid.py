@@ -147,10 +147,7 @@ class GraniteMoeHybridForCausalLM(Module):
         """
         step = step_of(positions, lengths, slots, state, kv_length=kv_length)
         hidden_states, _ = self.model(input_ids, step, state)
-        if not all_logits:
-            # Selected by a mask and not by an index, which suits a compiler for static shapes.
-            hidden_states = hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
-        return self.head(hidden_states)
+        return self.head(hidden_states if all_logits else last_tokens(hidden_states, step))
 
     def verify(
         self,
@@ -202,6 +199,12 @@ class GraniteMoeHybridForCausalLM(Module):
             layer.mamba.advance(inputs, step, layer_state)
 
 
+def last_tokens(hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
+    """Select each row's last real token: [batch, tokens, hidden_size] to [batch, hidden_size]."""
+    # By a mask and not by an index, which suits a compiler for static shapes.
+    return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
+
+
 def step_of(
     positions: torch.Tensor,
     lengths: torch.Tensor,
@@ -214,12 +217,12 @@ def step_of(
     """Return the step of the kind that the state needs; arguments as in `GraniteMoeHybridForCausalLM.forward`."""
     in_order = slots is None
     if in_order:
-        slots = torch.arange(1, state.num_sequences + 1, device=positions.device)
+        slots = torch.arange(1, state.num_sequences + 1, dtype=positions.dtype, device=positions.device)
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
     where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
     if state.has_null_slot:
         return NullSlotStep(*where, verifies=verifies)
-    return DenseStep(*where, None if in_order else slots - 1, verifies=verifies)
+    return DenseStep(*where, None if in_order else slots - 1, verifies=verifies, in_order=in_order)
 
 
 class _Decoder(Module):
@@ -250,11 +253,7 @@ class _Decoder(Module):
         self, input_ids: torch.Tensor, step: Step, state: HybridState
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return final hidden states, [batch, tokens, hidden_size]; for a verification, Mamba layers' inputs too."""
-        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
-        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
-        # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
-        hidden_states = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-        rotary = self.rotary(step)
+        hidden_states, rotary = self.embed(input_ids, step), self.rotary(step)
         if self.fuses(step):
             hidden_states, kept_inputs = self.fused_layers(hidden_states, step, state, rotary)
             return self.norm(hidden_states), kept_inputs
@@ -264,6 +263,13 @@ class _Decoder(Module):
             if step.verifies and layer.is_mamba:
                 kept_inputs.append(inputs)
         return self.norm(hidden_states), kept_inputs
+
+    def embed(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return what enters the first layer, [batch, tokens, hidden_size] in float32."""
+        # The residual stream stays in float32 whatever the dtype of the weights: in bfloat16 it is the largest error.
+        hidden_states = self.embed_tokens(input_ids) * self.config.embedding_multiplier
+        # Padding enters as zeros, and so it is finite in every layer, like the state that its row reads.
+        return hidden_states.masked_fill(~step.is_real[..., None], 0.0)
 
     def rotary(self, step: Step) -> RotaryTables | None:
         """Return rotary tables for the step's positions; None for a model without rotary positions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed
@@ -35,8 +36,8 @@ class Parallel:
         if self.group is None:
             return partials
         total = self.all_reduce(torch.cat([partial.flatten() for partial in partials]))
-        parts = total.split([partial.numel() for partial in partials])
-        return [part.view_as(partial) for part, partial in zip(parts, partials, strict=True)]
+        ends = accumulate(partial.numel() for partial in partials)
+        return [total[end - each.numel() : end].view_as(each) for each, end in zip(partials, ends, strict=True)]
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return all ranks' parts side by side on the last axis."""

@@ -21,6 +21,8 @@ class Step(ABC):
         slots: [batch], integer, each row's slot in the caches of keys and values.
         kv_length: how many cache entries attention visits; above every real position.
         verifies: whether the step leaves recurrent state as it is, for `Mamba2.advance`.
+        in_order: whether row i is in slot i + 1, so that no row of a cache has to be looked up. The slot of a row
+            without tokens may be the null slot all the same.
 
     Attributes:
         is_real: [batch, tokens], false for padding.
@@ -36,16 +38,20 @@ class Step(ABC):
         kv_length: int,
         *,
         verifies: bool = False,
+        in_order: bool = False,
     ):
         self.positions, self.lengths, self.slots = positions, lengths, slots
-        self.kv_length, self.verifies = kv_length, verifies
-        self.is_real = torch.arange(positions.shape[1], device=positions.device) < lengths[:, None]
+        self.kv_length, self.verifies, self.in_order = kv_length, verifies, in_order
+        self.is_real = self._offsets() < lengths[:, None]
 
     @property
     def is_last(self) -> torch.Tensor:
         """[batch, tokens], true for each row's last real token, or for its first token if none is real."""
-        tokens = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return tokens == (self.lengths - 1).clamp(min=0)[:, None]
+        return self._offsets() == (self.lengths - 1).clamp(min=0)[:, None]
+
+    def _offsets(self) -> torch.Tensor:
+        """Return each token's number in its row, [tokens]."""
+        return torch.arange(self.positions.shape[1], dtype=self.positions.dtype, device=self.positions.device)
 
     @property
     def last_positions(self) -> torch.Tensor:
@@ -128,8 +134,9 @@ class DenseStep(Step):
         sequences: torch.Tensor | None,
         *,
         verifies: bool = False,
+        in_order: bool = False,
     ):
-        super().__init__(positions, lengths, slots, kv_length, verifies=verifies)
+        super().__init__(positions, lengths, slots, kv_length, verifies=verifies, in_order=in_order)
         self.sequences = sequences
         self.is_fresh = (positions[:, 0] == 0) & (lengths > 0)
 
@@ -153,4 +160,5 @@ class DenseStep(Step):
         if self.sequences is None:
             state.copy_(rows)
         else:
-            state.index_copy_(0, self.sequences, rows)
+            # Not index_copy_, which is lowered for Neuron with an index as large as the state.
+            state[self.sequences] = rows

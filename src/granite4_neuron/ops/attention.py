@@ -11,7 +11,7 @@ def cached_attention(
     value_cache: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
-    slots: torch.Tensor,
+    slots: torch.Tensor | None,
     scale: float,
     kv_length: int,
     *,
@@ -27,7 +27,7 @@ def cached_attention(
         key_cache, value_cache: [slots, kv_heads, max_length, head_dim].
         positions: [batch, tokens], the place of each token in its sequence; consecutive within a row.
         lengths: [batch], how many of the tokens are real.
-        slots: [batch], the cache row of each sequence.
+        slots: [batch], the cache row of each sequence; None if that of row i is i + 1, so that none is looked up.
         scale: multiplies the scores.
         kv_length: how many cache entries to visit; above every real token's position.
         block_size: entries per block; None for a number that suits the tokens.
@@ -41,7 +41,7 @@ def cached_attention(
     block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
-        attention.add(*(cache[:, :, block].index_select(0, slots) for cache in (key_cache, value_cache)), start)
+        attention.add(*(slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache)), start)
     return attention.output()
 
 
@@ -73,20 +73,25 @@ class RunningSoftmax:
         at = torch.arange(start, start + keys.shape[2], dtype=torch.int32, device=keys.device)
         values = values.where(at[:, None] < self.written, values.new_zeros(()))
 
-        scores = torch.einsum("bkqd,bksd->bkqs", self.query, keys.float())
+        scores = self.query @ keys.float().transpose(2, 3)
         scores = scores.where(at <= self.last_visible, self.lowest)
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - top)
         rescale = torch.exp(self.top - top)
         self.top = top
         self.total = torch.addcmul(weights.sum(-1, keepdim=True), self.total, rescale)
-        sums = torch.einsum("bkqs,bksd->bkqd", weights, values.float())
+        sums = weights @ values.float()
         self.weighted = torch.addcmul(sums, self.weighted, rescale)
 
     def output(self) -> torch.Tensor:
         """Return [batch, tokens, num_heads, head_dim] in the query's dtype."""
         batch, tokens, num_heads, head_dim = self.shape
         return (self.weighted / self.total).view(batch, num_heads, tokens, head_dim).transpose(1, 2).to(self.dtype)
+
+
+def slot_rows(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    """Return each sequence's part of a cache [slots, ...]: [batch, ...]. Without slots it is a view."""
+    return cache[1:] if slots is None else cache.index_select(0, slots)
 
 
 def block_length(tokens: int) -> int:
@@ -104,9 +109,16 @@ def write_cache(
         values: [batch, tokens, kv_heads, head_dim].
         positions, lengths, slots: as in `cached_attention`.
     """
-    real = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
-    rows, at = slots[:, None].where(real, 0)[:, None], positions.where(real, 0)[:, None]
+    rows, at = (index[:, None] for index in cache_places(positions, lengths, slots))
     # With an index for every axis but the last a compiler writes in place; with a slice among them it would transpose,
     # which is to copy, the whole cache.
-    heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
+    heads = torch.arange(cache.shape[1], dtype=rows.dtype, device=cache.device)[:, None]
     cache[rows, heads, at] = values.transpose(1, 2)
+
+
+def cache_places(
+    positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's slot and its position in it, [batch, tokens]; for padding the null slot's first position."""
+    is_real = torch.arange(positions.shape[1], dtype=positions.dtype, device=positions.device) < lengths[:, None]
+    return slots[:, None].where(is_real, 0), positions.where(is_real, 0)

@@ -14,8 +14,9 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up, where (gate, up) are the halves of the last axis: [..., 2 * width] to [..., width]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    # Slices: torch's chunk becomes an index for each element where a graph is lowered for Neuron.
+    width = x.shape[-1] // 2
+    return F.silu(x[..., :width]) * x[..., width:]
 
 
 def mlp(x: torch.Tensor, input_weight: Weight, output_weight: Weight) -> torch.Tensor:

@@ -17,8 +17,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, n_groups: int = 
         [..., channels] in weight's dtype; arithmetic is float32.
     """
     if n_groups > 1:
-        groups = zip(x.chunk(n_groups, dim=-1), weight.chunk(n_groups), strict=True)
-        return torch.cat([rms_norm(*group, eps) for group in groups], dim=-1)
+        width = x.shape[-1] // n_groups
+        groups = (slice(start, start + width) for start in range(0, x.shape[-1], width))
+        return torch.cat([rms_norm(x[..., group], weight[group], eps) for group in groups], dim=-1)
     x = x.float()
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return (x * scale * weight.float()).to(weight.dtype)

@@ -4,8 +4,8 @@ What has no form of its own here is the plain definition.
 """
 
 from granite4_neuron.ops.operators import Operators
-from granite4_neuron.ops.xla.attention import cached_attention
-from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC
+from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
+from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.ops.xla.moe import expert_path, fused_experts
 from granite4_neuron.ops.xla.topk import topk_softmax
 
@@ -15,6 +15,7 @@ XLA = Operators(
     cached_attention=cached_attention,
     mamba_prefill=CHUNKED,
     mamba_quadratic=QUADRATIC,
+    mamba_decode=SINGLE_TOKEN,
 )
 
-__all__ = ["XLA", "expert_path", "fused_experts", "topk_softmax"]
+__all__ = ["XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

@@ -1,10 +1,12 @@
-"""Attention over keys and values that are kept per slot, one block of the cache after another."""
+"""Attention over keys and values that are kept per slot, one block of the cache after another; and their writes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from granite4_neuron.ops.attention import RunningSoftmax, block_length
+from granite4_neuron.ops.attention import RunningSoftmax, block_length, cache_places, slot_rows, write_cache
 
 
 def cached_attention(
@@ -13,7 +15,7 @@ def cached_attention(
     value_cache: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
-    slots: torch.Tensor,
+    slots: torch.Tensor | None,
     scale: float,
     kv_length: int,
     *,
@@ -24,16 +26,50 @@ def cached_attention(
     block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
-        keys, values = (cache[:, :, block].index_select(0, slots) for cache in (key_cache, value_cache))
-        attention.add(keys, values, start)
-        slots = _once_known(attention.total, slots)
+        attention.add(*(slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache)), start)
+        if slots is None:
+            attention.query = _once_known(attention.total, attention.query)
+        else:
+            slots = _once_known(attention.total, slots)
     return attention.output()
 
 
-def _once_known(total: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return `slots`, as a function of `total`, which is never negative.
+def _once_known(total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return `values`, as a function of `total`, which is never negative.
 
     It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
     all of them at once.
     """
-    return slots.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
+    return values.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
+
+
+def write_cache_as(form: str) -> Callable[..., None]:
+    """Return `ops.write_cache` in one of `choices.KV_WRITES`. How fast each is on a device has to be tried there.
+
+    "index" has an index for each axis. "rows" has one index, of rows of head_dim values. "select" writes the whole
+    cache, so it has no index; it is for one token of every sequence, in the order of their slots, and several tokens
+    are written as "rows".
+    """
+    return {"index": write_cache, "rows": _write_rows, "select": _write_selected}[form]
+
+
+def _write_rows(
+    cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> None:
+    _, kv_heads, max_length, head_dim = cache.shape
+    rows, at = (index[:, :, None] for index in cache_places(positions, lengths, slots))
+    heads = torch.arange(kv_heads, dtype=rows.dtype, device=cache.device)
+    row = (rows * kv_heads + heads) * max_length + at  # [batch, tokens, kv_heads]
+    cache.view(-1, head_dim)[row.flatten()] = values.reshape(-1, head_dim)
+
+
+def _write_selected(
+    cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
+) -> None:
+    if positions.shape[1] > 1:
+        _write_rows(cache, values, positions, lengths, slots)
+        return
+    at = torch.arange(cache.shape[2], dtype=positions.dtype, device=cache.device)
+    is_here = (at == positions) & (lengths > 0)[:, None]  # [batch, max_length]
+    written = values.transpose(1, 2).where(is_here[:, None, :, None], cache[1:])
+    cache.copy_(torch.cat([cache[:1], written]))

@@ -1,11 +1,14 @@
-"""The Mamba-2 recurrence in compiled graphs: all chunks at once, and running sums as products with triangles."""
+"""The Mamba-2 recurrence in compiled graphs: all chunks at once, and running sums as products with triangles.
+
+Products have rank 3 at most, and transposes too: tokens come last, so that heads lie behind one another like the rows
+of a matrix.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
-from granite4_neuron.ops.mamba_chunk_scan import groups_to_rows, rows_to_groups
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 
 # Tokens that are scanned at once: the number of partitions that Trainium's engines work on.
@@ -37,86 +40,103 @@ def mamba_chunk_scan(
 
     Source: Dao and Gu 2024, section 6 and listing 1.
     """
-    length, n_groups = x.shape[1], B.shape[2]
+    batch, length, num_heads, head_dim = x.shape
+    n_groups, d_state = B.shape[2:]
     chunk_size = min(chunk_size, length)
-    # A row is one group of one sequence, and its tokens are cut into chunks: [rows * chunks, chunk_size, ...].
-    x_chunks, dt_chunks, decay_chunks, B_chunks, C_chunks = (
-        _chunks(groups_to_rows(values.float(), n_groups), chunk_size) for values in (x, dt, dt * A.float(), B, C)
+    # A row is a chunk of a sequence: x [rows, num_heads * head_dim, chunk_size], dt [rows, num_heads, chunk_size].
+    x_chunks, dt_chunks = (_tokens_last(values.float(), chunk_size) for values in (x.flatten(2), dt))
+    C_chunks = _tokens_last(C.float().flatten(2), chunk_size).reshape(-1, d_state, chunk_size)
+    B_chunks = _chunks(B.float().flatten(2), chunk_size)
+    B_chunks = B_chunks.unflatten(2, (n_groups, d_state)).transpose(1, 2).reshape(-1, chunk_size, d_state)
+    rows = len(x_chunks)
+    heads, groups = rows * num_heads, rows * n_groups
+
+    log_decay = (dt_chunks * A.float()[:, None]).view(heads, chunk_size)
+    upper = _upper_triangle(chunk_size, x.device)
+    from_start = torch.exp(log_decay @ upper).view(heads, 1, chunk_size)
+    to_end = torch.exp(log_decay @ upper.triu(1).T).view(heads, 1, chunk_size)
+    decay = torch.exp(segment_sum(log_decay))  # [heads, from, to]
+
+    dt_x = x_chunks.view(heads, head_dim, chunk_size) * dt_chunks.view(heads, 1, chunk_size)
+    added = (dt_x * to_end).view(groups, -1, chunk_size) @ B_chunks  # [groups, heads of a group * head_dim, d_state]
+    before, states = _pass_on(
+        initial_states.float(),
+        added.view(rows, num_heads, head_dim * d_state),
+        log_decay.sum(-1).view(rows, num_heads),
     )
-    B_chunks, C_chunks = B_chunks[:, :, 0], C_chunks[:, :, 0]
-    log_decay = decay_chunks.transpose(1, 2)  # [rows * chunks, heads, chunk_size]
 
-    upper = torch.ones(chunk_size, chunk_size, device=x.device).triu()
-    from_start = torch.exp(torch.einsum("ki,chk->chi", upper, log_decay))
-    to_end = torch.exp(torch.einsum("jk,chk->chj", upper.triu(1), log_decay))
-    decay = torch.exp(segment_sum(log_decay))
-
-    dt_x = x_chunks * dt_chunks[..., None]
-    added = torch.einsum("cjhp,cjn->chpn", dt_x * to_end.transpose(1, 2)[..., None], B_chunks)
-    before, states = _pass_on(initial_states.float(), added, log_decay.sum(-1), n_groups)
-
-    causal_scores = torch.einsum("cin,cjn->cij", C_chunks, B_chunks).tril()  # once for all heads of a group
-    within = torch.einsum("chij,cjhp->cihp", causal_scores[:, None] * decay, dt_x)
-    y = torch.einsum("cin,chpn->cihp", C_chunks, before) * from_start.transpose(1, 2)[..., None] + within
-    rows = x.shape[0] * n_groups
-    y = rows_to_groups(y.reshape(rows, -1, *y.shape[2:])[:, :length], n_groups)
-    return (y + x.float() * D.float()[:, None]).to(x.dtype), states
+    causal_scores = (B_chunks @ C_chunks).triu()  # [groups, from, to], once for all heads of a group
+    weights = causal_scores[:, None] * decay.view(groups, -1, chunk_size, chunk_size)
+    within = dt_x @ weights.view(heads, chunk_size, chunk_size)
+    y = (before.reshape(groups, -1, d_state) @ C_chunks).view(heads, head_dim, chunk_size) * from_start + within
+    y = y.view(rows, num_heads * head_dim, chunk_size).transpose(1, 2).reshape(batch, -1, num_heads, head_dim)
+    return (y[:, :length] + x.float() * D.float()[:, None]).to(x.dtype), states.view(initial_states.shape)
 
 
 def segment_sum(values: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.mamba_chunk_scan.segment_sum` as a product: [..., length] to [..., length, length].
+    """Compute `ops.mamba_chunk_scan.segment_sum`, transposed, as a product: [rows, length] to [rows, length, length].
 
-    Every entry is summed from its own terms here too.
+    The entry at [j, i] is values[j + 1] + ... + values[i] for j <= i, and 0 for j > i. It is summed from its own terms
+    here too.
     """
     length = values.shape[-1]
-    upper = torch.ones(length, length, device=values.device).triu()
-    terms = values[..., None] * upper.T.tril(-1)  # at [k, j] values[k] where k > j
-    return torch.einsum("ki,...kj->...ij", upper, terms)
+    upper = _upper_triangle(length, values.device)
+    terms = values[:, None] * upper.triu(1)  # at [j, k] values[k] where k > j
+    return (terms.view(-1, length) @ upper).view(-1, length, length)
+
+
+def _upper_triangle(size: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(size, size, device=device).triu()
 
 
 def _pass_on(
-    initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor, n_groups: int
+    initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before each chunk, and those after the last one.
 
     Args:
         initial_states: [batch, num_heads, head_dim, d_state].
-        added: [rows * chunks, heads, head_dim, d_state], what each chunk alone would leave behind.
-        log_decay: [rows * chunks, heads], of whole chunks.
+        added: [batch * chunks, num_heads, head_dim * d_state], what each chunk alone would leave behind.
+        log_decay: [batch * chunks, num_heads], of whole chunks.
 
     Returns:
-        Shaped like added, and like initial_states.
+        Shaped like added; and [batch, num_heads, head_dim * d_state].
     """
-    batch, num_heads, head_dim, d_state = initial_states.shape
-    rows = batch * n_groups
-    initial_states = initial_states.reshape(rows, num_heads // n_groups, head_dim, d_state)
-    by_row = zip(*(_by_row(values, rows) for values in (initial_states, added, log_decay)), strict=True)
-    passed = [_pass_on_in_a_row(*row_values) for row_values in by_row]
-    before, after = (row_states[0] if rows == 1 else torch.cat(row_states) for row_states in zip(*passed, strict=True))
-    return before, after.reshape(batch, num_heads, head_dim, d_state)
-
-
-def _by_row(values: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return a tensor's parts by row; of a single row the tensor itself: a slice of all of it would be copied."""
-    return (values,) if rows == 1 else values.chunk(rows)
+    initial_states = initial_states.flatten(2)
+    batch, rows = len(initial_states), len(added)
+    if rows == batch:
+        return initial_states, initial_states * torch.exp(log_decay)[..., None] + added
+    chunks = rows // batch
+    passed = [
+        _pass_on_in_a_row(initial_states[row], added[at : at + chunks], log_decay[at : at + chunks])
+        for row, at in enumerate(range(0, rows, chunks))
+    ]
+    before, after = zip(*passed, strict=True)
+    return before[0] if batch == 1 else torch.cat(before), torch.stack(after)
 
 
 def _pass_on_in_a_row(
     initial_state: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `_pass_on`, for the [1, ...] initial state and the [chunks, ...] of one row."""
-    decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).tril()  # [heads, chunks + 1, chunks + 1]
-    parts = torch.cat([initial_state, added])
-    before, after = (torch.einsum("hij,jhpn->ihpn", part, parts) for part in (decay[:, :-1], decay[:, -1:]))
-    return before, after
+    """Do as `_pass_on`, for the [num_heads, ...] initial state and the [chunks, num_heads, ...] of one row."""
+    # [num_heads, from, to]: from the initial state or a chunk, to before a chunk or after the last one.
+    decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).triu()
+    parts = torch.cat([initial_state[None], added]).transpose(0, 1)
+    passed = decay.transpose(1, 2) @ parts  # [num_heads, chunks + 1, head_dim * d_state]
+    return passed[:, :-1].transpose(0, 1), passed[:, -1]
 
 
 def _chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """Cut [rows, length, ...] into [rows * chunks, chunk_size, ...], the last one of a row padded with zeros."""
+    """Cut [batch, length, width] into [rows, chunk_size, width], the last one of a sequence padded with zeros."""
     padding = -values.shape[1] % chunk_size
     if padding:
-        values = F.pad(values, (0, 0) * (values.dim() - 2) + (0, padding))
-    return values.reshape(-1, chunk_size, *values.shape[2:])
+        values = F.pad(values, (0, 0, 0, padding))
+    return values.reshape(-1, chunk_size, values.shape[2])
+
+
+def _tokens_last(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    """Cut [batch, length, width] into [rows, width, chunk_size], contiguous."""
+    return _chunks(values, chunk_size).transpose(1, 2).contiguous()
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
@@ -129,5 +149,18 @@ def _quadratic(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
     return mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, chunk_size=x.shape[1])
 
 
+def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
+    """Compute `mamba_kernels.single_token_scan` element by element, for a compiler that makes one loop of it."""
+    batch, num_heads, head_dim, d_state = ssm_state.shape
+    groups = (-1, num_heads // B.shape[2] * head_dim, d_state)
+    B_rows, C_rows = (values.float().reshape(-1, 1, d_state) for values in (B, C))
+    dt_x = (dt[:, 0, :, None] * x[:, 0].float()).reshape(*groups[:2], 1)
+    decay = torch.exp(dt[:, 0] * A.float())[..., None, None]
+    new_state = (ssm_state * decay).view(groups) + dt_x * B_rows
+    y = (new_state * C_rows).sum(-1).view(batch, num_heads, head_dim) + x[:, 0].float() * D.float()[:, None]
+    return y.to(x.dtype)[:, None], new_state.view(ssm_state.shape)
+
+
 CHUNKED = MambaKernels(_chunked)
 QUADRATIC = MambaKernels(_quadratic)
+SINGLE_TOKEN = MambaKernels(_single_token)

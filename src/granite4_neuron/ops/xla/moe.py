@@ -131,15 +131,20 @@ class _Weights:
 
     def first_of_all(self, x: torch.Tensor) -> torch.Tensor:
         """Compute silu(gate) * up of [rows, hidden_size], which all experts share."""
-        return silu_and_mul(torch.einsum("th,ehf->etf" if self.input_first else "th,efh->etf", x, self.w1))
+        if self.input_first:
+            return silu_and_mul(x.expand(self.num_experts, -1, -1) @ self.w1)
+        activated = F.linear(x, self.w1.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
+        return silu_and_mul(activated).transpose(0, 1)
 
     def second(self, x: torch.Tensor) -> torch.Tensor:
         """Map [experts, rows, intermediate_size] to [experts, rows, hidden_size]."""
         return torch.bmm(x, self.w2 if self.input_first else self.w2.transpose(1, 2))
 
     def sum_of_second(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `second` over all experts: a result per expert would be the largest tensor of the model."""
-        return torch.einsum("etf,efh->th" if self.input_first else "etf,ehf->th", x, self.w2)
+        """Return the sum of `second` over all experts."""
+        if self.input_first:
+            return x.transpose(0, 1).flatten(1) @ self.w2.flatten(0, 1)
+        return self.second(x).sum(0)
 
 
 def _chosen_experts(
@@ -185,18 +190,22 @@ def _sum_of_choices(
     Args:
         x: [tokens + 1, hidden_size], the last one zeros.
     """
-    nobody = len(x) - 1
-    tokens = torch.arange(nobody, device=x.device)[:, None].where(places.is_here, nobody)
-    row_tokens = tokens.new_full((weights.num_experts, capacity), nobody).index_put((places.block, places.row), tokens)
-    y = weights.second(weights.first(x[row_tokens]))
-    return torch.einsum("tk,tkh->th", topk_weights.to(y.dtype), y[places.block, places.row])
+    nobody, rows = len(x) - 1, weights.num_experts * capacity
+    at = places.row.flatten()
+    tokens = torch.arange(nobody, dtype=at.dtype, device=x.device)[:, None].where(places.is_here, nobody)
+    row_tokens = tokens.new_full((rows,), nobody).index_put((at,), tokens.flatten())
+    y = weights.second(weights.first(x.index_select(0, row_tokens).view(weights.num_experts, capacity, -1)))
+    chosen = y.flatten(0, 1).index_select(0, at).view(nobody, -1, y.shape[-1])
+    return (topk_weights.to(y.dtype)[:, None] @ chosen)[:, 0]
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The place of each choice's row, [tokens, top_k] each; an unused row for a choice that is not among these rows."""
+    """The row of each choice among those of all blocks, [tokens, top_k].
 
-    block: torch.Tensor
+    A choice that has no place here has an unused row.
+    """
+
     row: torch.Tensor
     is_here: torch.Tensor
 
@@ -206,10 +215,10 @@ def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple
 
     The unused ones are the first row of the first expert, and the last row of the last further block.
     """
-    capacity, last = path.capacity, path.num_blocks - 1
+    capacity = path.capacity
     chosen = _one_hot(topk_ids, num_experts)  # [tokens, top_k, num_experts]
     per_token = chosen.sum(1)
-    set_aside = (torch.arange(num_experts, device=chosen.device) == 0).float()
+    set_aside = (torch.arange(num_experts, dtype=topk_ids.dtype, device=chosen.device) == 0).float()
     up_to = _running_sum(per_token) + set_aside
     blocks = torch.ceil((up_to[-1] - capacity).clamp(min=0) / capacity)
     blocks_up_to = _running_sum(blocks[:, None])[:, 0]
@@ -218,25 +227,17 @@ def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple
     place = (chosen * (up_to - per_token)[:, None]).sum(-1)
     first_block = (chosen * (blocks_up_to - blocks)).sum(-1)
     is_own = place < capacity
-    beyond = place - capacity
-    full_blocks = torch.floor(beyond / capacity)
-
-    def index(values: torch.Tensor, is_here: torch.Tensor, otherwise: int) -> torch.Tensor:
-        return values.to(topk_ids.dtype).where(is_here, otherwise)
-
-    own = _Places(index(topk_ids, is_own, 0), index(place, is_own, 0), is_own)
-    further = _Places(
-        index(first_block + full_blocks, ~is_own, last),
-        index(beyond - full_blocks * capacity, ~is_own, capacity - 1),
-        ~is_own,
-    )
-    at = torch.arange(path.num_blocks, device=chosen.device)[:, None]
-    return own, further, (blocks_up_to <= at).sum(-1).clamp(max=num_experts - 1)
+    own_row = topk_ids * capacity + place.to(topk_ids.dtype)
+    further_row = (first_block * capacity + place - capacity).to(topk_ids.dtype)
+    own = _Places(own_row.where(is_own, 0), is_own)
+    further = _Places(further_row.where(~is_own, path.num_blocks * capacity - 1), ~is_own)
+    at = torch.arange(path.num_blocks, dtype=topk_ids.dtype, device=chosen.device)[:, None]
+    return own, further, (blocks_up_to <= at).sum(-1, dtype=topk_ids.dtype).clamp(max=num_experts - 1)
 
 
 def _one_hot(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return [..., num_experts] in float32."""
-    return (topk_ids[..., None] == torch.arange(num_experts, device=topk_ids.device)).float()
+    return (topk_ids[..., None] == torch.arange(num_experts, dtype=topk_ids.dtype, device=topk_ids.device)).float()
 
 
 def _running_sum(values: torch.Tensor) -> torch.Tensor:

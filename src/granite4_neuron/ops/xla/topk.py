@@ -16,7 +16,7 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     logits, num_experts = router_logits.float(), router_logits.shape[-1]
     choose = _by_comparison if len(logits) <= _MOST_IN_PAIRS else _one_after_another
     top_logits, experts = choose(logits, top_k)
-    return top_logits.softmax(-1), experts.long().clamp(max=num_experts - 1)
+    return top_logits.softmax(-1), experts.int().clamp(max=num_experts - 1)
 
 
 def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,11 +24,11 @@ def _by_comparison(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
 
     The rank of an expert is how many others are above it.
     """
-    experts = torch.arange(logits.shape[-1], device=logits.device)
+    experts = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     this, other = logits[:, :, None], logits[:, None]
     is_above = torch.where(experts[:, None] > experts, other >= this, other > this)
     rank = is_above.float().sum(-1)
-    is_chosen = (rank[:, None] == torch.arange(top_k, device=logits.device)[:, None]).float()
+    is_chosen = (rank[:, None] == torch.arange(top_k, dtype=torch.float32, device=logits.device)[:, None]).float()
     return (is_chosen * logits[:, None]).sum(-1), (is_chosen * experts.float()).sum(-1)
 
 

@@ -1,0 +1,210 @@
+"""What runtimes of compiled graphs have in common: which graphs there are, and which of them a step takes.
+
+The set of graphs is fixed: one for each length bucket of prefill, one for decode, and for each length bucket of a
+verification one for it and one for what is accepted of it; each for every bucket of the cache's length. Prefill takes
+one sequence. The others take all sequences in the order of their slots, also those without a row, whose state they
+leave alone. State stays on the device, and each graph updates it in place.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.snapshot import (
+    Snapshot,
+    check_chain,
+    cut_keys_and_values,
+    fingerprint,
+    padded_keys_and_values,
+)
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.bound_model import BoundModel
+from granite4_neuron.runtime.interface import (
+    Ability,
+    Row,
+    Verification,
+    accepted_rows,
+    check_verification,
+    step_inputs,
+)
+
+PREFILL_BUCKETS = (128, 512, 2048)
+VERIFY_BUCKETS = (4, 8, 16)
+SHORTEST_CACHE = 1024
+
+Tensors = Sequence[torch.Tensor]
+
+
+class GraphRuntime(BoundModel, ABC):
+    """The `Runtime` of a device that runs compiled graphs. Subclasses say how a graph is compiled and run.
+
+    Args:
+        model: bound to its operators, on the device.
+        generation_config: the checkpoint's defaults for generation.
+        prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
+            one, a longer one is cut.
+    """
+
+    # A prefill graph takes one sequence: a second one would double the graphs for little.
+    rows_per_step = 1
+    tokens_per_verification = VERIFY_BUCKETS[-1]
+    state_dtype = torch.float32
+    cannot: Mapping[Ability, str] = {}
+
+    def __init__(
+        self,
+        model: GraniteMoeHybridForCausalLM,
+        generation_config: GenerationConfig,
+        prefill_buckets: Sequence[int],
+        device: torch.device,
+    ):
+        self.model, self.device = model, device
+        self.fingerprint = fingerprint(model.named_weights(), model.dtype, model.config, model.kernel_layout)
+        self.generation_config = generation_config
+        self.prefill_buckets = sorted(prefill_buckets)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.prefill_buckets[-1]
+
+    def allocate(self, num_sequences: int, max_length: int) -> HybridState:
+        """Implement `Runtime.allocate`, on the device. The cache's length is rounded up to a bucket, so that states of
+        different lengths share their graphs.
+        """
+        length = bucket(max_length, cache_buckets(max(max_length, self.config.max_position_embeddings)))
+        return self._allocate(num_sequences, length)
+
+    def _allocate(self, num_sequences: int, length: int) -> HybridState:
+        dtype, degree = self.model.dtype, self.model.parallel.degree
+        layout = dict(kernel_layout=self.model.kernel_layout, has_null_slot=False)
+        return HybridState.allocate(self.config, num_sequences, length, dtype, self.device, degree, **layout)
+
+    @torch.no_grad()
+    def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+        """Implement `Runtime.step`. Rows with one further token are decoded together; others are prefilled one by one.
+
+        The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
+        """
+        decoded = self._decode(state, [row for row in rows if _is_decode(row)])
+        logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
+
+    @torch.no_grad()
+    def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
+        """Implement `Runtime.verify`, in one graph for all sequences; the kept inputs stay on the device."""
+        check_verification(self, rows)
+        longest = max(len(row.tokens) for row in rows)
+        inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), bucket(longest, VERIFY_BUCKETS))
+        by_slot, kept_inputs = self._run_verify(state, inputs, _kv_length(rows, state))
+        by_slot = by_slot.cpu()
+        logits = torch.stack([by_slot[row.slot - 1, :longest] for row in rows])
+        return Verification(rows, logits, kept_inputs)
+
+    @torch.no_grad()
+    def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
+        """Implement `Runtime.commit`; nothing passes through the host."""
+        tokens = bucket(max(len(row.tokens) for row in verification.rows), VERIFY_BUCKETS)
+        rows = _in_slot_order(accepted_rows(verification.rows, accepted), state.num_sequences)
+        self._run_advance(state, verification.kept_inputs, graph_inputs(rows, tokens))
+
+    @abstractmethod
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """Implement `Runtime.copy`, of the whole slot; nothing passes through the host."""
+
+    @torch.no_grad()
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """Implement `Runtime.snapshot`, in the host's memory."""
+        tensors = {name: tensor.cpu() for name, tensor in self._read_slot(state, slot).items()}
+        return Snapshot(start, length, cut_keys_and_values(tensors, start, length), self.dtype, self.fingerprint)
+
+    @torch.no_grad()
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """Implement `Runtime.restore`. Keys and values are padded to the state's length, so that one graph suffices."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        tensors = padded_keys_and_values(snapshots, state.max_length)
+        self._write_slot(state, {name: tensor.to(self.device) for name, tensor in tensors.items()}, slot)
+
+    @abstractmethod
+    def _run(
+        self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
+    ) -> torch.Tensor:
+        """Run a graph of `model.forward`; return its logits on the device.
+
+        Its shapes depend on the number of rows and tokens and on the cache's bucket only.
+
+        Args:
+            inputs: of `step_inputs`, in int32, on the host.
+            in_order: whether there is a row for each slot, in their order; otherwise there is one row.
+        """
+
+    @abstractmethod
+    def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+        """Run a graph of `model.verify` of all sequences; return its results on the device."""
+
+    @abstractmethod
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
+        """Run a graph of `model.advance` of all sequences; `inputs` as of `_run`."""
+
+    @abstractmethod
+    def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
+        """Return copies of what a slot holds, by the names of `HybridState.slot_tensors`."""
+
+    @abstractmethod
+    def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
+        """Write tensors of `_read_slot` to a slot."""
+
+    def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
+        """Decode one token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
+        if not rows:
+            return {}
+        inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), 1)
+        logits = self._run(state, inputs, True, _kv_length(rows, state), False).cpu()
+        return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
+
+    def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
+        """Prefill a row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""
+        logits = []
+        for start in range(0, len(row.tokens), self.tokens_per_step):
+            piece = Row(row.slot, row.start + start, row.tokens[start : start + self.tokens_per_step])
+            inputs = graph_inputs([piece], bucket(len(piece.tokens), self.prefill_buckets))
+            output = self._run(state, inputs, False, _kv_length([piece], state), all_logits).cpu()
+            logits.append(output[0, : len(piece.tokens)] if all_logits else output)
+        return torch.cat(logits) if all_logits else logits[-1]
+
+
+def cache_buckets(max_length: int) -> list[int]:
+    """Return the lengths of cache of graphs: powers of four times the shortest, up to one that holds max_length."""
+    buckets = [min(SHORTEST_CACHE, max_length)]
+    while buckets[-1] < max_length:
+        buckets.append(min(4 * buckets[-1], max_length))
+    return buckets
+
+
+def bucket(length: int, buckets: Sequence[int]) -> int:
+    """Return the smallest of ascending buckets that holds `length`."""
+    return buckets[bisect.bisect_left(buckets, length)]
+
+
+def graph_inputs(rows: Sequence[Row], tokens: int) -> list[torch.Tensor]:
+    """Return `step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
+    return [tensor.to(torch.int32) for tensor in step_inputs(rows, tokens)]
+
+
+def _is_decode(row: Row) -> bool:
+    return row.start > 0 and len(row.tokens) == 1
+
+
+def _in_slot_order(rows: Sequence[Row], num_sequences: int) -> list[Row]:
+    """Return a row for every slot, without tokens where there is none."""
+    by_slot = {row.slot: row for row in rows}
+    return [by_slot.get(slot, Row(slot, 0, [])) for slot in range(1, num_sequences + 1)]
+
+
+def _kv_length(rows: Sequence[Row], state: HybridState) -> int:
+    return bucket(max(row.start + len(row.tokens) for row in rows), cache_buckets(state.max_length))

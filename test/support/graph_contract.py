@@ -1,0 +1,330 @@
+"""What every runtime of compiled graphs keeps: the CPU runtime's numbers and texts, a fixed set of graphs, and state
+that a step changes only where it should.
+
+A test module takes these classes as bases and has the fixture `backend`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.state import HybridState, MambaState
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.graphs import GraphRuntime
+from granite4_neuron.runtime.interface import Row
+from test.support.checkpoints import CASES, DENSE, small_config
+from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
+from test.support.stepping import random_tokens
+from test.support.verification import LONGEST, Round, streams, verified_error
+
+BUCKETS = (16, 64)
+# Compiling a graph takes a second for each layer, and layers of the same kind behave alike.
+FEW_LAYERS = dict(layer_types=("mamba", "attention", "mamba"))
+
+# Prefill of several lengths, one of them in three pieces; decode in any order, with idle slots; a second prefill while
+# others decode; a verify step; all at once, with a sequence that begins with a single token.
+STEPS = [
+    [(2, 5), (1, 150), (3, 16)],
+    [(3, 1), (1, 1), (2, 1)],
+    [(1, 1)],
+    [(4, 33)],
+    [(2, 1), (4, 1), (1, 1), (3, 1)],
+    [(1, 4)],
+    [(1, 1), (2, 1)],
+    [(4, 20), (2, 3)],
+    [(4, 1), (3, 1)],
+    [(3, 1), (5, 1), (1, 6), (2, 1)],
+    [(5, 1), (2, 1), (1, 1)],
+]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A runtime under test.
+
+    make: of a model and prefill buckets.
+    compilations: how many graphs have been compiled so far, by a runtime or by all of them.
+    sync: waits until state that was written by hand is on the device.
+    tolerance: of logits and states in float32, beside the CPU runtime's.
+    """
+
+    make: Callable[[GraniteMoeHybridForCausalLM, Sequence[int]], GraphRuntime]
+    compilations: Callable[[GraphRuntime], int]
+    sync: Callable[[], None] = lambda: None
+    tolerance: float = 1e-5
+
+    def runtimes(self, make_model: Callable[[], GraniteMoeHybridForCausalLM]) -> tuple[CPURuntime, GraphRuntime]:
+        """Load the same model on the CPU runtime and on this one."""
+        return CPURuntime(make_model(), GenerationConfig()), self.make(make_model(), BUCKETS)
+
+    def poison(self, state: HybridState) -> None:
+        """Write NaN wherever a sequence's state or a token's key will be, and in the caches' null slot."""
+        for tensor in state.tensors():
+            tensor.fill_(math.nan)
+        self.sync()
+
+
+def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: None):
+    """Return the logits of each step. A step is a list of (slot, number of tokens); the slot tells sequences apart."""
+    vocab_size = runtime.config.vocab_size
+    tokens = random_tokens(vocab_size, num_sequences + 1, max_length).tolist()
+    done = [0] * (num_sequences + 1)
+    state, logits = runtime.allocate(num_sequences, max_length), []
+    prepare(state)
+    for step in steps:
+        rows = [Row(slot, done[slot], tokens[slot][done[slot] : done[slot] + count]) for slot, count in step]
+        logits.append(runtime.step(state, rows))
+        for slot, count in step:
+            done[slot] += count
+    return logits
+
+
+class StepContract:
+    """Steps have the CPU runtime's logits, from poisoned state, and leave other slots alone."""
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_logits_equal_the_cpu_runtimes(self, backend, case):
+        """The models have one layer of each kind; the bundled model has several."""
+        kinds = tuple(dict.fromkeys(case.config().layer_types))
+        config = small_config(**{**case.changes, "layer_types": kinds})
+        cpu, ours = backend.runtimes(lambda: random_model(config, max_A=case.max_A))
+        expected_logits = run_steps(cpu, STEPS, 5, 200)
+        for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, backend.poison), strict=True):
+            assert logits.shape == expected.shape
+            assert (logits - expected).abs().max() <= backend.tolerance
+
+    def test_a_sequence_of_nan_stays_alone(self, backend):
+        """A sequence of NaN decodes in the same steps as others."""
+        cpu, ours = backend.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
+        states, tokens = [runtime.allocate(4, 50) for runtime in (cpu, ours)], random_tokens(160, 40).tolist()
+
+        def step(*rows):
+            return [runtime.step(state, rows) for runtime, state in zip((cpu, ours), states, strict=True)]
+
+        step(*(Row(slot, 0, tokens[:20]) for slot in (1, 2, 3)))
+        for layer in states[1].layers:
+            if isinstance(layer, MambaState):
+                for tensor in vars(layer).values():
+                    tensor[1].fill_(math.nan)
+        for position in range(20, 24):
+            expected, logits = step(*(Row(slot, position, tokens[position : position + 1]) for slot in (3, 2, 1)))
+            assert logits[1].isnan().all()
+            assert (logits - expected)[[0, 2]].abs().max() <= backend.tolerance
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_step_leaves_other_slots_alone(self, backend, dtype):
+        """Other slots stay the same bit by bit while some decode, and while one is prefilled among decoding ones."""
+        runtime = backend.make(random_model(small_config(**FEW_LAYERS), dtype=dtype), BUCKETS)
+        state, tokens = runtime.allocate(4, 50), random_tokens(160, 40).tolist()
+
+        def bits(slot):
+            """Return the bits of a slot in all state tensors."""
+            layers = [(layer, slot - isinstance(layer, MambaState)) for layer in state.layers]
+            tensors = [tensor[at] for layer, at in layers for tensor in vars(layer).values()]
+            return [tensor.to("cpu", copy=True).view(torch.uint8) for tensor in tensors]
+
+        runtime.step(state, [Row(slot, 0, tokens[: 5 * slot]) for slot in (1, 2, 3, 4)])
+        runtime.step(state, [Row(slot, 5 * slot, tokens[:1]) for slot in (1, 2, 3, 4)])
+        steps = (
+            [Row(2, 11, tokens[:1])],
+            [Row(3, 16, tokens[:1]), Row(1, 6, tokens[:1])],
+            [Row(3, 17, tokens[:4])],
+            [Row(2, 0, tokens[1:9])],
+            [Row(4, 0, tokens[1:2])],
+        )
+        for rows in steps:
+            before = {slot: bits(slot) for slot in (1, 2, 3, 4)}
+            runtime.step(state, rows)
+            for slot, old in before.items():
+                are_same = [torch.equal(*pair) for pair in zip(old, bits(slot), strict=True)]
+                assert not any(are_same) if slot in {row.slot for row in rows} else all(are_same)
+
+    def test_all_logits(self, backend):
+        cpu, ours = backend.runtimes(lambda: random_model(small_config(**FEW_LAYERS)))
+        tokens = random_tokens(cpu.config.vocab_size, 100).tolist()
+        states = [runtime.allocate(3, 101) for runtime in (cpu, ours)]
+        steps = (
+            [Row(1, 0, tokens), Row(2, 0, tokens[:7])],
+            [Row(2, 7, tokens[:1]), Row(1, 100, tokens[:1])],
+            [Row(3, 0, tokens[:1]), Row(2, 8, tokens[:1])],
+            [Row(3, 1, tokens[:1]), Row(2, 9, tokens[:3])],
+        )
+        for rows in steps:
+            expected, logits = (
+                runtime.step(state, rows, all_logits=True) for runtime, state in zip((cpu, ours), states, strict=True)
+            )
+            assert logits.shape == expected.shape
+            for one, other, row in zip(logits, expected, rows, strict=True):
+                assert (one - other)[: len(row.tokens)].abs().max() <= backend.tolerance
+
+
+class SlotContract:
+    """Copy, snapshot and restore run over poisoned memory, and a sequence continues bit by bit as the original does."""
+
+    LENGTH = 37
+
+    @pytest.fixture
+    def runtime(self, backend):
+        return backend.make(random_model(small_config(**FEW_LAYERS)), BUCKETS)
+
+    @pytest.fixture
+    def begun(self, backend, runtime):
+        """Return a state with sequences in slots 1 and 2."""
+        state = runtime.allocate(3, 60)
+        backend.poison(state)
+        runtime.step(state, [Row(slot, 0, random_tokens(160, self.LENGTH, seed=slot).tolist()) for slot in (1, 2)])
+        return state
+
+    def go_on(self, runtime, state, slot):
+        steps = [[3] * 5, [4], [5]]
+        starts = [self.LENGTH, self.LENGTH + 5, self.LENGTH + 6]
+        return [runtime.step(state, [Row(slot, *step)]) for step in zip(starts, steps, strict=True)]
+
+    def test_copy(self, backend, runtime, begun):
+        runtime.copy(begun, 2, 3, self.LENGTH)
+        runtime.copy(begun, 1, 1, self.LENGTH)
+        before = backend.compilations(runtime)
+        runtime.copy(begun, 2, 1, self.LENGTH)
+        assert backend.compilations(runtime) == before, "one graph for all slots"
+        expected = self.go_on(runtime, begun, 2)
+        for slot in (3, 1):
+            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+
+    def test_snapshot_and_restore(self, backend, runtime, begun):
+        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
+        chain = [runtime.snapshot(begun, 2, 20), runtime.snapshot(begun, 2, self.LENGTH, start=20)]
+        expected = self.go_on(runtime, begun, 2)
+        backend.poison(begun)
+        for slot, snapshots in ((3, [snapshot]), (1, chain)):
+            runtime.restore(begun, snapshots, slot)
+            assert all(map(torch.equal, self.go_on(runtime, begun, slot), expected))
+
+    def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
+        """A file that one runtime wrote can therefore be read by the other."""
+        snapshot = runtime.snapshot(begun, 2, self.LENGTH)
+        cpu = CPURuntime(random_model(small_config(**FEW_LAYERS)), GenerationConfig())
+        state = cpu.allocate(1, 60)
+        cpu.restore(state, [snapshot], 1)
+        for ours, theirs in zip(self.go_on(runtime, begun, 2), self.go_on(cpu, state, 1), strict=True):
+            assert (ours - theirs).abs().max() <= backend.tolerance
+
+
+class VerifyContract:
+    """These are the checks that test/unit/test_verify.py makes on the CPU."""
+
+    ROUNDS = (
+        Round((5, 3, 5, 1), (0, 0, 0, 0)),
+        Round((5, 3, 5, 1), (2, 3, 1, 1)),
+        Round((4, 1, 2, 4), (4, 1, 2, 0)),
+        Round((3, 8, 6, 2), (1, 5, 6, 2)),
+    )
+
+    @pytest.mark.parametrize("changes", [{}, DENSE], ids=["moe", "dense"])
+    def test_whatever_is_accepted(self, backend, changes):
+        cpu, ours = backend.runtimes(lambda: random_model(small_config(**changes, **FEW_LAYERS)))
+        rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(160, 4))]
+        uncut = cpu.step(cpu.allocate(4, LONGEST), rows, all_logits=True)
+        error = verified_error(
+            ours, uncut, (0, 1, 2, 40), self.ROUNDS, prepare=backend.poison, after_commit=lambda state, lengths: None
+        )
+        assert error <= backend.tolerance
+
+    def test_a_verification_changes_no_recurrent_state(self, backend):
+        runtime = backend.make(random_model(small_config(**DENSE, **FEW_LAYERS)), BUCKETS)
+        state = runtime.allocate(2, 60)
+        runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
+
+        def recurrent():
+            layers = [layer for layer in state.layers if isinstance(layer, MambaState)]
+            return [tensor.to("cpu", copy=True) for layer in layers for tensor in vars(layer).values()]
+
+        before = recurrent()
+        verification = runtime.verify(state, [Row(1, 9, [5] * 3)])
+        assert all(map(torch.equal, before, recurrent()))
+        runtime.commit(state, verification, [0])
+        assert all(map(torch.equal, before, recurrent()))
+        runtime.commit(state, verification, [2])
+        for old, new in zip(before, recurrent(), strict=True):
+            assert torch.equal(old[1], new[1]) and not torch.equal(old[0], new[0])
+
+
+PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (1, 5, 40, 16)]
+REPEATED = PROMPTS[1] * 6  # text that repeats, for n-grams to find
+
+
+class EngineContract:
+    """The engine gives the CPU's texts, also with the prefix cache and speculation, from a constant set of graphs."""
+
+    @pytest.fixture
+    def model(self):
+        return engine_model()
+
+    def engine_runtime(self, backend, model):
+        runtime = backend.make(model, (16, 32))
+        runtime.generation_config = GenerationConfig(top_k=None)
+        return runtime
+
+    def expected(self, model, prompt, max_tokens):
+        return generate_one(Engine(ChunkRuntime(model), 1), Request(prompt, max_tokens))
+
+    def test_a_hit_gives_the_logits_of_a_run_without(self, backend, model):
+        runtime, logits = self.engine_runtime(backend, model), []
+        step = runtime.step
+
+        def recorded(*args, **options):
+            logits.append(step(*args, **options))
+            return logits[-1]
+
+        runtime.step = recorded
+        cache = PrefixCache(runtime, None, 32)
+        prompt = PROMPTS[2] + PROMPTS[3]
+        plain = generate_one(Engine(runtime, 1), Request(prompt, 4))
+        without = logits[-4:]
+        generate_one(Engine(runtime, 1, prefix_cache=cache), Request(PROMPTS[2], 1))
+        logits.clear()
+        assert generate_one(Engine(runtime, 1, prefix_cache=cache), Request(prompt, 4)) == plain
+        assert cache.stats.hit_tokens == len(PROMPTS[2]) and len(logits) == 4
+        errors = [float((one - other).abs().max()) for one, other in zip(logits, without, strict=True)]
+        assert max(errors) <= backend.tolerance
+
+    @pytest.mark.parametrize("kind", ["n-gram", "same model", "other model"])
+    def test_speculation_prints_the_cpus_texts(self, backend, model, kind):
+        runtime = self.engine_runtime(backend, model)
+        small = model if kind == "same model" else engine_model(seed=1, layer_types=("mamba", "attention", "mamba"))
+        if kind == "n-gram":
+            drafter = NgramDrafter(1, 3)
+        else:
+            drafter = DraftModel(self.engine_runtime(backend, small), VOCAB, 2, 100)
+        engine = Engine(runtime, 2, max_length=100, drafter=drafter, draft_tokens=3)
+        prompts = (*PROMPTS, REPEATED)
+        ids = [engine.add(Request(prompt, 12)) for prompt in prompts]
+        outputs = run(engine)
+        for id, prompt in zip(ids, prompts, strict=True):
+            assert tokens_of(outputs[id]) == self.expected(model, prompt, 12)
+        assert engine.stats.drafted_tokens > 0 and (kind != "same model" or engine.stats.acceptance_rate == 1)
+
+    def test_both_add_a_constant_number_of_graphs(self, backend, model):
+        runtime = self.engine_runtime(backend, model)
+        cache = PrefixCache(runtime, None, 32)
+        engine = Engine(runtime, 2, max_length=100, prefix_cache=cache, drafter=NgramDrafter(1, 3), draft_tokens=3)
+
+        def texts(*prompts):
+            before = backend.compilations(runtime)
+            for prompt in prompts:
+                engine.add(Request(prompt, 20))
+            run(engine)
+            return backend.compilations(runtime) - before
+
+        texts(REPEATED, PROMPTS[2], REPEATED + PROMPTS[0], PROMPTS[2] + PROMPTS[1])
+        assert texts(PROMPTS[3] * 2, REPEATED[:29], PROMPTS[3] + PROMPTS[2], PROMPTS[3] * 3) == 0
+        assert cache.stats.hit_tokens > 0 and engine.stats.drafted_tokens > 0
