@@ -28,6 +28,7 @@ from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.torch_device import TorchRuntime
 
 MACHINE = "machine"
 OURS = "granite4-neuron"
@@ -65,13 +66,17 @@ class Run:
 
 
 class Ours:
-    """This package, on the CPU or on a Neuron device, through its public generation loop."""
+    """This package, on one of its backends, through its public generation loop."""
 
     weight_bytes = 0
 
     def __init__(self, folder: Path, options: argparse.Namespace):
-        if options.compiled is not None:
-            self._runtime = load_compiled(folder, options.compiled, transformers.GenerationConfig())
+        if options.backend == "nxdi":
+            self._runtime = load_compiled(folder, Path(options.compiled), transformers.GenerationConfig())
+        elif options.backend == "torch":
+            model = load_model(folder, weights_dtype(folder, options))
+            places = dict(device=options.device, graphs=options.graphs)
+            self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **places)
         else:
             self._runtime = cpu_runtime(folder, options)
             self.weight_bytes = self._runtime.weight_bytes
@@ -136,7 +141,7 @@ def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iter
     """Start a process that runs points with an implementation, for `ask`; it ends with the context."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    dtype = None if options.compiled else weights_dtype(folder, options)
+    dtype = None if options.backend == "nxdi" else weights_dtype(folder, options)
     process = context.Process(target=_serve, args=(theirs, name, folder, dtype, options), daemon=True)
     process.start()
     theirs.close()

@@ -12,9 +12,11 @@ from benchmarks.implementations import LLAMA_CPP, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
-from granite4_neuron.commands.options import add_cpu_options, check_folder_of
+from granite4_neuron.commands.options import add_backend, add_cpu_options, check_folder_of, dtype_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.generation.loading import check_backend
+from granite4_neuron.runtime.torch_device import find_device
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -25,8 +27,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
-    parser.add_argument("--backend", choices=["cpu", "nxdi"], default="cpu", help="where to run (default: %(default)s)")
-    parser.add_argument("--compiled", type=Path, metavar="DIR", help="for nxdi: what the compile command wrote")
+    add_backend(parser)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
@@ -81,18 +82,22 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     check_folder_of(options.json)
     check_plot(options.plot)
-    if (options.backend == "nxdi") != (options.compiled is not None):
-        raise UserError("--compiled belongs to --backend nxdi, and that backend needs it.")
+    check_backend(
+        options.backend,
+        device=options.device,
+        graphs=options.graphs,
+        cpu_kernels=options.cpu_kernels,
+        compiled=options.compiled,
+        quantize=options.quantize,
+        state_dtype=dtype_of(options.state_dtype),
+        tuned_configs=options.tuned_configs,
+    )
     if options.backend == "nxdi":
         if options.dtype:
-            raise UserError("--dtype belongs to the cpu backend; compiled graphs have one already.")
-        if options.quantize:
-            raise UserError("--quantize belongs to the cpu backend; compiled graphs have weights already.")
-        if options.state_dtype:
-            raise UserError("--state-dtype belongs to the cpu backend; compiled graphs have float32 states.")
-        if options.tuned_configs:
-            raise UserError("--tuned-configs belongs to the cpu backend; compiled graphs have no use for it.")
+            raise UserError("compiled graphs have a dtype already; leave out --dtype.")
         neuron_sdk.require()
+    if options.backend == "torch":
+        find_device(options.device)
     if is_reuse(options):
         _check_reuse(options)
     if options.model and options.random_weights:
@@ -124,7 +129,7 @@ def _check_reuse(options: argparse.Namespace) -> None:
         raise UserError(f"give one of {' and '.join(given)} at a time.")
     if options.speculate is not None:
         ngram_tokens(options.speculate)
-    others = {"--backend nxdi": options.backend == "nxdi"}
+    others = {f"--backend {options.backend}": options.backend != "cpu"}
     others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
     for option, is_given in others.items():
         if is_given:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 EXIT_CHECK_FAILED = 1
 
 
+_SHOW_LAYERS = ("cpu", "xla")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     check = commands.add_parser(
         "check",
@@ -66,8 +69,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.layers and options.backend == "nxdi":
-        raise UserError("compiled graphs of nxdi give no hidden states; --layers takes --backend cpu or xla.")
+    if options.layers and options.backend not in _SHOW_LAYERS:
+        raise UserError(
+            f"compiled graphs of {options.backend} give no hidden states; --layers takes --backend "
+            f"{' or '.join(_SHOW_LAYERS)}."
+        )
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
 

@@ -18,7 +18,9 @@ from granite4_neuron.choices import (
     COMPILED_STATE_DTYPES,
     CPU_KERNELS,
     DECODE_KERNELS,
+    DEVICES,
     FOLDER_VARIABLE,
+    GRAPHS,
     PREFILL_SCANS,
     QUANTIZATIONS,
     STATE_DTYPES,
@@ -181,6 +183,20 @@ def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
 def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
     parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
+    parser.add_argument(
+        "--device",
+        default=DEVICES[0],
+        metavar="NAME",
+        help=f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--graphs",
+        choices=GRAPHS,
+        default=GRAPHS[0],
+        help="for --backend torch: compile a graph for each kind of layer, or one for the whole model, which takes "
+        "much longer (default: %(default)s)",
+    )
 
 
 def load_runtime(
@@ -205,6 +221,8 @@ def load_runtime(
             dtype=dtype_of(options.dtype),
             prefill_scan=options.prefill_scan,
             backend=options.backend,
+            device=options.device,
+            graphs=options.graphs,
             decode_kernel=options.decode_kernel,
             cpu_kernels=options.cpu_kernels,
             compiled=compiled or options.compiled,

@@ -141,6 +141,7 @@ def run(options: argparse.Namespace) -> int:
             shutdown_timeout=options.shutdown_timeout,
             on_start=lambda port: write(f"Serving {model} at http://{in_url(options.host)}:{port}/v1"),
         )
+        engine.warm_up()
         # A full collection would delay all requests by a third of a second; objects that exist by now stay.
         gc.freeze()
         return 0 if server.serve_on(listener) else EXIT_FAILED

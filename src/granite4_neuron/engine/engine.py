@@ -114,6 +114,10 @@ class Engine:
         self._prompts_are_next = True
         self._lock = threading.RLock()
 
+    def warm_up(self) -> None:
+        """Have the runtime compile what steps need, so that no step waits for it; see `Runtime.warm_up`."""
+        self.runtime.warm_up(self._slots.state, verifies=self._drafter is not None)
+
     @property
     def has_work(self) -> bool:
         """Whether a sequence runs or waits."""

@@ -12,7 +12,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
 from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
-from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DECODE_KERNELS, PREFILL_SCANS, QUANTIZATIONS
+from granite4_neuron.choices import (
+    BACKENDS,
+    CPU_KERNELS,
+    DECODE_KERNELS,
+    DEVICES,
+    GRAPHS,
+    PREFILL_SCANS,
+    QUANTIZATIONS,
+)
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import stored_quantization
@@ -23,6 +31,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.runtime.torch_device import TorchRuntime
 
 
 def load(
@@ -31,6 +40,8 @@ def load(
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
+    device: str = "cpu",
+    graphs: str = "layer",
     decode_kernel: str = "torch",
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
@@ -45,8 +56,9 @@ def load(
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
-        backend: "cpu" for this machine's processor, "xla" for compiled graphs on torch_xla's device, "nxdi" for NxD
-            Inference on a Neuron device.
+        backend: "cpu" for this machine's processor, "torch" for compiled graphs on a PyTorch device, "xla" for compiled
+            graphs on torch_xla's device, "nxdi" for NxD Inference on a Neuron device.
+        device, graphs: of the backend "torch", see `TorchRuntime`.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.load_model`.
@@ -61,6 +73,7 @@ def load(
         ("prefill_scan", prefill_scan, PREFILL_SCANS),
         ("decode_kernel", decode_kernel, DECODE_KERNELS),
         ("cpu_kernels", cpu_kernels, CPU_KERNELS),
+        ("graphs", graphs, GRAPHS),
         ("quantize", quantize, (None, *QUANTIZATIONS)),
     ):
         check_choice(name, value, choices)
@@ -68,18 +81,17 @@ def load(
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
     generation_config = _read_generation_config(folder, config)
-    if backend == "nxdi" and compiled is None:
-        raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
-    if backend != "nxdi" and compiled is not None:
-        raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
     stored = stored_quantization(folder / "config.json")
-    if (quantize or stored) and backend != "cpu":
-        name = quantize or stored.name
-        raise UserError(f"{name} weights are for the backend cpu; {backend} runs the original in its dtype.")
-    if state_dtype not in (None, torch.float32) and backend not in ("cpu", "nxdi"):
-        raise UserError(f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.")
-    if backend != "cpu" and (tuned_configs is not None or cpu_kernels != CPU_KERNELS[0]):
-        raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
+    check_backend(
+        backend,
+        device=device,
+        graphs=graphs,
+        cpu_kernels=cpu_kernels,
+        compiled=compiled,
+        quantize=quantize or (stored and stored.name),
+        state_dtype=state_dtype,
+        tuned_configs=tuned_configs,
+    )
     if backend == "nxdi":
         if (dtype, state_dtype, prefill_scan, decode_kernel) != (None, None, "chunked", "torch"):
             raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
@@ -90,7 +102,39 @@ def load(
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
         return CPURuntime(weights, generation_config, **options), tokenizer
+    if backend == "torch":
+        return TorchRuntime(weights, generation_config, device=device, graphs=graphs, **mamba_kernels), tokenizer
     return _import_xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
+
+
+def check_backend(
+    backend: str,
+    *,
+    device: str,
+    graphs: str,
+    cpu_kernels: str,
+    compiled: str | Path | None,
+    quantize: str | None,
+    state_dtype: torch.dtype | None,
+    tuned_configs: str | Path | None,
+) -> None:
+    """Check that a backend has the options that are given; arguments are those of `load`.
+
+    Raises:
+        UserError: it does not.
+    """
+    if backend == "nxdi" and compiled is None:
+        raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
+    if backend != "nxdi" and compiled is not None:
+        raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
+    if quantize and backend != "cpu":
+        raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs the original in its dtype.")
+    if state_dtype not in (None, torch.float32) and backend not in ("cpu", "nxdi"):
+        raise UserError(f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.")
+    if backend != "cpu" and (tuned_configs is not None or cpu_kernels != CPU_KERNELS[0]):
+        raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
+    if backend != "torch" and (device, graphs) != (DEVICES[0], GRAPHS[0]):
+        raise UserError(f"device and graphs belong to the backend torch; the backend here is {backend}.")
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:

@@ -41,6 +41,9 @@ class BoundModel:
         """A sentence for each faster way of computing that this runtime does not take."""
         return self.model.operators.fallbacks
 
+    def warm_up(self, state: HybridState, verifies: bool = False) -> None:
+        """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
+
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`, from a state which takes no memory."""
         degree, positions = self.model.parallel.degree, length - start

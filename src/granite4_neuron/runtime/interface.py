@@ -101,6 +101,11 @@ class Runtime(Protocol):
             UserError: the runtime has no room for so many or so long sequences.
         """
 
+    def warm_up(self, state: HybridState | None, verifies: bool = False) -> None:
+        """Compile all that `step` needs with this state, and `verify` and `commit` if asked for, so that none of them
+        waits for it. No slot changes.
+        """
+
     def step(self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Add each row's tokens to its sequence. No two rows have the same slot.
 

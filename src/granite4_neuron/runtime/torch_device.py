@@ -1,0 +1,399 @@
+"""Runs steps of the model as graphs of torch.compile, on a PyTorch device, over state that stays there.
+
+Graphs are functions of tensors: weights are those of a module among the arguments, and state tensors are arguments that
+are written in place. So all layers of a kind share a graph, and a compiler sees which of its inputs it may overwrite:
+TorchNeuron makes them `input_output_aliases`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from granite4_neuron.choices import DEVICES, GRAPHS, KV_WRITES
+from granite4_neuron.errors import UserError, check_choice
+from granite4_neuron.model.modeling_granite_moe_hybrid import (
+    DecoderLayer,
+    GraniteMoeHybridForCausalLM,
+    last_tokens,
+)
+from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
+from granite4_neuron.model.step import DenseStep
+from granite4_neuron.ops import select_operators
+from granite4_neuron.ops.xla import XLA, write_cache_as
+from granite4_neuron.runtime.cuda_graph import CudaGraph
+from granite4_neuron.runtime.graphs import (
+    PREFILL_BUCKETS,
+    VERIFY_BUCKETS,
+    GraphRuntime,
+    Tensors,
+    cache_buckets,
+    graph_inputs,
+)
+from granite4_neuron.runtime.interface import Row
+
+_COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
+
+Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+# How a function of `run_step` or `run_advance` is called: as a graph, or as a part of one.
+Call = Callable[..., Any]
+
+
+class Form(NamedTuple):
+    """What a step's graphs have as constants.
+
+    kv_length: how many cache entries attention visits.
+    in_order: whether row i is in slot i + 1, for all slots.
+    looks_up: whether the rows' recurrent state is looked up by slot; otherwise entry i of it is row i's.
+    all_logits: logits of every token rather than of each row's last one.
+    verifies: whether recurrent state is left as it is, and its inputs are returned.
+    """
+
+    kv_length: int
+    in_order: bool = False
+    looks_up: bool = False
+    all_logits: bool = False
+    verifies: bool = False
+
+
+class TorchRuntime(GraphRuntime):
+    """The `Runtime` of a PyTorch device, through torch.compile. On a GPU each step is also captured as a CUDA graph.
+
+    Args:
+        model: with weights, which are copied to the device; it is not changed.
+        generation_config, prefill_buckets: as `GraphRuntime` takes them.
+        device: "cpu", "cuda" or "neuron"; also with an index: "cuda:1".
+        graphs: "layer" for one graph for each kind of layer, shared by all layers of that kind, one before and one
+            after them; "model" for a single graph, which takes much longer to compile.
+        compiler: a backend of torch.compile, or its name; None for the device's.
+        kv_write: how keys and values are written to their cache, see `ops.xla.write_cache_as`.
+        prefill_by_view: give prefill a view of its slot's recurrent state in place of the slot's number; None for the
+            device's choice. Not for a GPU: a CUDA graph has the addresses of its inputs.
+        prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
+
+    Raises:
+        UserError: there is no such device here, or no such choice.
+    """
+
+    def __init__(
+        self,
+        model: GraniteMoeHybridForCausalLM,
+        generation_config: GenerationConfig,
+        prefill_buckets: Sequence[int] = PREFILL_BUCKETS,
+        *,
+        device: str = DEVICES[0],
+        graphs: str = GRAPHS[0],
+        compiler: str | Compiler | None = None,
+        kv_write: str = KV_WRITES[0],
+        prefill_by_view: bool | None = None,
+        prefill_scan: str = "chunked",
+        decode_kernel: str = "torch",
+    ):
+        check_choice("graphs", graphs, GRAPHS)
+        check_choice("kv_write", kv_write, KV_WRITES)
+        where = find_device(device)
+        operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        bound = model.bind(replace(operators, write_cache=write_cache_as(kv_write)), where)
+        super().__init__(bound, generation_config, prefill_buckets, where)
+        self.num_compilations = 0
+        self._graph_per_layer = graphs == "layer"
+        self._captures = where.type == "cuda"
+        self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
+        self._compiler = torch._dynamo.lookup_backend(compiler or _COMPILERS[where.type])
+        self._graphs: dict[tuple, Callable[..., Any]] = {}
+        self._is_warm = False
+        self._memories: list[_Memory] = []
+
+    def warm_up(self, state: HybridState, verifies: bool = False) -> None:
+        """Implement `Runtime.warm_up`. Afterwards it is a RuntimeError if a step needs another graph."""
+        nothing = [Row(slot, 0, []) for slot in range(1, state.num_sequences + 1)]
+        for kv_length in cache_buckets(state.max_length):
+            self._run(state, graph_inputs(nothing, 1), True, kv_length, False)
+            for tokens, all_logits in itertools.product(self.prefill_buckets, (False, True)):
+                self._run(state, graph_inputs(nothing[:1], tokens), False, kv_length, all_logits)
+            for tokens in VERIFY_BUCKETS if verifies else ():
+                inputs = graph_inputs(nothing, tokens)
+                _, kept_inputs = self._run_verify(state, inputs, kv_length)
+                self._run_advance(state, kept_inputs, inputs)
+        self._is_warm = True
+
+    @torch.no_grad()
+    def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
+        """Implement `Runtime.copy`, of the whole slot: its part of a tensor is contiguous."""
+        for before, after in zip(_slot_views(state, source), _slot_views(state, destination), strict=True):
+            after.copy_(before)
+
+    def _allocate(self, num_sequences: int, length: int) -> HybridState:
+        """Allocate a state, or use one again that nobody holds any more: captured graphs have its addresses.
+
+        Raises:
+            UserError: the device has no room for it.
+        """
+        spare = [memory for memory in self._memories if memory.user() is None]
+        fitting = [memory for memory in spare if memory.shape == (num_sequences, length)][:1]
+        self._memories = [memory for memory in self._memories if memory not in spare] + fitting
+        if not fitting:
+            try:
+                state = super()._allocate(num_sequences, length)
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    f"{self.device} has no room for the state of {num_sequences:,} sequences of up to {length:,} "
+                    "tokens; take fewer or shorter ones."
+                ) from None
+            fitting = [_Memory(state)]
+            self._memories += fitting
+        return fitting[0].hand_out()
+
+    def _run(
+        self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
+    ) -> torch.Tensor:
+        form = Form(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
+        slot = None if in_order or form.looks_up else int(inputs[3])
+        logits, _ = self._execute(run_step, state, form, inputs, _tensors(state, slot))
+        return logits
+
+    def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
+        form = Form(kv_length, in_order=True, all_logits=True, verifies=True)
+        return self._execute(run_step, state, form, inputs, _tensors(state))
+
+    def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
+        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), _tensors(state))
+
+    def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
+        copies = (view.clone() for view in _slot_views(state, slot))
+        return dict(zip(state.names(), copies, strict=True))
+
+    def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
+        for name, view in zip(state.names(), _slot_views(state, slot), strict=True):
+            view.copy_(tensors[name])
+
+    @torch.no_grad()
+    def _execute(
+        self, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors, tensors: Tensors
+    ) -> Any:
+        """Run `run_step` or `run_advance`."""
+
+        def run(*inputs: torch.Tensor) -> Any:
+            if self._graph_per_layer:
+                return function(self._call, self.model, form, inputs, tensors)
+            return self._call(function, _directly, self.model, form, inputs, tensors)
+
+        if not self._captures or (form.all_logits and not form.verifies):
+            # Logits of a prompt are too large to keep memory for them.
+            return run(*(tensor.to(self.device) for tensor in inputs))
+        captured = next(memory.captured for memory in self._memories if memory.user() is state)
+        key = (function, form, tuple(tensor.shape for tensor in inputs))
+        if key not in captured:
+            # Rows without tokens, so that trying and capturing change nothing.
+            lengths = 2 if function is run_step else 1
+            idle = [torch.zeros_like(each) if at == lengths else each for at, each in enumerate(inputs)]
+            captured[key] = CudaGraph(run, [tensor.to(self.device) for tensor in idle])
+        return captured[key].replay(inputs)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function as a graph, which is compiled if there is none yet for such arguments."""
+        key = (function, *map(_kind, arguments))
+        if key not in self._graphs:
+            self._graphs[key] = self._compile(function)
+        return self._graphs[key](*arguments)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        is_new = True
+
+        def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            nonlocal is_new
+            if self._is_warm or not is_new:
+                raise RuntimeError(f"{function.__name__} would be compiled again, for arguments that were not foreseen")
+            is_new = False
+            self.num_compilations += 1
+            return self._compiler(graph, inputs)
+
+        # torch.compile keeps its graphs, and tries them one after another, by code object.
+        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
+
+
+@dataclass
+class _Memory:
+    """A state's tensors, with the CUDA graphs that have their addresses. `user`: the state that has them now."""
+
+    state: HybridState
+    user: Callable[[], HybridState | None] = lambda: None
+    captured: dict[tuple, CudaGraph] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.state.num_sequences, self.state.max_length
+
+    def hand_out(self) -> HybridState:
+        state = copy.copy(self.state)
+        self.user = weakref.ref(state)
+        return state
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    kind = name.split(":")[0]
+    check_choice("device", kind, DEVICES)
+    if kind == "neuron" and not hasattr(torch, "neuron"):
+        raise UserError(
+            "the device neuron needs the torch-neuronx of Neuron SDK 2.33 or later, which is not installed; see "
+            "docs/trainium.md."
+        )
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("torch finds no GPU here; the device cuda needs one, and a torch that is built for it.")
+    try:
+        torch.empty(0, device=name)
+    except RuntimeError as error:
+        raise UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).") from None
+    return torch.device(name)
+
+
+def run_step(
+    call: Call, model: GraniteMoeHybridForCausalLM, form: Form, inputs: Tensors, tensors: Tensors
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute `model.forward` or, with `form.verifies`, `model.verify`.
+
+    Args:
+        call: how each of the functions below is called.
+        inputs: input_ids and positions [rows, tokens], lengths and slots [rows]; int32.
+        tensors: the state's, two for each layer.
+    """
+    input_ids, *where = inputs
+    # Steps that differ in what a function does not need share its graph.
+    mamba_form = form._replace(kv_length=0, all_logits=False)
+    attention_form = form._replace(looks_up=False, all_logits=False, verifies=False)
+    hidden_states, *rotary = call(embed, model, Form(0), input_ids, *where)
+    kept_inputs = []
+    for layer, first, second in zip(model.model.layers, tensors[::2], tensors[1::2], strict=True):
+        if layer.is_mamba:
+            hidden_states, *kept = call(mamba_layer, layer, mamba_form, hidden_states, *where, first, second)
+            kept_inputs += kept
+        else:
+            hidden_states = call(attention_layer, layer, attention_form, hidden_states, *where, first, second, *rotary)
+    return call(head, model, Form(0, all_logits=form.all_logits), hidden_states, *where), kept_inputs
+
+
+def run_advance(
+    call: Call, model: GraniteMoeHybridForCausalLM, form: Form, inputs: Tensors, tensors: Tensors
+) -> list[torch.Tensor]:
+    """Compute `model.advance`; arguments as of `run_step`, but for `inputs`.
+
+    Args:
+        inputs: positions [rows, tokens], lengths and slots [rows]; then each Mamba layer's kept inputs.
+
+    Returns:
+        Nothing of use: a graph for Neuron has to have an output.
+    """
+    where, kept_inputs = inputs[:3], inputs[3:]
+    layers = zip(model.model.layers, tensors[::2], tensors[1::2], strict=True)
+    mamba = [each for each in layers if each[0].is_mamba]
+    return [
+        call(advance_layer, layer, form, inputs, *where, *state)
+        for (layer, *state), inputs in zip(mamba, kept_inputs, strict=True)
+    ]
+
+
+def embed(
+    model: GraniteMoeHybridForCausalLM, form: Form, input_ids: torch.Tensor, *where: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return what enters the first layer; and rotary tables, if the model has them."""
+    step = _step(form, *where)
+    return model.model.embed(input_ids, step), *(model.model.rotary(step) or ())
+
+
+def mamba_layer(
+    layer: DecoderLayer, form: Form, hidden_states: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return a Mamba layer's output; and the inputs of its recurrence, if the step verifies.
+
+    Args:
+        tensors: positions, lengths, slots, conv_state and ssm_state.
+    """
+    *where, conv_state, ssm_state = tensors
+    output, inputs = layer(hidden_states, _step(form, *where), MambaState(conv_state, ssm_state), None)
+    return (output, inputs) if form.verifies else (output,)
+
+
+def attention_layer(
+    layer: DecoderLayer, form: Form, hidden_states: torch.Tensor, *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Return an attention layer's output.
+
+    Args:
+        tensors: positions, lengths, slots, key and value; and rotary tables, if the model has them.
+    """
+    where, cache, rotary = tensors[:3], tensors[3:5], tensors[5:]
+    output, _ = layer(hidden_states, _step(form, *where), KeyValueState(*cache), rotary or None)
+    return output
+
+
+def advance_layer(layer: DecoderLayer, form: Form, inputs: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """Advance a Mamba layer's state; arguments as of `mamba_layer`, with its kept inputs in place of hidden_states."""
+    *where, conv_state, ssm_state = tensors
+    layer.mamba.advance(inputs, _step(form, *where), MambaState(conv_state, ssm_state))
+    return where[1] + 0
+
+
+def head(
+    model: GraniteMoeHybridForCausalLM, form: Form, hidden_states: torch.Tensor, *where: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits."""
+    hidden_states = model.model.norm(hidden_states)
+    return model.head(hidden_states if form.all_logits else last_tokens(hidden_states, _step(form, *where)))
+
+
+def _step(form: Form, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:
+    cache_slots = slots.where(lengths > 0, NULL_SLOT)
+    sequences = slots - 1 if form.looks_up else None
+    options = dict(verifies=form.verifies, in_order=form.in_order)
+    return DenseStep(positions, lengths, cache_slots, form.kv_length, sequences, **options)
+
+
+def _directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _kind(argument: Any) -> Any:
+    """Return what of a graph's argument decides which graph it is."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape
+    if isinstance(argument, nn.Module):
+        return type(argument)
+    if isinstance(argument, Form) or not isinstance(argument, Sequence):
+        return argument
+    return tuple(map(_kind, argument))
+
+
+def _tensors(state: HybridState, slot: int | None = None) -> list[torch.Tensor]:
+    """Return the state's tensors; those of recurrent states as views of one slot, if one is given."""
+    if slot is None:
+        return list(state.tensors())
+    entry = slice(slot - 1, slot)
+    return [
+        tensor[entry] if isinstance(layer, MambaState) else tensor
+        for layer in state.layers
+        for tensor in vars(layer).values()
+    ]
+
+
+def _slot_views(state: HybridState, slot: int) -> list[torch.Tensor]:
+    """Return a slot's part of each of the state's tensors."""
+    return [
+        tensor[slot - 1 if isinstance(layer, MambaState) else slot]
+        for layer in state.layers
+        for tensor in vars(layer).values()
+    ]

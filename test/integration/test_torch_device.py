@@ -1,0 +1,213 @@
+"""The runtime of PyTorch devices: the contract of all graph runtimes, on the CPU and where there is one on a GPU."""
+
+import gc
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from granite4_neuron import UserError, load, stream_generate
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.choices import KV_WRITES
+from granite4_neuron.cli import main
+from granite4_neuron.engine import Engine, Request
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
+from test.support.checkpoints import CASES, DENSE, small_config
+from test.support.engines import generate_one
+from test.support.graph_contract import (
+    BUCKETS,
+    FEW_LAYERS,
+    STEPS,
+    Backend,
+    EngineContract,
+    SlotContract,
+    StepContract,
+    VerifyContract,
+    run_steps,
+)
+
+NAMED = {case.name: case for case in CASES}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
+
+
+def backend_of(tolerance=1e-5, **options):
+    return Backend(
+        make=lambda model, buckets: TorchRuntime(model, GenerationConfig(), buckets, **options),
+        compilations=lambda runtime: runtime.num_compilations,
+        tolerance=tolerance,
+    )
+
+
+BACKENDS = {
+    "layer": backend_of(compiler="aot_eager"),
+    "model": backend_of(compiler="aot_eager", graphs="model"),
+}
+INDUCTOR = {
+    "cpu": pytest.param(backend_of(1e-4), id="cpu"),
+    "cuda": pytest.param(backend_of(1e-4, device="cuda"), id="cuda", marks=needs_gpu),
+}
+
+
+class OnBackends:
+    @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
+    def backend(self, request):
+        return request.param
+
+
+class OnInductor:
+    @pytest.fixture(params=INDUCTOR.values())
+    def backend(self, request):
+        return request.param
+
+
+class TestSteps(OnBackends, StepContract):
+    pass
+
+
+class TestSlots(OnBackends, SlotContract):
+    pass
+
+
+class TestVerify(OnBackends, VerifyContract):
+    pass
+
+
+class TestEngine(OnBackends, EngineContract):
+    pass
+
+
+class TestStepsOnInductor(OnInductor, StepContract):
+    pass
+
+
+class TestSlotsOnInductor(OnInductor, SlotContract):
+    pass
+
+
+class TestVerifyOnInductor(OnInductor, VerifyContract):
+    pass
+
+
+class TestEngineOnInductor(OnInductor, EngineContract):
+    pass
+
+
+def runtime_of(model, **options):
+    return TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager", **options)
+
+
+@pytest.mark.parametrize(
+    ("kv_write", "prefill_by_view"), [each for each in itertools.product(KV_WRITES, (True, False))][1:]
+)
+@pytest.mark.parametrize("name", ["moe", "attention_only_rope"])
+def test_every_form_of_state_gives_the_same(name, kv_write, prefill_by_view):
+    config = NAMED[name].config()
+    cpu = CPURuntime(random_model(config), GenerationConfig())
+    runtime = runtime_of(random_model(config), kv_write=kv_write, prefill_by_view=prefill_by_view)
+
+    def poison(state):
+        for tensor in state.tensors():
+            tensor.fill_(math.nan)
+
+    expected_logits = run_steps(cpu, STEPS, 5, 200)
+    for expected, logits in zip(expected_logits, run_steps(runtime, STEPS, 5, 200, poison), strict=True):
+        assert (logits - expected).abs().max() <= 1e-5
+
+
+class TestGraphs:
+    def test_layers_of_a_kind_share_a_graph(self):
+        runtime = runtime_of(random_model(small_config(layer_types=("mamba", "attention") * 3)))
+        state = runtime.allocate(2, 200)
+        runtime.step(state, [Row(1, 0, [3] * 9)])
+        parts = 4  # embedding, Mamba layer, attention layer, head
+        assert runtime.num_compilations == parts
+        runtime.step(state, [Row(1, 9, [3]), Row(2, 0, [3] * 16)])
+        assert runtime.num_compilations == 2 * parts
+        runtime.commit(state, runtime.verify(state, [Row(1, 10, [3, 4])]), [1])
+        assert runtime.num_compilations == 3 * parts + 1
+
+    def test_a_longer_cache_adds_graphs_of_attention_layers(self):
+        runtime = runtime_of(random_model(small_config(**DENSE, **FEW_LAYERS, max_position_embeddings=5000)))
+        state = runtime.allocate(1, 5000)
+        runtime.step(state, [Row(1, 0, [3] * 9)])
+        before = runtime.num_compilations
+        runtime.step(state, [Row(1, 2000, [3] * 9)])
+        runtime.step(state, [Row(1, 4500, [3] * 9)])
+        assert runtime.num_compilations == before + 2
+
+    @pytest.mark.parametrize("graphs", ["layer", "model"])
+    def test_after_warming_up_nothing_is_compiled(self, graphs):
+        """Prompts, decode, prompt log-probabilities and drafts, in a state whose slots were in use before."""
+        runtime = runtime_of(random_model(small_config(**FEW_LAYERS)), graphs=graphs)
+        engine = Engine(runtime, 2, max_length=100, drafter=NgramDrafter(1, 3), draft_tokens=3)
+        request = Request([3, 4, 5] * 6, 20, prompt_logprobs=1)
+        text = generate_one(engine, request)
+        state = engine._slots.state
+        before = [tensor.clone() for tensor in state.tensors()]
+        engine.warm_up()
+        compiled = runtime.num_compilations
+        for tensor, old in zip(state.tensors(), before, strict=True):
+            unwritten = tensor.isnan() | (torch.arange(len(tensor)) == 0).view(-1, *[1] * (tensor.dim() - 1))
+            assert torch.equal(tensor[-1], old[-1]) or unwritten[-1].all()
+        assert generate_one(engine, request) == text
+        assert engine.stats.drafted_tokens > 0 and runtime.num_compilations == compiled
+
+    def test_another_graph_after_warming_up_is_an_error(self):
+        runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))
+        runtime.warm_up(runtime.allocate(1, 50))
+        with pytest.raises(Exception, match="would be compiled again"):
+            runtime.step(runtime.allocate(2, 50), [Row(1, 0, [3])])
+
+    def test_a_state_that_nobody_holds_is_used_again(self):
+        runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))
+        addresses = []
+        for sequences in (2, 2, 1, 2):
+            state = runtime.allocate(sequences, 50)
+            addresses.append([tensor.data_ptr() for tensor in state.tensors()])
+            other = runtime.allocate(sequences, 50)
+            assert not {tensor.data_ptr() for tensor in other.tensors()} & set(addresses[-1])
+            del state, other
+            gc.collect()
+        assert addresses[0] == addresses[1]
+
+
+class TestCommands:
+    def test_the_bundled_model_prints_the_same_text(self):
+        prompts = ["An assignment statement", "The import statement is used to find a module and"]
+        tokens = {}
+        for backend in ("cpu", "torch"):
+            runtime, tokenizer = load(dtype=torch.float32, backend=backend)
+            responses = stream_generate(runtime, tokenizer, prompts, max_tokens=24, temperature=0)
+            tokens[backend] = [(response.index, response.token) for response in responses]
+        assert tokens["torch"] == tokens["cpu"]
+
+    def test_generate(self, capsys):
+        texts = []
+        for options in ((), ("--backend", "torch", "--device", "cpu")):
+            assert main(["generate", "An assignment statement", "--max-tokens", "8", *options]) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--backend", "torch", "--device", "tpu"), "device is 'tpu'"),
+            (("--backend", "torch", "--device", "neuron"), "needs the torch-neuronx of Neuron SDK 2.33"),
+            (("--device", "cuda"), "belong to the backend torch"),
+            (("--backend", "torch", "--quantize", "int8"), "int8 weights are for the backend cpu"),
+            (("--backend", "torch", "--state-dtype", "bfloat16"), "SSM states in 16 bits are for"),
+        ],
+    )
+    def test_refusals(self, capsys, options, message):
+        assert main(["generate", "x", *options]) == 2
+        assert message in capsys.readouterr().err
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+    def test_no_gpu(self):
+        with pytest.raises(UserError, match="torch finds no GPU here"):
+            load(backend="torch", device="cuda")
