@@ -30,6 +30,14 @@ def test_attention_visits_the_prior_and_half_of_the_step():
     assert flops == 2 * 2 * heads * head_dim * (pairs + tokens * prior)
 
 
+def test_a_reshape_costs_nothing():
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
+    pytest.importorskip("jax", reason="jax is not installed; it counts the graphs")
+    x = hlo_cost.tracer()((64, 32), torch.float32)
+    plain, reshaped = (hlo_cost.count(hlo_cost.hlo_proto([y])) for y in (x + 1, (x.view(32, 64) + 1).view(2048)))
+    assert reshaped.bytes_accessed == plain.bytes_accessed
+
+
 def test_a_graph_with_kernels_is_counted_and_compiled():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
     pytest.importorskip("jax", reason="jax is not installed; it counts the graphs")

@@ -24,6 +24,7 @@ from granite4_neuron.model.snapshot import (
     padded_keys_and_values,
 )
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.interface import (
     Ability,
@@ -45,7 +46,8 @@ class GraphRuntime(BoundModel, ABC):
     """The `Runtime` of a device that runs compiled graphs. Subclasses say how a graph is compiled and run.
 
     Args:
-        model: bound to its operators, on the device.
+        model: with weights, which are copied to the device; it is not changed.
+        operators: that it computes with.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
             one, a longer one is cut.
@@ -60,12 +62,13 @@ class GraphRuntime(BoundModel, ABC):
     def __init__(
         self,
         model: GraniteMoeHybridForCausalLM,
+        operators: Operators,
         generation_config: GenerationConfig,
         prefill_buckets: Sequence[int],
         device: torch.device,
     ):
-        self.model, self.device = model, device
-        self.fingerprint = fingerprint(model.named_weights(), model.dtype, model.config, model.kernel_layout)
+        self.model, self.device = model.bind(operators, device), device
+        self.fingerprint = fingerprint(model.named_weights(), model.dtype, model.config, self.model.kernel_layout)
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
 

@@ -29,7 +29,7 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import (
 from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
-from granite4_neuron.ops.xla import XLA, write_cache_as
+from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.runtime.cuda_graph import CudaGraph
 from granite4_neuron.runtime.graphs import (
     PREFILL_BUCKETS,
@@ -101,9 +101,9 @@ class TorchRuntime(GraphRuntime):
         check_choice("graphs", graphs, GRAPHS)
         check_choice("kv_write", kv_write, KV_WRITES)
         where = find_device(device)
-        operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
-        bound = model.bind(replace(operators, write_cache=write_cache_as(kv_write)), where)
-        super().__init__(bound, generation_config, prefill_buckets, where)
+        operators = select_operators(LOOPS, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        operators = replace(operators, write_cache=write_cache_as(kv_write))
+        super().__init__(model, operators, generation_config, prefill_buckets, where)
         self.num_compilations = 0
         self._graph_per_layer = graphs == "layer"
         self._captures = where.type == "cuda"

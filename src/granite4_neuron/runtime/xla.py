@@ -50,7 +50,7 @@ class XLARuntime(GraphRuntime):
             raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
         device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
-        super().__init__(model.bind(operators, device), generation_config, prefill_buckets, device)
+        super().__init__(model, operators, generation_config, prefill_buckets, device)
         torch_xla.sync()
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:

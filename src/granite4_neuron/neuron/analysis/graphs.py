@@ -292,12 +292,12 @@ class _Tracing:
         return replace(self.state, layers=layers)
 
     def _ids(self) -> torch.Tensor:
-        return self.placeholder((self.rows, self.tokens), torch.int64)
+        return self.placeholder((self.rows, self.tokens), torch.int32)
 
     def _where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return positions, lengths, slots."""
-        slots = self.placeholder((self.rows,), torch.int64) if self.kind == _PREFILL else None
-        return self._ids(), self.placeholder((self.rows,), torch.int64), slots
+        slots = self.placeholder((self.rows,), torch.int32) if self.kind == _PREFILL else None
+        return self._ids(), self.placeholder((self.rows,), torch.int32), slots
 
     def _hidden_states(self) -> torch.Tensor:
         return self.placeholder((self.rows, self.tokens, self.model.config.hidden_size), self.dtype)

@@ -3,6 +3,8 @@
 What has no form of its own here is the plain definition.
 """
 
+from dataclasses import replace
+
 from granite4_neuron.ops.operators import Operators
 from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
@@ -15,7 +17,8 @@ XLA = Operators(
     cached_attention=cached_attention,
     mamba_prefill=CHUNKED,
     mamba_quadratic=QUADRATIC,
-    mamba_decode=SINGLE_TOKEN,
 )
+# For compilers that make one loop of several element-wise operations, and do not update operands of products in place.
+LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
 
-__all__ = ["XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]
+__all__ = ["LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

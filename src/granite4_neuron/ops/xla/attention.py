@@ -26,10 +26,11 @@ def cached_attention(
     block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
-        attention.add(*(slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache)), start)
-        if slots is None:
-            attention.query = _once_known(attention.total, attention.query)
-        else:
+        keys, values = (slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache))
+        if start and slots is None:
+            keys, values = (_once_known(attention.total, each) for each in (keys, values))
+        attention.add(keys, values, start)
+        if slots is not None:
             slots = _once_known(attention.total, slots)
     return attention.output()
 

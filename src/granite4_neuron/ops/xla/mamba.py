@@ -58,17 +58,20 @@ def mamba_chunk_scan(
     decay = torch.exp(segment_sum(log_decay))  # [heads, from, to]
 
     dt_x = x_chunks.view(heads, head_dim, chunk_size) * dt_chunks.view(heads, 1, chunk_size)
-    added = (dt_x * to_end).view(groups, -1, chunk_size) @ B_chunks  # [groups, heads of a group * head_dim, d_state]
+    added = torch.bmm(
+        (dt_x * to_end).view(groups, -1, chunk_size), B_chunks
+    )  # [groups, heads of a group * head_dim, d_state]
     before, states = _pass_on(
         initial_states.float(),
         added.view(rows, num_heads, head_dim * d_state),
         log_decay.sum(-1).view(rows, num_heads),
     )
 
-    causal_scores = (B_chunks @ C_chunks).triu()  # [groups, from, to], once for all heads of a group
+    causal_scores = torch.bmm(B_chunks, C_chunks).triu()  # [groups, from, to], once for all heads of a group
     weights = causal_scores[:, None] * decay.view(groups, -1, chunk_size, chunk_size)
-    within = dt_x @ weights.view(heads, chunk_size, chunk_size)
-    y = (before.reshape(groups, -1, d_state) @ C_chunks).view(heads, head_dim, chunk_size) * from_start + within
+    within = torch.bmm(dt_x, weights.view(heads, chunk_size, chunk_size))
+    from_before = torch.bmm(before.reshape(groups, -1, d_state), C_chunks).view(heads, head_dim, chunk_size)
+    y = from_before * from_start + within
     y = y.view(rows, num_heads * head_dim, chunk_size).transpose(1, 2).reshape(batch, -1, num_heads, head_dim)
     return (y[:, :length] + x.float() * D.float()[:, None]).to(x.dtype), states.view(initial_states.shape)
 
@@ -122,7 +125,7 @@ def _pass_on_in_a_row(
     # [num_heads, from, to]: from the initial state or a chunk, to before a chunk or after the last one.
     decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).triu()
     parts = torch.cat([initial_state[None], added]).transpose(0, 1)
-    passed = decay.transpose(1, 2) @ parts  # [num_heads, chunks + 1, head_dim * d_state]
+    passed = torch.bmm(decay.transpose(1, 2), parts)  # [num_heads, chunks + 1, head_dim * d_state]
     return passed[:, :-1].transpose(0, 1), passed[:, -1]
 
 

@@ -132,7 +132,7 @@ class _Weights:
     def first_of_all(self, x: torch.Tensor) -> torch.Tensor:
         """Compute silu(gate) * up of [rows, hidden_size], which all experts share."""
         if self.input_first:
-            return silu_and_mul(x.expand(self.num_experts, -1, -1) @ self.w1)
+            return silu_and_mul(torch.bmm(x.expand(self.num_experts, -1, -1), self.w1))
         activated = F.linear(x, self.w1.flatten(0, 1)).unflatten(1, (self.num_experts, -1))
         return silu_and_mul(activated).transpose(0, 1)
 
@@ -196,7 +196,7 @@ def _sum_of_choices(
     row_tokens = tokens.new_full((rows,), nobody).index_put((at,), tokens.flatten())
     y = weights.second(weights.first(x.index_select(0, row_tokens).view(weights.num_experts, capacity, -1)))
     chosen = y.flatten(0, 1).index_select(0, at).view(nobody, -1, y.shape[-1])
-    return (topk_weights.to(y.dtype)[:, None] @ chosen)[:, 0]
+    return torch.bmm(topk_weights.to(y.dtype)[:, None], chosen)[:, 0]
 
 
 @dataclass(frozen=True)
