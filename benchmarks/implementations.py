@@ -79,6 +79,7 @@ class Ours:
             self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **places)
         else:
             self._runtime = cpu_runtime(folder, options)
+        if options.backend != "nxdi":
             self.weight_bytes = self._runtime.weight_bytes
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
@@ -97,18 +98,19 @@ class Ours:
 class Transformers:
     """transformers' model, one cached forward pass per step."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str):
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self.weight_bytes = self._model.get_memory_footprint(return_buffers=False)
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """See `Ours.run`."""
         times, started = [], time.perf_counter()
-        tokens, cache = torch.tensor(prompts), None
+        tokens, cache = torch.tensor(prompts, device=self._model.device), None
         for _ in range(output_length):
             output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            tokens.tolist()  # waits for a device
             times.append(time.perf_counter() - started)
         return times
 
@@ -176,7 +178,7 @@ def _serve(
         if name == MACHINE:
             implementation = Machine(dtype)
         elif name == TRANSFORMERS:
-            implementation = Transformers(folder, dtype)
+            implementation = Transformers(folder, dtype, options.device)
         elif name == LLAMA_CPP:
             implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads)
         else:
@@ -200,5 +202,11 @@ def _serve(
         except UserError as error:
             connection.send(error)
             return
-        peak = peak_memory_bytes(resource.RUSAGE_CHILDREN if name == LLAMA_CPP else resource.RUSAGE_SELF)
-        connection.send(Run(times, peak, implementation.weight_bytes))
+        connection.send(Run(times, _peak_bytes(name, options.device), implementation.weight_bytes))
+
+
+def _peak_bytes(name: str, device: str) -> int:
+    """Return the most memory that an implementation has held so far: of the GPU if it runs on one."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    return peak_memory_bytes(resource.RUSAGE_CHILDREN if name == LLAMA_CPP else resource.RUSAGE_SELF)

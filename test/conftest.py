@@ -31,6 +31,7 @@ ONCE = (
     "test/integration/test_serve_refusals.py",
     "test/integration/test_soak.py",
     "test/integration/test_tensor_parallel.py",
+    "test/integration/test_torch_device.py",
     "test/integration/test_tune.py",
     "test/unit/test_cache_budgets.py",
     "test/unit/test_cli",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
+from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
@@ -15,7 +16,10 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.torch_device import TorchRuntime
 from test.support.checkpoints import DENSE, small_config
+from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
 
 CUTS = [40, 1, 7, 1, 1, 30]
@@ -28,6 +32,12 @@ MODELS = {
     ),
     "untied dense": (2, dict(tie_word_embeddings=False, **DENSE)),
 }
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def run_rank(rank, degree, folder, port, results):
@@ -44,14 +54,43 @@ def run_rank(rank, degree, folder, port, results):
 def test_every_rank_has_the_whole_models_logits(tmp_path, degree, changes):
     model = random_model(small_config(**changes))
     save_model(model, tmp_path / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = (degree, tmp_path / "model", port, str(tmp_path))
+    arguments = (degree, tmp_path / "model", free_port(), str(tmp_path))
     torch.multiprocessing.start_processes(run_rank, args=arguments, nprocs=degree, start_method="spawn")
     expected = run_cuts(model, random_tokens(model.config.vocab_size, 2, sum(CUTS)), CUTS)
     for rank in range(degree):
         assert (torch.load(tmp_path / f"{rank}.pt") - expected).abs().max() <= 1e-5
+
+
+def run_graphs(rank, degree, folder, port, results, kind):
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    device = f"{kind}:{rank}" if kind == "cuda" else kind
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=degree)
+    model = load_model(folder, torch.float32, parallel=Parallel(rank, degree, torch.distributed.group.WORLD))
+    compiler = "aot_eager" if kind == "cpu" else None
+    runtime = TorchRuntime(model, GenerationConfig(), BUCKETS, device=device, compiler=compiler)
+    torch.save(run_steps(runtime, STEPS, 5, 200), f"{results}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no 2 GPUs")),
+    ],
+)
+def test_graphs_of_two_ranks_have_the_whole_models_logits(tmp_path, kind):
+    model = random_model(small_config(**FEW_LAYERS))
+    save_model(model, tmp_path / "model")
+    arguments = (2, tmp_path / "model", free_port(), str(tmp_path), kind)
+    torch.multiprocessing.start_processes(run_graphs, args=arguments, nprocs=2, start_method="spawn")
+    expected_logits = run_steps(CPURuntime(model, GenerationConfig()), STEPS, 5, 200)
+    for rank in range(2):
+        for expected, logits in zip(expected_logits, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            assert (logits - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", family_names())

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed
+import torch.distributed._functional_collectives as collectives
 from torch import nn
 
 from granite4_neuron.model.linear import Linear, Matrix
@@ -26,10 +27,10 @@ class Parallel:
     group: torch.distributed.ProcessGroup | None = None
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks; `partial` may be overwritten."""
-        if self.group is not None:
-            torch.distributed.all_reduce(partial, group=self.group)
-        return partial
+        """Return the sum over all ranks."""
+        if self.group is None:
+            return partial
+        return collectives.wait_tensor(collectives.all_reduce(partial, "sum", self.group))
 
     def all_reduce_together(self, *partials: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the sums of several tensors of one dtype, in one message."""
@@ -43,9 +44,8 @@ class Parallel:
         """Return all ranks' parts side by side on the last axis."""
         if self.group is None:
             return part
-        parts = [torch.empty_like(part) for _ in range(self.degree)]
-        torch.distributed.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        parts = collectives.wait_tensor(collectives.all_gather_tensor(part.flatten(), 0, self.group))
+        return torch.cat([each.view_as(part) for each in parts.view(self.degree, -1)], dim=-1)
 
 
 class RowParallelLinear(Linear):

@@ -74,7 +74,7 @@ def fused_experts(
     """
     arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
     if all(isinstance(weight, torch.Tensor) and _rows_are_aligned(weight) for weight in (w1, w2)):
-        return _experts_by_group(*arguments)
+        return experts_by_group(*arguments)
     return _experts_one_by_one(*arguments)
 
 
@@ -97,7 +97,7 @@ def _rows_are_aligned(weights):
     return weights.shape[2] * weights.dtype.itemsize % 16 == 0
 
 
-def _experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
+def experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
     """Sort tokens by expert and multiply group by group: only the weights of chosen experts are read."""
     tokens, top_k = topk_ids.shape
     flat_ids = topk_ids.reshape(-1)

@@ -37,6 +37,12 @@ class BoundModel:
         return self.model.is_quantized
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, as they are held in memory."""
+        weights = [weight for _, weight in self.model.named_weights()]
+        return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
+
+    @property
     def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
         return self.model.operators.fallbacks

@@ -79,12 +79,6 @@ class CPURuntime(BoundModel):
         )
         self.model = model.bind(replace(operators, launch_parameters=launch_parameters))
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights, as they are held in memory."""
-        weights = [weight for _, weight in self.model.named_weights()]
-        return sum(each.nbytes if isinstance(each, torch.Tensor) else each.num_bytes for each in weights)
-
     @cached_property
     def fingerprint(self) -> str:
         return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)

@@ -1,4 +1,4 @@
-"""A captured sequence of kernels on a GPU, which is launched as one."""
+"""A captured sequence of kernels on a GPU, which is launched as one; and copies to the host."""
 
 from __future__ import annotations
 
@@ -6,34 +6,51 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 
 class CudaGraph:
     """A function of tensors that is captured once and replayed with other values in them.
 
     Args:
-        function: returns tensors, in any nesting of lists and tuples. Tensors that are not its arguments have to stay
-            where they are.
-        inputs: on the GPU, with values for which `function` may be run without harm: it is run a few times.
+        function: of all inputs. Tensors that are not among them have to stay where they are.
+        inputs: on the host or on the GPU, and in replays at the same places; those on the host have one dtype. Their
+            values are such that `function` may be run without harm: it is run a few times.
+        device: the GPU.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]):
-        self._inputs = [tensor.clone() for tensor in inputs]
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device):
+        # Those on the host are parts of one tensor, so that one copy brings them.
+        on_host = [tensor for tensor in inputs if tensor.device.type == "cpu"]
+        self._from_host = torch.cat([tensor.flatten() for tensor in on_host]).to(device)
+        parts = iter(self._from_host.split([tensor.numel() for tensor in on_host]))
+        self._inputs = [
+            next(parts).view(tensor.shape) if tensor.device.type == "cpu" else tensor.clone() for tensor in inputs
+        ]
         # What runs for the first time compiles or chooses an algorithm, and neither can be captured.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 function(*self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._outputs = function(*self._inputs)
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Run with other inputs, which may be on the host; return copies of the outputs."""
+        """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed."""
+        on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
+        self._from_host.copy_(torch.cat(on_host).pin_memory(), non_blocking=True)
         for ours, given in zip(self._inputs, inputs, strict=True):
-            ours.copy_(given, non_blocking=True)
+            if given.device.type != "cpu":
+                ours.copy_(given)
         self._graph.replay()
-        return tree_map_only(torch.Tensor, torch.clone, self._outputs)
+        return self._outputs
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor from a GPU, through memory that is faster for that, and wait for it."""
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copied

@@ -137,7 +137,7 @@ class GraphRuntime(BoundModel, ABC):
     def _run(
         self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
-        """Run a graph of `model.forward`; return its logits on the device.
+        """Run a graph of `model.forward`; return its logits, on the device or the host.
 
         Its shapes depend on the number of rows and tokens and on the cache's bucket only.
 
@@ -148,7 +148,7 @@ class GraphRuntime(BoundModel, ABC):
 
     @abstractmethod
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        """Run a graph of `model.verify` of all sequences; return its results on the device."""
+        """Run a graph of `model.verify` of all sequences; return its logits, on the device or the host, and inputs."""
 
     @abstractmethod
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:

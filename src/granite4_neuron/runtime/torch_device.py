@@ -29,8 +29,8 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import (
 from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
-from granite4_neuron.ops.xla import LOOPS, write_cache_as
-from granite4_neuron.runtime.cuda_graph import CudaGraph
+from granite4_neuron.ops.xla import GPU, LOOPS, write_cache_as
+from granite4_neuron.runtime.cuda_graph import CudaGraph, to_host
 from granite4_neuron.runtime.graphs import (
     PREFILL_BUCKETS,
     VERIFY_BUCKETS,
@@ -101,7 +101,8 @@ class TorchRuntime(GraphRuntime):
         check_choice("graphs", graphs, GRAPHS)
         check_choice("kv_write", kv_write, KV_WRITES)
         where = find_device(device)
-        operators = select_operators(LOOPS, model.config, model.parallel.degree, prefill_scan, decode_kernel)
+        base = GPU if where.type == "cuda" else LOOPS
+        operators = select_operators(base, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets, where)
         self.num_compilations = 0
@@ -159,11 +160,13 @@ class TorchRuntime(GraphRuntime):
         form = Form(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
         slot = None if in_order or form.looks_up else int(inputs[3])
         logits, _ = self._execute(run_step, state, form, inputs, _tensors(state, slot))
-        return logits
+        return self._to_host(logits)
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         form = Form(kv_length, in_order=True, all_logits=True, verifies=True)
-        return self._execute(run_step, state, form, inputs, _tensors(state))
+        logits, kept_inputs = self._execute(run_step, state, form, inputs, _tensors(state))
+        # A verification outlives the next step, and the outputs of a captured graph do not.
+        return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
         self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), _tensors(state))
@@ -196,8 +199,11 @@ class TorchRuntime(GraphRuntime):
             # Rows without tokens, so that trying and capturing change nothing.
             lengths = 2 if function is run_step else 1
             idle = [torch.zeros_like(each) if at == lengths else each for at, each in enumerate(inputs)]
-            captured[key] = CudaGraph(run, [tensor.to(self.device) for tensor in idle])
+            captured[key] = CudaGraph(run, idle, self.device)
         return captured[key].replay(inputs)
+
+    def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
+        return to_host(logits) if self._captures else logits.cpu()
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a graph, which is compiled if there is none yet for such arguments."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from granite4_neuron.ops.causal_conv1d import depthwise_convolution
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 
 # Tokens that are scanned at once: the number of partitions that Trainium's engines work on.
@@ -164,6 +165,14 @@ def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
     return y.to(x.dtype)[:, None], new_state.view(ssm_state.shape)
 
 
+def _single_token_convolution(x, conv_state, weight, bias, lengths) -> Results:
+    """Compute `causal_conv1d` of one token: its window is the next one, or as it was where the token is padding."""
+    inputs = torch.cat([conv_state.transpose(1, 2), x], dim=1)
+    y = F.silu(depthwise_convolution(inputs, weight, bias))
+    window = inputs[:, 1:].where((lengths > 0)[:, None, None], inputs[:, :-1])
+    return y, window.transpose(1, 2)
+
+
 CHUNKED = MambaKernels(_chunked)
 QUADRATIC = MambaKernels(_quadratic)
-SINGLE_TOKEN = MambaKernels(_single_token)
+SINGLE_TOKEN = MambaKernels(_single_token, _single_token_convolution)
