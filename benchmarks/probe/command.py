@@ -25,7 +25,7 @@ from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
 from granite4_neuron.choices import DEVICES, KV_WRITES
 from granite4_neuron.commands.options import check_folder_of, write_json
-from granite4_neuron.config import family_names
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
 
 # Seconds. A compiler for a device may take minutes for a graph.
@@ -79,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
         "--models",
         nargs="+",
         default=[],
-        choices=family_names(),
         metavar="NAME",
         help="also run benchmark_latency.py with random weights of these sizes, for example h-350m",
     )
@@ -100,6 +99,8 @@ def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = 
         module: of a program that calls this function with the same steps.
     """
     options = parser().parse_args(arguments)
+    for name in options.models:
+        GraniteMoeHybridConfig.from_family(name)  # if there is such a model
     steps = (*steps, *(Step("benchmarks.probe.models:latency", _BENCHMARK, (name,)) for name in options.models))
     if options.step is not None:
         named = {step.name: step for step in steps}

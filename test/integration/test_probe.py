@@ -90,6 +90,7 @@ class TestProcesses:
         ("options", "message"),
         [
             (("--step", "nothing"), "step is 'nothing'; it must be one of device versions, states alias,"),
+            (("--models", "h-350m", "h-none"), "h-none"),
             (("--out", "no/such/folder/probe.json"), "cannot be written: there is no such folder"),
         ],
     )
