@@ -11,6 +11,7 @@ pytest.importorskip("httpx", reason="httpx is not installed; benchmark_serving.p
 
 import benchmark_serving
 from benchmarks import latency_options
+from benchmarks.probe.command import parser as probe_parser
 from granite4_neuron import UserError, cli
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,7 @@ PARSERS = {
     "granite4-neuron": cli.parser,
     "benchmark_latency.py": lambda: latency_options.parser(""),
     "benchmark_serving.py": benchmark_serving._parser,
+    "benchmarks.probe": probe_parser,
 }
 VARIABLE = "$WHERE"  # holds several options
 

@@ -41,7 +41,7 @@ from granite4_neuron.runtime.graphs import (
 )
 from granite4_neuron.runtime.interface import Row
 
-_COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
+COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 # How a function of `run_step` or `run_advance` is called: as a graph, or as a part of one.
@@ -109,7 +109,7 @@ class TorchRuntime(GraphRuntime):
         self._graph_per_layer = graphs == "layer"
         self._captures = where.type == "cuda"
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
-        self._compiler = torch._dynamo.lookup_backend(compiler or _COMPILERS[where.type])
+        self._compiler = torch._dynamo.lookup_backend(compiler or COMPILERS[where.type])
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
         self._memories: list[_Memory] = []

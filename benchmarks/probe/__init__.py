@@ -1,0 +1,1 @@
+"""A first look at a PyTorch device: what runs on it and is right. See docs/first-device-run.md."""

@@ -1,0 +1,5 @@
+import sys
+
+from benchmarks.probe.command import main
+
+sys.exit(main())

@@ -1,0 +1,146 @@
+"""Tries this project's parts on a PyTorch device, from small to large, and writes what it finds to one file.
+
+    python -m benchmarks.probe --device neuron --out probe.json
+
+Each step runs in a process of its own with a time limit; after one that fails, crashes or hangs the others run all the
+same. --step runs a single one in this process, where all that it prints can be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.errors import reports_errors
+from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
+from granite4_neuron.choices import DEVICES, KV_WRITES
+from granite4_neuron.commands.options import check_folder_of, write_json
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import check_choice
+
+# Seconds. A compiler for a device may take minutes for a graph.
+_GRAPH, _GRAPHS, _BENCHMARK = 600, 3600, 4 * 3600
+_OPERATORS = (
+    ("embedding",),
+    ("linear",),
+    ("rms_norm",),
+    ("rms_norm_gated",),
+    ("residual_add",),
+    ("mlp",),
+    ("router_logits",),
+    ("topk_softmax",),
+    ("fused_experts", "chosen"),
+    ("fused_experts", "all"),
+    ("fused_experts", "blocks"),
+    ("rotary",),
+    ("cached_attention", "in_order"),
+    ("cached_attention", "by_slot"),
+    ("convolution",),
+    ("mamba_prefill", "chunked"),
+    ("mamba_prefill", "quadratic"),
+    ("mamba_decode",),
+    ("logits",),
+)
+
+STEPS = (
+    Step("benchmarks.probe.device:versions", 120),
+    Step("benchmarks.probe.states:alias", _GRAPH),
+    *(Step("benchmarks.probe.states:kv_write", _GRAPHS, (form,)) for form in KV_WRITES),
+    Step("benchmarks.probe.states:leading_view", _GRAPH),
+    *(Step(f"benchmarks.probe.operators:{name}", _GRAPH, tuple(case)) for name, *case in _OPERATORS),
+    *(Step("benchmarks.probe.models:layer", _GRAPHS, (kind,)) for kind in ("mamba", "attention", "experts")),
+    Step("benchmarks.probe.models:text", _GRAPHS),
+    Step("benchmarks.probe.models:warm_up", _GRAPHS),
+    *(Step("benchmarks.probe.models:bucket", _GRAPHS, (tokens,)) for tokens in ("128", "512", "2048")),
+    Step("benchmarks.probe.models:verification", _GRAPHS),
+    Step("benchmarks.probe.models:fallbacks", _GRAPHS),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=DEVICES, required=True)
+    parser.add_argument("--compiler", metavar="NAME", help="a backend of torch.compile (default: the device's)")
+    parser.add_argument("--out", type=Path, default=Path("probe.json"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="also run benchmark_latency.py with random weights of these sizes, for example h-350m",
+    )
+    parser.add_argument("--step", metavar="NAME", help="run this step only, in this process, and write no file")
+    return parser
+
+
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the probe; return 0 if all was as it should be, and 1 otherwise."""
+    return probe(STEPS, "benchmarks.probe", arguments)
+
+
+def probe(steps: Sequence[Step], module: str, arguments: Sequence[str] | None = None) -> int:
+    """Do as `main`, with other steps.
+
+    Args:
+        module: of a program that calls this function with the same steps.
+    """
+    options = parser().parse_args(arguments)
+    for name in options.models:
+        GraniteMoeHybridConfig.from_family(name)  # if there is such a model
+    steps = (*steps, *(Step("benchmarks.probe.models:latency", _BENCHMARK, (name,)) for name in options.models))
+    if options.step is not None:
+        named = {step.name: step for step in steps}
+        check_choice("step", options.step, named)
+        run_here(named[options.step], Place(options.device, options.compiler))
+        return 0
+    check_folder_of(options.out)
+    records: list[Record] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(steps))
+        for step in steps:
+            progress.update(task, description=step.name)
+            records.append(run_apart(step, _command(step, options, module)))
+            progress.advance(task)
+            _write(records, options)  # now: there may be no later
+    _print(records)
+    return 0 if all(record.result == OK for record in records) else 1
+
+
+def _command(step: Step, options: argparse.Namespace, module: str) -> list[str]:
+    command = [sys.executable, "-m", module, "--step", step.name, "--device", options.device]
+    command += ["--models", *options.models] if options.models else []
+    return command + (["--compiler", options.compiler] if options.compiler else [])
+
+
+def _write(records: Sequence[Record], options: argparse.Namespace) -> None:
+    record = {
+        "device": options.device,
+        "compiler": options.compiler or "the device's",
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "steps": [dataclasses.asdict(record) for record in records],
+    }
+    write_json(options.out, json.dumps(record, indent=2) + "\n")
+
+
+def _print(records: Sequence[Record]) -> None:
+    table = Table("step", "result", expand=True)
+    table.add_column("seconds", justify="right")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    for record in records:
+        style = None if record.result == OK else "bold red"
+        table.add_row(record.name, record.result, f"{record.seconds:.1f}", escape(record.message), style=style)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)

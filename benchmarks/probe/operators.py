@@ -1,0 +1,151 @@
+"""Each operator of compiled graphs, beside its definition in plain torch, in float32 at the widths of h-350m."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.probe.device import compare
+from benchmarks.probe.process import Finding, Place
+from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
+from granite4_neuron.ops.causal_conv1d import causal_conv1d
+from granite4_neuron.ops.xla import XLA, expert_path
+
+_HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
+_HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
+_MAMBA_HEADS, _MAMBA_HEAD_DIM, _D_STATE, _CHANNELS, _D_CONV = 48, 32, 128, 1792, 4
+_EPS = 1e-5
+_TOKENS = (1, 128)  # of a step of decode, and of a prompt
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _weight(*shape: int) -> torch.Tensor:
+    """Return a matrix that keeps the scale of what it multiplies."""
+    return _randn(*shape) / shape[-1] ** 0.5
+
+
+def _int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def embedding(place: Place) -> Iterator[Finding]:
+    for tokens in _TOKENS:
+        ids = torch.randint(_VOCAB, (1, tokens), dtype=torch.int32)
+        yield compare(place, f"{tokens} tokens", XLA.embedding, TORCH.embedding, ids, _weight(_VOCAB, _HIDDEN))
+
+
+def linear(place: Place) -> Iterator[Finding]:
+    for tokens in _TOKENS:
+        weight = _weight(_WIDTH, _HIDDEN)
+        yield compare(place, f"{tokens} tokens", XLA.linear, TORCH.linear, _randn(1, tokens, _HIDDEN), weight)
+
+
+def rms_norm(place: Place) -> Iterator[Finding]:
+    arguments = _randn(1, 128, _HIDDEN), _randn(_HIDDEN), _EPS
+    yield compare(place, "128 tokens", XLA.rms_norm, TORCH.rms_norm, *arguments)
+
+
+def rms_norm_gated(place: Place) -> Iterator[Finding]:
+    x, z = (_randn(1, 128, 2 * _HIDDEN) for _ in range(2))
+    for groups in (1, 2):
+        arguments = x, z, _randn(2 * _HIDDEN), _EPS, groups
+        yield compare(place, f"{groups} groups", XLA.rms_norm_gated, TORCH.rms_norm_gated, *arguments)
+
+
+def residual_add(place: Place) -> Iterator[Finding]:
+    arguments = _randn(1, 128, _HIDDEN), _randn(1, 128, _HIDDEN), 0.246
+    yield compare(place, "128 tokens", XLA.residual_add, TORCH.residual_add, *arguments)
+
+
+def mlp(place: Place) -> Iterator[Finding]:
+    for tokens in _TOKENS:
+        arguments = _randn(1, tokens, _HIDDEN), _weight(2 * _WIDTH, _HIDDEN), _weight(_HIDDEN, _WIDTH)
+        yield compare(place, f"{tokens} tokens", XLA.mlp, TORCH.mlp, *arguments)
+
+
+def router_logits(place: Place) -> Iterator[Finding]:
+    arguments = _randn(128, _HIDDEN), _weight(_EXPERTS, _HIDDEN)
+    yield compare(place, "128 tokens", XLA.router_logits, TORCH.router_logits, *arguments)
+
+
+def topk_softmax(place: Place) -> Iterator[Finding]:
+    for tokens in _TOKENS:
+        yield compare(place, f"{tokens} tokens", XLA.topk_softmax, TORCH.topk_softmax, _randn(tokens, _EXPERTS), _TOP_K)
+
+
+def fused_experts(place: Place, path: str) -> Iterator[Finding]:
+    tokens = {"chosen": 2, "all": 8, "blocks": 128}[path]
+    assert expert_path(tokens, _TOP_K, _EXPERTS).name == path
+    weights = _weight(_EXPERTS, 512, _HIDDEN), _weight(_EXPERTS, _HIDDEN, 256)
+    chosen, experts = TORCH.topk_softmax(_randn(tokens, _EXPERTS), _TOP_K)
+    arguments = _randn(tokens, _HIDDEN), *weights, chosen, experts.int()
+    yield compare(place, f"{tokens} tokens", XLA.fused_experts, TORCH.fused_experts, *arguments)
+
+
+def rotary(place: Place) -> Iterator[Finding]:
+    def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return apply_rotary(x, rotary_tables(positions, _HEAD_DIM, 10000.0))
+
+    for tokens in _TOKENS:
+        positions = torch.arange(500, 500 + tokens, dtype=torch.int32)[None]
+        yield compare(place, f"{tokens} tokens", rotated, rotated, _randn(1, tokens, _HEADS, _HEAD_DIM), positions)
+
+
+def cached_attention(place: Place, rows: str) -> Iterator[Finding]:
+    """One token of each of 4 sequences, of which one idles; or 128 tokens, 100 of them real, of one that has begun."""
+    if rows == "in_order":
+        tokens, slots, lengths, kv_lengths = 1, None, _int32(1, 1, 0, 1), (2048,)
+        positions = _int32(0, 70, 90, 1500)[:, None]
+    else:
+        tokens, slots, lengths, kv_lengths = 128, _int32(3), _int32(100), (1024, 2048)
+        positions = torch.arange(200, 328, dtype=torch.int32)[None]
+    cache = [_randn(5, _KV_HEADS, 2048, _HEAD_DIM) for _ in range(2)]
+    query = _randn(len(lengths), tokens, _HEADS, _HEAD_DIM)
+    for kv_length in kv_lengths:
+        arguments = query, *cache, positions, lengths, slots, 0.125, kv_length
+        what = f"{tokens} tokens, cache of {kv_length}"
+        yield compare(place, what, XLA.cached_attention, TORCH.cached_attention, *arguments)
+
+
+def convolution(place: Place) -> Iterator[Finding]:
+    for tokens, length in zip(_TOKENS, (1, 100), strict=True):
+        weights = _weight(_CHANNELS, _D_CONV), _randn(_CHANNELS)
+        arguments = _randn(1, tokens, _CHANNELS), _randn(1, _CHANNELS, _D_CONV - 1), *weights, _int32(length)
+        yield compare(place, f"{tokens} tokens", XLA.mamba_prefill.convolve, causal_conv1d, *arguments)
+
+
+def _scan_arguments(batch: int, tokens: int) -> tuple:
+    """Return the arguments of a scan from a state on; the last tokens are padding."""
+    dt = _randn(batch, tokens, _MAMBA_HEADS).sigmoid()
+    dt[:, 100:] = 0.0
+    return (
+        _randn(batch, tokens, _MAMBA_HEADS, _MAMBA_HEAD_DIM),
+        dt,
+        -torch.linspace(1, 16, _MAMBA_HEADS),
+        *(_randn(batch, tokens, 1, _D_STATE) for _ in range(2)),
+        _randn(_MAMBA_HEADS),
+        _randn(batch, _MAMBA_HEADS, _MAMBA_HEAD_DIM, _D_STATE),
+        256,
+    )
+
+
+def mamba_prefill(place: Place, scan: str) -> Iterator[Finding]:
+    field = {"chunked": "mamba_prefill", "quadratic": "mamba_quadratic"}[scan]
+    ours, definition = (getattr(operators, field).scan for operators in (XLA, TORCH))
+    for tokens in (128, 256):  # one chunk, and two
+        yield compare(place, f"{tokens} tokens", ours, definition, *_scan_arguments(1, tokens))
+
+
+def mamba_decode(place: Place) -> Iterator[Finding]:
+    for batch in (1, 4):
+        arguments = _scan_arguments(batch, 1)
+        yield compare(place, f"{batch} sequences", XLA.mamba_decode.scan, TORCH.mamba_decode.scan, *arguments)
+
+
+def logits(place: Place) -> Iterator[Finding]:
+    arguments = _randn(4, _HIDDEN), _weight(_VOCAB, _HIDDEN), 3.0
+    yield compare(place, "4 rows", XLA.logits, TORCH.logits, *arguments)
