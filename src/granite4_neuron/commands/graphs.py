@@ -39,17 +39,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     graph = commands.add_parser(
         "graphs",
         help="what the compiled graphs of a model cost",
-        description="Trace one rank's graphs with torch_xla, without weights, and count them with XLA's cost analysis "
-        "before optimisation, beside the least that a step can cost. Temporaries are those of one layer of each kind, "
+        description="Trace one rank's graphs, without weights, and count them with XLA's cost analysis before "
+        "optimisation, beside the least that a step can cost. Temporaries are those of one layer of each kind, "
         "compiled for the CPU, which in bfloat16 include float32 copies of weights. What the compiler for Trainium is "
         "known to handle badly is listed below the table.",
     )
     add_model(graph, family=True)
     graph.add_argument(
         "--backend",
-        choices=("xla", "nxdi"),
+        choices=("xla", "torch", "nxdi"),
         default="xla",
-        help="nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
+        help="xla traces with torch_xla; torch compiles with torch.compile and lowers with torch-mlir, as TorchNeuron "
+        "does; nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
         f"which {' and '.join(SOURCES)} name (default: xla)",
     )
     add_arithmetic(graph)
@@ -110,12 +111,16 @@ def _reports(
         state_dtype=COMPILED_STATE_DTYPES[0],
     )
     kernels = {name: getattr(options, name) for name in defaults}
-    if options.backend == "xla":
+    if options.backend != "nxdi":
         if kernels != defaults:
             raise UserError(
                 "--prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi here."
             )
-        return graphs.report(config, dtype, *sizes, options.verify)
+        if options.backend == "xla":
+            return graphs.report(config, dtype, *sizes, options.verify)
+        from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
+
+        return graphs.report(config, dtype, *sizes, options.verify, trace_torch)
     reason = why_not_importable()
     if reason:
         raise UserError(f"--backend nxdi: {reason}.")

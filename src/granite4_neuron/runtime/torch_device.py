@@ -223,9 +223,7 @@ class TorchRuntime(GraphRuntime):
             self.num_compilations += 1
             return self._compiler(graph, inputs)
 
-        # torch.compile keeps its graphs, and tries them one after another, by code object.
-        own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
+        return compile_apart(function, compiler)
 
 
 @dataclass
@@ -266,6 +264,13 @@ def find_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"there is no device {name} here ({str(error).splitlines()[0]}).") from None
     return torch.device(name)
+
+
+def compile_apart(function: FunctionType, compiler: Compiler) -> Callable[..., Any]:
+    """Return a function of a module as a graph that shares nothing with others of the same function."""
+    # torch.compile keeps its graphs, and tries them one after another, by code object.
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
 
 
 def run_step(

@@ -34,7 +34,7 @@ from granite4_neuron.ops.xla import XLA
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
 COMPONENTS = (MAMBA, ATTENTION, EXPERTS, SHARED_MLP, EMBEDDING, HEAD, REST)
 
-_PREFILL, _DECODE, _VERIFY, _COMMIT = "prefill", "decode", "verify", "commit"
+PREFILL, DECODE, VERIFY, COMMIT = "prefill", "decode", "verify", "commit"
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,26 @@ class GraphReport:
         return self.cost.bytes_accessed / self.minimum.bytes_accessed
 
 
+def trace_xla(
+    kind: str,
+    tokens: int,
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    tp_degree: int,
+    num_sequences: int,
+    max_length: int,
+) -> Traced:
+    """Trace a graph of `runtime.xla.XLARuntime`.
+
+    Args:
+        kind: "prefill", "decode", "verify" or "commit".
+        tokens: of each row.
+        config, dtype: of a model that is traced whole.
+        tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
+    """
+    return _Tracing(kind, tokens, config, dtype, tp_degree, num_sequences, max_length).traced()
+
+
 def report(
     config: GraniteMoeHybridConfig,
     dtype: torch.dtype,
@@ -102,8 +122,9 @@ def report(
     buckets: Sequence[int],
     max_length: int,
     verified_tokens: int | None = None,
+    trace_graph: Callable[..., Traced] = trace_xla,
 ) -> Iterator[GraphReport]:
-    """Report the graphs of `runtime.xla.XLARuntime`: prefill of one sequence per bucket, and decode of the whole batch.
+    """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
     With `verified_tokens` also verification of the whole batch and its commit, which is only the recurrences.
 
@@ -116,28 +137,29 @@ def report(
         buckets: tokens of the prefill graphs.
         max_length: of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
+        trace_graph: `trace_xla`, or another with its arguments.
 
     Raises:
-        ToolsMissing: torch_xla or jax is not installed.
+        ToolsMissing: what traces or counts the graphs is not installed.
         UserError: tp_degree does not divide the model.
     """
-    graphs = [(f"prefill {bucket}", _PREFILL, 1, bucket) for bucket in buckets]
-    graphs.append((f"decode, batch {batch_size}", _DECODE, batch_size, 1))
+    graphs = [(f"prefill {bucket}", PREFILL, 1, bucket) for bucket in buckets]
+    graphs.append((f"decode, batch {batch_size}", DECODE, batch_size, 1))
     if verified_tokens is not None:
-        graphs.append((f"verify {verified_tokens}, batch {batch_size}", _VERIFY, batch_size, verified_tokens))
+        graphs.append((f"verify {verified_tokens}, batch {batch_size}", VERIFY, batch_size, verified_tokens))
         if MAMBA in config.layer_types:
-            graphs.append((f"commit {verified_tokens}, batch {batch_size}", _COMMIT, batch_size, verified_tokens))
+            graphs.append((f"commit {verified_tokens}, batch {batch_size}", COMMIT, batch_size, verified_tokens))
     for name, kind, rows, tokens in graphs:
 
         def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return _Tracing(kind, tokens, layers, dtype, tp_degree, batch_size, max_length).traced()
+            return trace_graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length)
 
-        if kind == _COMMIT:
+        if kind == COMMIT:
             least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
         else:
-            context = 0 if kind == _PREFILL else max_length - tokens
-            least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == _VERIFY)
+            context = 0 if kind == PREFILL else max_length - tokens
+            least = minimum(config, tp_degree, dtype, rows, tokens, context, verifies=kind == VERIFY)
         yield graph_report(name, config.layer_types, trace, least)
 
 
@@ -178,6 +200,8 @@ def graph_report(
 
 
 def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict[str, Cost]:
+    if not traced.components:
+        return {}
     times = {MAMBA: layer_types.count(MAMBA), ATTENTION: layer_types.count(ATTENTION), EMBEDDING: 1, HEAD: 1}
     costs = {
         name: count(traced.components[name]) * times.get(name, len(layer_types))
@@ -202,7 +226,7 @@ class _Tracing:
     ):
         self.placeholder = tracer()
         self.kind, self.dtype, self.max_length = kind, dtype, max_length
-        self.rows, self.tokens = 1 if kind == _PREFILL else num_sequences, tokens
+        self.rows, self.tokens = 1 if kind == PREFILL else num_sequences, tokens
         with torch.device("meta"):
             model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree))
             self.state = HybridState.allocate(
@@ -218,7 +242,7 @@ class _Tracing:
     def traced(self) -> Traced:
         state = self._new_state()
         before = {tensor: tensor.clone() for tensor in state.tensors()}
-        logits, kept_inputs = self._commit(state) if self.kind == _COMMIT else self._step(state)
+        logits, kept_inputs = self._commit(state) if self.kind == COMMIT else self._step(state)
         written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
         outputs = [*logits, *written, *kept_inputs]
         numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
@@ -232,7 +256,7 @@ class _Tracing:
 
     def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return logits, and the inputs kept for the commit."""
-        if self.kind != _VERIFY:
+        if self.kind != VERIFY:
             return [self.model(self._ids(), *self._where(), state)], []
         logits, kept_inputs = self.model.verify(self._ids(), *self._where(), state)
         return [logits], kept_inputs
@@ -249,8 +273,8 @@ class _Tracing:
         for kind, layer, layer_state in zip(
             config.layer_types, model.model.layers, self._new_state().layers, strict=True
         ):
-            step = step_of(*self._where(), self._new_state(), verifies=self.kind == _VERIFY)
-            if self.kind == _COMMIT:
+            step = step_of(*self._where(), self._new_state(), verifies=self.kind == VERIFY)
+            if self.kind == COMMIT:
                 if kind == MAMBA:
                     layer.mamba.advance(self._kept_input(), step, layer_state)
                     yield kind, list(vars(layer_state).values())
@@ -264,14 +288,14 @@ class _Tracing:
                 output = layer.self_attn(self._hidden_states(), step, layer_state, rotary)
             written = vars(layer_state).values() if self._is_written(layer_state) else ()
             yield kind, [output, *written, *kept_inputs]
-        if self.kind == _COMMIT:
+        if self.kind == COMMIT:
             return
         layer = model.model.layers[0]
         if layer.block_sparse_moe is not None:
             yield EXPERTS, [layer.block_sparse_moe(self._hidden_states())]
         yield SHARED_MLP, [layer.shared_mlp(self._hidden_states())]
         yield EMBEDDING, [model.model.embed_tokens(self._ids())]
-        judged = (self.rows, self.tokens) if self.kind == _VERIFY else (self.rows,)
+        judged = (self.rows, self.tokens) if self.kind == VERIFY else (self.rows,)
         yield HEAD, [model.head(self.placeholder((*judged, config.hidden_size), self.dtype))]
 
     def _kept_input(self) -> torch.Tensor:
@@ -280,9 +304,9 @@ class _Tracing:
         return self.placeholder((self.rows, self.tokens, sizes.mamba_conv_dim + sizes.mamba_heads), self.dtype)
 
     def _is_written(self, layer: MambaState | KeyValueState) -> bool:
-        if self.kind == _COMMIT:
+        if self.kind == COMMIT:
             return isinstance(layer, MambaState)
-        return self.kind != _VERIFY or isinstance(layer, KeyValueState)
+        return self.kind != VERIFY or isinstance(layer, KeyValueState)
 
     def _new_state(self) -> HybridState:
         layers = [
@@ -296,7 +320,7 @@ class _Tracing:
 
     def _where(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return positions, lengths, slots."""
-        slots = self.placeholder((self.rows,), torch.int32) if self.kind == _PREFILL else None
+        slots = self.placeholder((self.rows,), torch.int32) if self.kind == PREFILL else None
         return self._ids(), self.placeholder((self.rows,), torch.int32), slots
 
     def _hidden_states(self) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""Graphs of torch.compile on TorchNeuron's way to StableHLO: AOTAutograd keeps writes to inputs, torch-mlir lowers.
+
+Source: the design of TorchNeuron's backend, as far as it is known; TorchNeuron itself is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._dynamo.backends.common import aot_autograd
+
+from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
+
+aten = torch.ops.aten
+
+# Those of TorchNeuron's that the model's operators could meet. Its decomposition of split is not among them: a split
+# would become slices, and is to be seen.
+_DECOMPOSED = (
+    aten.unbind,
+    aten.embedding,
+    aten.index_add,
+    aten._unsafe_index,
+    aten._unsafe_index_put,
+    aten.silu,
+    aten.clamp_min,
+    aten.clamp_max,
+    aten.logsumexp,
+    aten.lerp,
+)
+
+# Folds what torch-mlir makes of arange, which is arithmetic in float64 and an iota of a computed length.
+_SIMPLIFICATION = "builtin.module(func.func(stablehlo-aggressive-simplification))"
+
+Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[torch.Tensor]]]
+
+
+def aot_backend(compile: Compile) -> Callable[..., Any]:
+    """Return a backend of torch.compile.
+
+    Args:
+        compile: returns a function that computes what a graph of ATen operators does. Each input that the graph writes
+            ends in a `copy_` to its placeholder.
+    """
+
+    def compile_boxed(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        compiled = compile(graph, inputs)
+
+        def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return compiled(*arguments)
+
+        run._boxed_call = True  # AOTAutograd gives such functions a list, which they may empty
+        return run
+
+    return aot_autograd(
+        fw_compiler=compile_boxed,
+        inference_compiler=compile_boxed,
+        decompositions=get_decompositions(_DECOMPOSED),
+        keep_inference_input_mutations=True,
+    )
+
+
+def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes of `graph` that copy a value to an input."""
+    calls = graph.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return [node for node in calls if node.args[0].op == "placeholder"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph in StableHLO.
+
+    text: of the module; its function `main` has the graph's inputs. Results are the new values of the inputs that the
+        graph writes, then the graph's outputs.
+    donated: the number of the result that takes the memory of an input, by the input's number.
+    """
+
+    text: str
+    donated: Mapping[int, int]
+
+
+def lower(graph: fx.GraphModule) -> Lowered:
+    """Lower a graph of `aot_backend`.
+
+    Raises:
+        ToolsMissing: torch-mlir is not installed.
+    """
+    try:
+        from torch_mlir.fx import stateless_fx_import
+        from torch_mlir.passmanager import PassManager
+    except ImportError:
+        raise ToolsMissing("graphs of PyTorch devices are lowered by torch-mlir, which is not installed.") from None
+    graph = deepcopy(graph)
+    inputs, writes = graph.graph.find_nodes(op="placeholder"), written_inputs(graph)
+    (output,) = graph.graph.find_nodes(op="output")
+    output.args = ((*(write.args[1] for write in writes), *output.args[0]),)
+    donated = {inputs.index(write.args[0]): number for number, write in enumerate(writes)}
+    for write in writes:
+        graph.graph.erase_node(write)
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))  # torch-mlir takes another for a copy between devices
+    module = stateless_fx_import(graph, output_type="stablehlo")
+    with module.context:
+        PassManager.parse(_SIMPLIFICATION).run(module.operation)
+    return Lowered(str(module).replace("arith.constant", "stablehlo.constant"), donated)
+
+
+def hlo_proto_of(stablehlo: str) -> bytes:
+    """Return a module in StableHLO as a serialised HLO module.
+
+    Raises:
+        ToolsMissing: jax is not installed.
+    """
+    try:
+        from jaxlib import _jax
+    except ImportError:
+        raise ToolsMissing("graphs are counted by jax, which is not installed.") from None
+    computation = _jax.mlir.mlir_module_to_xla_computation(stablehlo, use_tuple_args=False, return_tuple=True)
+    return computation.as_serialized_hlo_module_proto()

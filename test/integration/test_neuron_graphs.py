@@ -1,0 +1,196 @@
+"""What TorchNeuron would get of the runtime for PyTorch devices: each graph with its writes, operators and numbers.
+
+The models have one layer of each kind: layers of a kind share a graph, or have the same part of one.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron.analysis.torch_lowering import lower, written_inputs
+from granite4_neuron.ops.xla import expert_path
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
+from test.support.checkpoints import DENSE, small_config
+from test.support.fx_lint import findings
+from test.support.neuron_compiler import Graph, Recorder
+from test.support.stablehlo import execute
+from test.support.stablehlo import findings as stablehlo_findings
+from test.support.stepping import random_tokens
+
+pytestmark = pytest.mark.once
+
+KINDS = (MAMBA, ATTENTION)
+SEQUENCES = 8
+BUCKETS = (128, 512)
+WRITTEN_KINDS = {
+    "embed": (),
+    "mamba_layer": (MAMBA,),
+    "attention_layer": (ATTENTION,),
+    "head": (),
+    "advance_layer": (MAMBA,),
+    "run_step": KINDS,
+    "run_advance": (MAMBA,),
+}
+
+
+def bundled():
+    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    return replace(config, layer_types=KINDS, num_hidden_layers=len(KINDS))
+
+
+def experts():
+    """As many experts as h-small has: some steps fetch the chosen ones, some compute all, and some compute blocks."""
+    return small_config(layer_types=KINDS, num_local_experts=72, num_experts_per_tok=3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """steps: what is traced, in order: each takes up the sequences that a prefill began."""
+
+    name: str
+    config: GraniteMoeHybridConfig
+    steps: tuple[str, ...]
+    options: dict = field(default_factory=dict)
+
+
+FEW, ALL = ("prefill 128", "decode 8"), ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
+CASES = [
+    Case("bundled-layer", bundled(), FEW),
+    Case("bundled-model", bundled(), ("prefill 128", *ALL), dict(graphs="model")),
+    Case("experts-layer", experts(), ("prefill 512", *ALL)),
+    Case("experts-model", experts(), ("prefill 512", "decode 8"), dict(graphs="model")),
+    # Prefill writes rows of the cache, and reads and writes recurrent state by slot; decode writes all of the cache.
+    Case("select", small_config(layer_types=KINDS, **DENSE), FEW, dict(kv_write="select", prefill_by_view=False)),
+]
+
+
+class Run:
+    """The steps of a case on a TorchRuntime and on a CPURuntime.
+
+    graphs: all graphs of the former, which have run. differences: of logits, for each step.
+    """
+
+    def __init__(self, case: Case):
+        self.config, self.differences = case.config, []
+        recorder = Recorder()
+        runtimes = (
+            TorchRuntime(random_model(case.config), GenerationConfig(), BUCKETS, compiler=recorder, **case.options),
+            CPURuntime(random_model(case.config), GenerationConfig()),
+        )
+        self.runtimes = runtimes
+        self.states = [runtime.allocate(SEQUENCES, 1024) for runtime in runtimes]
+        for tensor in self.states[0].tensors():
+            tensor.zero_()  # slots that nothing uses are computed too, and compared
+        self.tokens = random_tokens(case.config.vocab_size, 2, 600).tolist()
+        self.done = [0, 0]
+        for step in case.steps:
+            recorder.step = step
+            kind, size = step.split()
+            getattr(self, kind)(int(size))
+        self.graphs: list[Graph] = recorder.graphs
+
+    def prefill(self, bucket):
+        for sequence in (0, 1):
+            self._compare(*self._step([self._row(sequence, bucket - 20 - sequence)]))
+
+    def decode(self, sequences):
+        if sequences == SEQUENCES:
+            self._compare(*self._step([self._row(1, 1), self._row(0, 1)]))
+            return
+        (ours, cpu), (state, cpu_state) = self.runtimes, self.states
+        single = ours.allocate(1, 1024)
+        ours.restore(single, [ours.snapshot(state, 1, self.done[0])], 1)
+        row = self._row(0, 1)
+        self._compare(ours.step(single, [row]), cpu.step(cpu_state, [row]))
+
+    def verify(self, tokens):
+        self.rows = [self._row(0, tokens - 2), self._row(1, tokens)]
+        each = zip(self.runtimes, self.states, strict=True)
+        self.verified = [runtime.verify(state, self.rows) for runtime, state in each]
+        self._compare(*(verified.logits[1] for verified in self.verified))
+
+    def commit(self, tokens):
+        for runtime, state, verified in zip(self.runtimes, self.states, self.verified, strict=True):
+            runtime.commit(state, verified, [1, tokens - 1])
+        self.done = [row.start + accepted for row, accepted in zip(self.rows, (1, tokens - 1), strict=True)]
+
+    def _row(self, sequence, count):
+        start = self.done[sequence]
+        self.done[sequence] += count
+        return Row(sequence + 1, start, self.tokens[sequence][start : start + count])
+
+    def _step(self, rows):
+        return [runtime.step(state, rows) for runtime, state in zip(self.runtimes, self.states, strict=True)]
+
+    def _compare(self, ours, expected):
+        self.differences.append(float((ours - expected).abs().max()))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def run(request):
+    return Run(request.param)
+
+
+def test_numbers_are_the_cpu_runtimes(run):
+    assert max(run.differences) <= 1e-5
+
+
+def test_each_state_is_written_once(run):
+    """Verification writes keys and values only, and a commit recurrent states only."""
+    shapes = {
+        kind: sorted(tuple(tensor.shape[1:]) for tensor in vars(layer).values())
+        for kind, layer in zip(KINDS, run.states[0].layers, strict=True)
+    }
+    for graph in run.graphs:
+        kinds = [kind for kind in WRITTEN_KINDS[graph.function] if (graph.step, kind) != ("verify 4", MAMBA)]
+        written = [tuple(write.args[0].meta["val"].shape[1:]) for write in written_inputs(graph.module)]
+        assert sorted(written) == sorted(shape for kind in kinds for shape in shapes[kind])
+
+
+def test_nothing_is_forbidden(run):
+    for graph in run.graphs:
+        assert findings(graph.module, most_indices(graph, run.config)) == [], (graph.step, graph.function)
+
+
+def most_indices(graph, config):
+    """One for each key head of a token, for each expert that it chose, or for each row of a block of experts."""
+    kind, size = graph.step.split()
+    tokens = int(size) if kind in ("prefill", "decode") else SEQUENCES * int(size)
+    most = tokens * max(config.num_key_value_heads, config.num_experts_per_tok)
+    if not config.num_local_experts:
+        return most
+    path = expert_path(tokens, config.num_experts_per_tok, config.num_local_experts)
+    return max(most, path.capacity * max(config.num_local_experts, path.num_blocks))
+
+
+class TestStableHLO:
+    """The same graphs as torch-mlir lowers them."""
+
+    @pytest.fixture(scope="class")
+    def lowered(self, run):
+        for package in ("torch_mlir", "jax"):
+            pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
+        return [(graph, lower(graph.module)) for graph in run.graphs]
+
+    def test_nothing_is_forbidden(self, run, lowered):
+        for graph, module in lowered:
+            assert stablehlo_findings(module.text, most_indices(graph, run.config)) == [], (graph.step, graph.function)
+
+    def test_numbers_are_torchs(self, lowered):
+        for graph, module in lowered:
+            results = execute(module.text, graph.arguments)
+            for ours, expected in zip(results, graph.results, strict=True):
+                np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5, err_msg=f"{graph.step} {graph.function}")
+
+    def test_each_state_has_its_own_memory_again(self, lowered):
+        for graph, module in lowered:
+            assert sorted(module.donated.values()) == list(range(len(written_inputs(graph.module))))
+            for number, result in module.donated.items():
+                assert graph.arguments[number].shape == graph.results[result].shape

@@ -1,0 +1,65 @@
+"""A compiler for TorchRuntime that keeps the graphs which TorchNeuron would get, and computes what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_inputs
+
+
+@dataclass
+class Graph:
+    """A graph, with what it took and gave when it ran first.
+
+    step: what the runtime did. function: the function of runtime.torch_device that it is.
+    arguments: its inputs before. results: values of the inputs that it writes, in their order, then its outputs.
+    """
+
+    step: str
+    function: str
+    module: fx.GraphModule
+    arguments: list[torch.Tensor] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def written_shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(write.args[0].meta["val"].shape) for write in written_inputs(self.module)]
+
+    def run(self, *arguments: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.arguments:
+            return self.module(*arguments)
+        self.arguments = [argument.clone() for argument in arguments]
+        outputs = self.module(*arguments)
+        by_node = dict(zip(self.module.graph.find_nodes(op="placeholder"), arguments, strict=True))
+        written = [by_node[write.args[0]] for write in written_inputs(self.module)]
+        self.results = [each.clone() for each in (*written, *outputs)]
+        return outputs
+
+
+class Recorder:
+    """A backend of torch.compile. `step` names the graphs that come next."""
+
+    def __init__(self):
+        self.step = ""
+        self.graphs: list[Graph] = []
+        self._backend = aot_backend(self._keep)
+        self._function = ""
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
+        self._function = _function_of(graph)
+        return self._backend(graph, inputs)
+
+    def _keep(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
+        self.graphs.append(Graph(self.step, self._function, module))
+        return self.graphs[-1].run
+
+
+def _function_of(graph: fx.GraphModule) -> str:
+    """Return the name of the function that was compiled: the outermost one in which a node was made."""
+    traces = (node.meta.get("stack_trace") for node in graph.graph.nodes)
+    lines = next(trace for trace in traces if trace).splitlines()
+    return next(line.rsplit(" in ", 1)[1] for line in lines if " in " in line)
