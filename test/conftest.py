@@ -57,6 +57,17 @@ ONCE = (
     "test/unit/test_weight_plan.py",
 )
 
+# Each compiles many graphs, of kinds that other tests compile too.
+_CPU_LOGITS = "test/integration/test_torch_device.py::TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
+SLOW = (
+    *(f"{_CPU_LOGITS}{case.name}]" for case in CASES if case.name not in ("moe", "two_groups")),
+    "test/integration/test_torch_device.py::TestEngine::test_a_hit_gives_the_logits_of_a_run_without[cpu]",
+    "test/integration/test_torch_device.py::TestEngine::test_speculation_prints_the_cpus_texts[cpu-same model]",
+    "test/integration/test_torch_device.py::TestEngine::test_speculation_prints_the_cpus_texts[cpu-other model]",
+    "test/integration/test_torch_device.py::TestOneGraphOfTheModel::test_whatever_is_accepted[dense]",
+    "test/integration/test_torch_device.py::test_every_form_of_state_gives_the_same[moe",
+)
+
 # The same examples on every machine, without a limit of time.
 settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("package")
@@ -77,6 +88,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.startswith(ONCE):
             item.add_marker("once")
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -90,7 +90,7 @@ def runtime_of(model, **options):
     return TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager", **options)
 
 
-@pytest.mark.parametrize(("kv_write", "prefill_by_view"), zip(KV_WRITES, (False, True, False), strict=True))
+@pytest.mark.parametrize(("kv_write", "prefill_by_view"), list(zip(KV_WRITES, (False, True, False), strict=True)))
 @pytest.mark.parametrize("name", ["moe", "attention_only_rope"])
 def test_every_form_of_state_gives_the_same(name, kv_write, prefill_by_view):
     config = NAMED[name].config()
