@@ -71,8 +71,10 @@ def text(place: Place) -> Iterator[Finding]:
     cpu, tokenizer = load(dtype=torch.float32)
     ours = _on_device(place, load_model(bundled_checkpoint(), torch.float32), 128)
     expected, found = (generate(each, tokenizer, _PROMPTS, max_tokens=24, temperature=0) for each in (cpu, ours))
-    is_equal = found == expected
-    yield Finding("text", EQUAL if is_equal else WRONG, message="" if is_equal else f"{found}, expected {expected}")
+    if found == expected:
+        yield Finding("text", EQUAL, message="as on the CPU")
+    else:
+        yield Finding("text", WRONG, message=f"{found}, not {expected}")
 
 
 def warm_up(place: Place) -> Iterator[Finding]:
