@@ -235,21 +235,17 @@ class TestKernelCache:
         assert build._cache_folder().name == f"granite4-neuron-{os.getuid()}"
 
     def test_what_is_compiled_is_whole_before_it_has_its_name(self, cache, tmp_path):
-        compiler = tmp_path / "compiler"
-        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf built >"$2"\n')
-        compiler.chmod(0o755)
-        built = build._compile([str(compiler)], Path("kernels.cpp"), cache.parent, "kernels-key")
+        compiler = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done\nprintf built >"$2"')
+        built = build._build([str(compiler)], one_source(tmp_path), cache.parent, "kernels-key")
         assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
         assert built.stat().st_mode & 0o777 == 0o700
 
     def test_what_a_killed_build_left_goes_and_a_build_that_runs_stays(self, cache, tmp_path):
-        compiler = tmp_path / "killer"
-        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID\n')
-        compiler.chmod(0o755)
+        compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
 from pathlib import Path
 from granite4_neuron.ops.cpu import build
-build._compile([{str(compiler)!r}], Path("kernels.cpp"), Path({str(cache.parent)!r}), "kernels-key")
+build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
 """
         assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
         (left,) = cache.parent.glob("building-*")
@@ -259,6 +255,59 @@ build._compile([{str(compiler)!r}], Path("kernels.cpp"), Path({str(cache.parent)
         os.utime(left, (0, 0))
         build._remove_leftovers(cache.parent)
         assert not left.exists() and cache.exists()
+
+    def test_the_compilers_end_with_the_first_that_fails(self, tmp_path):
+        slow = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nwait")
+        failing = script(
+            tmp_path / "failing", f"until [ -s {tmp_path}/started ]; do :; done\necho error: no >&2\nexit 3"
+        )
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            build._run_all([[str(failing)], [str(slow)]], 2)
+        assert raised.value.returncode == 3 and raised.value.stderr == "error: no\n"
+        assert has_ended(int((tmp_path / "started").read_text()))
+
+    def test_the_compilers_end_with_an_interrupt(self, cache, tmp_path):
+        compiler = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nkill -INT $PPID\nwait")
+        program = f"""
+from pathlib import Path
+from granite4_neuron.ops.cpu import build
+build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
+"""
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert "KeyboardInterrupt" in done.stderr
+        assert has_ended(int((tmp_path / "started").read_text()))
+        assert list(cache.parent.iterdir()) == [cache], "nothing half-built stays"
+
+    def test_as_many_compilers_at_a_time_as_there_are_cores(self, tmp_path):
+        compiler = script(tmp_path / "compiler", f"echo + >>{tmp_path}/log\nsleep 0.1\necho - >>{tmp_path}/log")
+        build._run_all([[str(compiler)]] * 5, 2)
+        at_a_time = [0]
+        for line in (tmp_path / "log").read_text().split():
+            at_a_time.append(at_a_time[-1] + {"+": 1, "-": -1}[line])
+        assert max(at_a_time) == 2 and at_a_time[-1] == 0
+
+
+def script(path, commands):
+    path.write_text(f"#!/bin/sh\n{commands}\n")
+    path.chmod(0o755)
+    return path
+
+
+def one_source(folder):
+    sources = folder / "sources"
+    sources.mkdir()
+    (sources / "kernels.cpp").touch()
+    return sources
+
+
+def has_ended(process, seconds=10):
+    """Return whether the process ends in that time; one that nobody has waited for has ended too."""
+    status, until = Path(f"/proc/{process}/stat"), time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 FORKS = """

@@ -31,6 +31,8 @@ def test_the_kernels_compile(compiler, processor, capability):
     flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
     defines = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     command = [compiler, "-fsyntax-only", *flags, *processor, *defines, f"-isystem{build._TORCH / 'include'}"]
-    command += build._format_flags(build._SOURCES)
-    done = subprocess.run([*command, str(build._SOURCES / "kernels.cpp")], capture_output=True, text=True)
+    command += [*build._format_flags(build._SOURCES), "-DGRANITE4_FORMAT=plain", "-xc++", "-"]
+    # All units as one, in which calls of products see their definitions, and so have those of every format compiled.
+    units = "".join(f'#include "{source}"\n' for source in sorted(build._SOURCES.glob("*.cpp")))
+    done = subprocess.run(command, input=units, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

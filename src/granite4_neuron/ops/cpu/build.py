@@ -9,12 +9,15 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -24,8 +27,9 @@ import torch
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
 # No product and sum become one operation unless they are written so: the compiler would do it in some copies of a loop.
-_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
 _ONE_OPERATOR = "linear"
+_ONCE_A_FORMAT = "products"
 _BUILDING = "building-"
 _STALE_SECONDS = 3600  # a build takes a minute or two
 _LOGGER = logging.getLogger(__name__)
@@ -84,23 +88,80 @@ def _library() -> Path:
             return library
         _say(f"{library} is damaged or may be written to by others; it is compiled again.")
         library.unlink()
-    _say("compiling the CPU kernels for this machine, once; this takes a minute or two ...")
-    return _compile(_compiler(), _SOURCES / "kernels.cpp", folder, name)
+    _say("compiling the CPU kernels for this machine, once; this takes a minute or so ...")
+    return _build(_compiler(), _SOURCES, folder, name)
 
 
-def _compile(compiler: Sequence[str], source: Path, folder: Path, name: str) -> Path:
-    """Compile into a folder of its own first: another process, or one after a crash, sees all of it or nothing."""
+def _build(compiler: Sequence[str], sources: Path, folder: Path, name: str) -> Path:
+    """Build in a folder of its own first: another process, or one after a crash, sees all of it or nothing."""
     _remove_leftovers(folder)
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder) as building:
         built = Path(building) / name
-        paths = (f"-isystem{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}")
-        flags = (*_FLAGS, *_processor_flags(), *_format_flags(source.parent))
-        command = (*compiler, *flags, *paths, str(source), "-o", str(built), "-ltorch_cpu", "-lc10")
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        units = {built.with_suffix(f".{unit}.o"): command for unit, command in _units(compiler, sources).items()}
+        _run_all([[*command, "-o", str(unit)] for unit, command in units.items()], _cores())
+        libraries = (f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run_all([[*compiler, "-shared", *map(str, units), "-o", str(built), *libraries]], 1)
         built.chmod(0o700)
         with built.open("rb") as file:
             os.fsync(file.fileno())
         return built.replace(folder / f"{name}-{_digest(built)}.so")
+
+
+def _units(compiler: Sequence[str], sources: Path) -> dict[str, list[str]]:
+    """Return the commands that compile the translation units: one for each source, or one for each format."""
+    flags = (*_FLAGS, *_processor_flags(), *_format_flags(sources), f"-isystem{_TORCH / 'include'}")
+    units = {}
+    for source in sorted(sources.glob("*.cpp")):
+        command = [*compiler, *flags, "-c", str(source)]
+        if source.stem != _ONCE_A_FORMAT:
+            units[source.stem] = command
+            continue
+        for name in ("plain", *formats(sources)):
+            units[f"{source.stem}-{name}"] = [*command, f"-DGRANITE4_FORMAT={name}"]
+    return units
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
+    """Run commands, so many at a time. If one fails, or an interrupt comes, the others end, and what they started.
+
+    Raises:
+        CalledProcessError: the first command that failed, with what it wrote to stderr.
+    """
+    running: list[subprocess.Popen[str]] = []
+    ending = threading.Event()
+
+    # On threads of their own, where no interrupt comes between the start of a process and its entry in the list.
+    def run(command: Sequence[str]) -> None:
+        if ending.is_set():
+            return
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+            running.append(process)
+            if ending.is_set():
+                _end(process)
+            _, messages = process.communicate()
+        if process.returncode != 0:
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=messages)
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        try:
+            for done in as_completed([pool.submit(run, command) for command in commands]):
+                done.result()
+        finally:
+            ending.set()
+            for process in running:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session of its own, with those in it: a compiler is several."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _remove_leftovers(folder: Path) -> None:

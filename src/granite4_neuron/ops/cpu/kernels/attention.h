@@ -1,240 +1,31 @@
-// Attention over a cache that is kept per slot, and writing to that cache.
+// Attention over a cache that is kept per slot, writing to that cache, and attention over keys and values in pages.
 #pragma once
 
-#include "matmul.h"
-#include "views.h"
+#include <ATen/core/Tensor.h>
 
 namespace granite4_neuron {
 
 // As ops.write_cache, for one cache. cache: [slots, kv_heads, max_length, head_dim]; values: [batch, tokens, kv_heads,
 // head_dim]; positions: [batch, tokens or 1], the first token's. Padded tokens are written nowhere.
-inline void write_cache(
+void write_cache(
     at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
-    const at::Tensor& slots) {
-  check_shape(values, "values", {-1, -1, -1, -1});
-  check_dense(values, "values", values.sizes(), cache.scalar_type());
-  check_dense(cache, "cache", {-1, values.size(2), -1, values.size(3)}, values.scalar_type());
-  check_rows(lengths, slots, values.size(0), values.size(1), cache.size(0));
-  check_positions(positions, lengths, cache.size(2));
-  int64_t batch = values.size(0), tokens = values.size(1), kv_heads = values.size(2);
-  int64_t max_length = cache.size(2), bytes = values.size(3) * values.element_size();
-  const auto* length = lengths.const_data_ptr<int64_t>();
-  const auto* slot = slots.const_data_ptr<int64_t>();
-  const char* from = static_cast<const char*>(values.const_data_ptr());
-  char* to = static_cast<char*>(cache.mutable_data_ptr());
-  for (int64_t row = 0; row < batch; row++) {
-    if (length[row] == 0) continue;
-    int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)];
-    for (int64_t token = 0; token < length[row]; token++)
-      for (int64_t head = 0; head < kv_heads; head++)
-        std::memcpy(
-            to + ((slot[row] * kv_heads + head) * max_length + first + token) * bytes,
-            from + ((row * tokens + token) * kv_heads + head) * bytes, bytes);
-  }
-}
-
-// A block of new tokens of one sequence, all query heads of one key head, over the keys that they see.
-//
-// Keys come in blocks from the sequence's first on, and what one row of queries gives does not depend on the others: so
-// it is the same bit by bit for a token alone and for one of many. In bfloat16 products are those of bfloat16, and so
-// the softmax's weights are rounded to it.
-//
-// Source: the online softmax of FlashAttention (Dao et al. 2022, algorithm 1), with blocks that stay in cache.
-template <typename T>
-class BlockAttention {
- public:
-  static constexpr int64_t TOKENS = 32, KEYS = 64;
-
-  // tokens: at most TOKENS.
-  BlockAttention(int64_t heads, int64_t head_dim, int64_t tokens)
-      : heads_(heads), head_dim_(head_dim), width_(tiles_of(head_dim) * TILE),
-        key_steps_((steps_of<Arithmetic>(head_dim) + LANES - 1) / LANES * LANES),
-        queries_(Blocks::size(tokens * heads, head_dim)), weights_(Blocks::size(tokens * heads, KEYS)),
-        rows_of_keys_(KEYS * key_steps_ * COLUMNS), rows_of_values_(KEYS * width_),
-        rows_of_weights_(tokens * heads * KEYS), keys_(KEYS * key_steps_), values_(KEYS / COLUMNS * width_),
-        scores_(tokens * heads * KEYS),
-        out_(tokens * heads * width_), top_(tokens * heads), total_(tokens * heads), rescale_(tokens * heads) {}
-
-  // q, to: rows are tokens, whose heads lie one behind another, from the first that is meant.
-  // key(position), value(position): [head_dim]. Positions grow; token t sees those up to first_position + t.
-  template <typename KeyAt, typename ValueAt>
-  void run(
-      MatrixView<const T> q, KeyAt key, ValueAt value, MatrixView<T> to, int64_t tokens, int64_t first_position,
-      float scale) {
-    int64_t rows = tokens * heads_;
-    auto query = [&](int64_t row) { return q.row(row / heads_) + row % heads_ * head_dim_; };
-    Blocks queries = fill_panel<Arithmetic>(query, rows, head_dim_, queries_.data());
-    std::fill(out_.begin(), out_.end(), 0.0f);
-    std::fill(total_.begin(), total_.end(), 0.0f);
-    std::fill(top_.begin(), top_.end(), -INFINITY);
-    int64_t seen = first_position + tokens;
-    for (int64_t start = 0; start < seen; start += KEYS) {
-      int64_t count = std::min(KEYS, seen - start);
-      load_keys(key, start, count);
-      load_values(value, start, count);
-      auto visible = [&](int64_t row) {
-        return std::clamp<int64_t>(first_position + row / heads_ + 1 - start, 0, count);
-      };
-      score(queries, scale);
-      for (int64_t row = 0; row < rows; row++) online_softmax(row, visible(row));
-      add_values(rows, visible);
-    }
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t d = 0; d < head_dim_; d++)
-        to.row(row / heads_)[row % heads_ * head_dim_ + d] = static_cast<T>(out_[row * width_ + d] / total_[row]);
-  }
-
- private:
-  using Arithmetic = typename ArithmeticOf<T>::type;
-  using Input = typename Arithmetic::Input;
-  using Blocks = ActivationPanel<Arithmetic>;
-  using Tiles = PlainTiles<T>;
-  using Steps = LoadedSteps<Tiles>;
-  static constexpr int64_t COLUMNS = Arithmetic::COLUMNS;
-  static_assert(Steps::STEP_BYTES == TILE * sizeof(float) && KEYS % TILE == 0);
-
-  int64_t heads_, head_dim_, width_, key_steps_;  // width: head_dim in whole tiles
-  // Rows are (token, head). Keys and values are tiles: of keys, whose columns are head_dim, and of head_dim, whose
-  // columns are keys. A float is what a tile's row has in a step.
-  std::vector<Input> queries_, weights_, rows_of_keys_, rows_of_values_, rows_of_weights_;
-  std::vector<float> keys_, values_, scores_, out_, top_, total_, rescale_;
-
-  static const char* tile_of(const std::vector<float>& tiles, int64_t number, int64_t steps) {
-    return reinterpret_cast<const char*>(&tiles[number * steps * TILE]);
-  }
-
-  // What lies behind the `count` keys takes no part.
-  template <typename KeyAt>
-  void load_keys(KeyAt& key, int64_t start, int64_t count) {
-    int64_t size = key_steps_ * COLUMNS;
-    for (int64_t s = 0; s < count; s++) convert(key(start + s), &rows_of_keys_[s * size], head_dim_);
-    std::fill(rows_of_keys_.begin() + count * size, rows_of_keys_.end(), static_cast<Input>(0.0f));
-    const auto* from = reinterpret_cast<const float*>(rows_of_keys_.data());
-    for (int64_t s = 0; s < KEYS; s += LANES)
-      for (int64_t step = 0; step < key_steps_; step += LANES)
-        at::vec::transpose_mxn<float>(
-            from + s * key_steps_ + step, key_steps_, &keys_[(s / TILE * key_steps_ + step) * TILE + s % TILE], TILE,
-            LANES, LANES);
-  }
-
-  template <typename ValueAt>
-  void load_values(ValueAt& value, int64_t start, int64_t count) {
-    for (int64_t s = 0; s < count; s++) convert(value(start + s), &rows_of_values_[s * width_], head_dim_);
-    std::fill(rows_of_values_.begin() + count * width_, rows_of_values_.end(), static_cast<Input>(0.0f));
-    auto* to = reinterpret_cast<Input*>(values_.data());
-    for (int64_t d = 0; d < width_; d += TILE)
-      for (int64_t s = 0; s < KEYS; s += COLUMNS, to += TILE * COLUMNS)
-        for (int64_t i = 0; i < TILE; i++)
-          for (int64_t c = 0; c < COLUMNS; c++) to[i * COLUMNS + c] = rows_of_values_[(s + c) * width_ + d + i];
-  }
-
-  void score(const Blocks& queries, float scale) {
-    for (int64_t first = 0; first < KEYS; first += TILE) {
-      const char* tile = tile_of(keys_, first / TILE, key_steps_);
-      multiply_vectors<Tiles, Steps>(tile, tile, queries, head_dim_, [&](int64_t row, const auto& acc) {
-        for (int v = 0; v < Arithmetic::VECTORS; v++)
-          (acc[v] * Vec(scale)).store(&scores_[row * KEYS + first + v * LANES]);
-      });
-    }
-  }
-
-  // Turn a row's scores into weights, of which the first `visible` count.
-  void online_softmax(int64_t row, int64_t visible) {
-    float* scores = &scores_[row * KEYS];
-    Input* weights = &rows_of_weights_[row * KEYS];
-    if (visible == 0) {
-      std::fill_n(weights, KEYS, static_cast<Input>(0.0f));
-      return;
-    }
-    std::fill(scores + visible, scores + KEYS, -INFINITY);
-    Vec highest = Vec::loadu(scores);
-    for (int64_t s = LANES; s < KEYS; s += LANES) highest = at::vec::maximum(highest, Vec::loadu(scores + s));
-    float new_top = std::max(top_[row], maximum(highest));
-    Vec offset(new_top), weight_sum(0.0f);
-    for (int64_t s = 0; s < KEYS; s += PAIR) {
-      store_pair(
-          weights + s, (Vec::loadu(scores + s) - offset).exp_u20(),
-          (Vec::loadu(scores + s + LANES) - offset).exp_u20());
-      auto [first, second] = load_pair(weights + s);  // as they were rounded
-      weight_sum = weight_sum + first + second;
-    }
-    rescale_[row] = std::exp(top_[row] - new_top);
-    total_[row] = total_[row] * rescale_[row] + sum(weight_sum);
-    top_[row] = new_top;
-  }
-
-  // Rescale what each row has so far, and add its weights' values. Rows that see none of them stay as they are.
-  template <typename Visible>
-  void add_values(int64_t rows, const Visible& visible) {
-    auto weights = [&](int64_t row) { return &rows_of_weights_[row * KEYS]; };
-    Blocks blocks = fill_panel<Arithmetic>(weights, rows, KEYS, weights_.data());
-    for (int64_t first = 0; first < width_; first += TILE) {
-      const char* tile = tile_of(values_, first / TILE, KEYS / COLUMNS);
-      multiply_vectors<Tiles, Steps>(tile, tile, blocks, KEYS, [&](int64_t row, const auto& acc) {
-        if (visible(row) == 0) return;
-        for (int v = 0; v < Arithmetic::VECTORS; v++) {
-          float* out = &out_[row * width_ + first + v * LANES];
-          at::vec::fmadd(Vec::loadu(out), Vec(rescale_[row]), acc[v]).store(out);
-        }
-      });
-    }
-  }
-};
-
-inline void check_heads(int64_t num_heads, int64_t kv_heads, int64_t head_dim) {
-  TORCH_CHECK(
-      kv_heads > 0 && head_dim > 0 && num_heads % kv_heads == 0, num_heads, " query heads do not share ", kv_heads,
-      " key heads of ", head_dim, " values");
-}
+    const at::Tensor& slots);
 
 // As ops.cached_attention. query: [batch, tokens, num_heads, head_dim]; key_cache, value_cache: [slots, kv_heads,
 // max_length, head_dim]; positions: [batch, tokens or 1], the first token's. Only the entries that a row has written are
 // read; padding gives 0.
-inline at::Tensor cached_attention(
+at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
-    const at::Tensor& lengths, const at::Tensor& slots, double scale) {
-  check_shape(query, "query", {-1, -1, -1, -1});
-  check_dense(query, "query", query.sizes(), query.scalar_type());
-  check_dense(key_cache, "key_cache", {-1, -1, -1, query.size(3)}, query.scalar_type());
-  check_dense(value_cache, "value_cache", key_cache.sizes(), query.scalar_type());
-  check_heads(query.size(2), key_cache.size(1), query.size(3));
-  check_rows(lengths, slots, query.size(0), query.size(1), key_cache.size(0));
-  check_positions(positions, lengths, key_cache.size(2));
-  int64_t batch = query.size(0), tokens = query.size(1), num_heads = query.size(2), head_dim = query.size(3);
-  int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
-  at::Tensor output = empty(query.sizes(), query.options());
-  const auto* length = lengths.const_data_ptr<int64_t>();
-  const auto* slot = slots.const_data_ptr<int64_t>();
-  const auto* position = positions.const_data_ptr<int64_t>();
-  int64_t position_stride = positions.stride(0), stride = num_heads * head_dim;
-  GRANITE4_DISPATCH(query.scalar_type(), "cached_attention", [&] {
-    const auto* q = query.const_data_ptr<scalar_t>();
-    const auto* keys = key_cache.const_data_ptr<scalar_t>();
-    const auto* values = value_cache.const_data_ptr<scalar_t>();
-    auto* to = output.mutable_data_ptr<scalar_t>();
-    using Block = BlockAttention<scalar_t>;
-    int64_t blocks = (tokens + Block::TOKENS - 1) / Block::TOKENS;
-    parallel_tasks(batch * kv_heads * blocks, 1, [&](int64_t begin, int64_t end) {
-      Block block(shared, head_dim, std::min(tokens, Block::TOKENS));
-      for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / (kv_heads * blocks), nth = task / kv_heads % blocks, head = task % kv_heads;
-        // Late blocks see more keys than early ones: in turns from both ends, so that threads get equal shares.
-        int64_t first = (nth % 2 == 0 ? nth / 2 : blocks - 1 - nth / 2) * Block::TOKENS;
-        int64_t count = std::clamp<int64_t>(length[row] - first, 0, Block::TOKENS);
-        int64_t from = (row * tokens + first) * stride + head * shared * head_dim;
-        for (int64_t t = first + count; t < std::min(first + Block::TOKENS, tokens); t++)
-          std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
-        if (count == 0) continue;
-        int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
-        MatrixView<const scalar_t> head_keys{keys + at, head_dim}, head_values{values + at, head_dim};
-        block.run(
-            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return head_keys.row(n); },
-            [=](int64_t n) { return head_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
-            position[row * position_stride] + first, static_cast<float>(scale));
-      }
-    });
-  });
-  return output;
-}
+    const at::Tensor& lengths, const at::Tensor& slots, double scale);
+
+// The rows of a step, as `PagedSequences` has them; int32.
+struct SequenceRows {
+  at::Tensor starts, lengths, pages;
+};
+
+// As ops.cpu.paged_attention, which is the Python side, for all tokens of a step.
+at::Tensor paged_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
+    at::Tensor value_pages, const SequenceRows& rows, double scale);
 
 }  // namespace granite4_neuron

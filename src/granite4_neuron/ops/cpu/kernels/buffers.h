@@ -3,7 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/alloc_cpu.h>
 
@@ -64,7 +64,7 @@ class Buffers {
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   constexpr size_t LEAST = 64 * 1024;  // smaller ones the C library keeps itself
   size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
-  if (bytes < LEAST) return at::empty(sizes, options);
+  if (bytes < LEAST) return at::detail::empty_cpu(sizes, options);
   auto block = Buffers::instance().take(bytes);
   return at::from_blob(block.data, sizes, [block](void*) { Buffers::instance().give_back(block); }, options);
 }

@@ -8,11 +8,8 @@
 #include "experts.h"
 #include "layers.h"
 #include "linear.h"
-#include "mamba.h"
 #include "norm.h"
-#include "paged.h"
-#include "paged_attention.h"
-#include "quantize.h"
+#include "packing.h"
 
 namespace granite4_neuron {
 
@@ -30,7 +27,7 @@ inline void register_layers(torch::Library& library) {
   using torch::arg;
   using torch::init;
 
-  library.class_<MambaMixer>("MambaMixer")
+  library.class_<MixerObject>("MambaMixer")
       .def(
           init([](const Tensor& conv_weight, const MaybeTensor& conv_bias, const Tensor& dt_bias, const Tensor& A_log,
                   const Tensor& D, int64_t n_groups, double dt_min, double dt_max, int64_t chunk_size,
@@ -38,7 +35,7 @@ inline void register_layers(torch::Library& library) {
             Rounding rounding{static_cast<uint64_t>(seed), static_cast<uint32_t>(stream), rounds};
             MixerSettings settings{n_groups, chunk_size, heads_per_task, static_cast<float>(dt_min),
                                    static_cast<float>(dt_max), rounding};
-            return c10::make_intrusive<MambaMixer>(
+            return c10::make_intrusive<MixerObject>(
                 MixerWeights{conv_weight, conv_bias, dt_bias, A_log, D}, settings);
           }),
           "",
@@ -47,7 +44,7 @@ inline void register_layers(torch::Library& library) {
            arg("rounds")})
       .def(
           "step",
-          [](const intrusive_ptr<MambaMixer>& self, const Tensor& projected, const Tensor& conv_state,
+          [](const intrusive_ptr<MixerObject>& self, const Tensor& projected, const Tensor& conv_state,
              const Tensor& ssm_state, const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots,
              const Tensor& starts) {
             return mamba_mixer(
@@ -58,7 +55,7 @@ inline void register_layers(torch::Library& library) {
            arg("write_slots"), arg("starts")})
       .def(
           "step_paged",
-          [](const intrusive_ptr<MambaMixer>& self, const Tensor& projected, const Tensor& conv_state,
+          [](const intrusive_ptr<MixerObject>& self, const Tensor& projected, const Tensor& conv_state,
              const Tensor& ssm_state, const Tensor& starts, const Tensor& pages, const MaybeTensor& accepted) {
             return paged_mamba_mixer(*self, projected, {conv_state, ssm_state}, {starts, pages, accepted});
           },
@@ -67,7 +64,7 @@ inline void register_layers(torch::Library& library) {
 
   library.class_<MambaLayer>("MambaLayer")
       .def(
-          init([](const intrusive_ptr<MambaMixer>& mixer, const Tensor& norm, const Tensor& in_proj,
+          init([](const intrusive_ptr<MixerObject>& mixer, const Tensor& norm, const Tensor& in_proj,
                   const MaybeTensor& in_bias, const Tensor& gated_norm, const Tensor& out_proj,
                   const MaybeTensor& out_bias, double eps, double residual_multiplier) {
             return c10::make_intrusive<MambaLayer>(

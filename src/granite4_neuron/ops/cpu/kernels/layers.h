@@ -4,13 +4,13 @@
 // the second half of DecoderLayer in modeling_granite_moe_hybrid. ops/cpu/layers.py is the Python side.
 #pragma once
 
+#include <torch/custom_class.h>
+
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
 #include "mamba.h"
 #include "norm.h"
-#include "paged.h"
-#include "paged_attention.h"
 #include "rotary.h"
 
 namespace granite4_neuron {
@@ -72,16 +72,21 @@ struct Residual {
   }
 };
 
+// `MambaMixer` as an object of torch.
+struct MixerObject : torch::CustomClassHolder, MambaMixer {
+  using MambaMixer::MambaMixer;
+};
+
 // hidden_states + multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(xBC, dt) and (z, xBC, dt) =
 // in_proj(rms_norm(hidden_states)).
 struct MambaLayer : torch::CustomClassHolder {
   const Residual residual;
   const Linear in_proj, out_proj;
-  const c10::intrusive_ptr<MambaMixer> mixer;
+  const c10::intrusive_ptr<MixerObject> mixer;
   const at::Tensor gated_norm;  // [inner]
 
   MambaLayer(
-      const Residual& residual, const Linear& in_proj, const c10::intrusive_ptr<MambaMixer>& mixer,
+      const Residual& residual, const Linear& in_proj, const c10::intrusive_ptr<MixerObject>& mixer,
       const at::Tensor& gated_norm, const Linear& out_proj)
       : residual(residual), in_proj(in_proj), out_proj(out_proj), mixer(mixer), gated_norm(gated_norm) {
     int64_t hidden = residual.hidden_size(), inner = gated_norm.numel();

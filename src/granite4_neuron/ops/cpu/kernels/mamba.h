@@ -1,32 +1,9 @@
 // The Mamba-2 mixer between its projections: convolution and recurrence; states are read and written in place.
 #pragma once
 
-#include "buffers.h"
-#include "conv.h"
-#include "scan.h"
+#include "mixer.h"
 
 namespace granite4_neuron {
-
-// projected: [..., channels + heads].
-inline void check_call(const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state) {
-  int64_t channels = mixer.channels, heads = mixer.heads, groups = mixer.settings.groups;
-  check_last_axis(projected, "projected");
-  TORCH_CHECK(
-      projected.size(-1) == channels + heads, "projected has ", projected.size(-1), " values of a token, for ",
-      channels, " channels and ", heads, " heads");
-  TORCH_CHECK(
-      projected.scalar_type() == mixer.weights.conv_weight.scalar_type(), "projected and conv_weight differ in dtype");
-  TORCH_CHECK(projected.scalar_type() == state.conv.scalar_type(), "projected and conv_state differ in dtype");
-  check_shape(state.ssm, "ssm_state", {-1, heads, -1, -1});
-  at::ScalarType ssm = state.ssm.scalar_type();
-  TORCH_CHECK(ssm == at::kFloat || ssm == at::kHalf || ssm == at::kBFloat16, "ssm_state is ", ssm);
-  check_shape(state.conv, "conv_state", {state.ssm.size(0), channels, -1});
-  int64_t head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
-  TORCH_CHECK(head_dim > 0 && d_state > 0, "ssm_state has the shape ", state.ssm.sizes());
-  TORCH_CHECK(
-      channels == heads * head_dim + 2 * groups * d_state, "there are ", channels, " channels, which are not ", heads,
-      " heads of ", head_dim, " and twice ", groups, " groups of ", d_state);
-}
 
 // The rows of a step over states in slots, each [batch], int64: real tokens; the slot that is read; the slot that is
 // written, or -1 for none, in steps of several tokens; the position of the first token.
@@ -34,57 +11,21 @@ struct SlotRows {
   at::Tensor lengths, read_slots, write_slots, starts;
 };
 
-inline Rows check_slot_rows(const SlotRows& rows, int64_t batch, int64_t tokens, int64_t num_slots) {
-  check_rows(rows.lengths, rows.read_slots, batch, tokens, num_slots);
-  check_rows(rows.lengths, rows.write_slots, batch, tokens, num_slots, tokens > 1 ? -1 : 0);
-  check_dense(rows.starts, "starts", {batch}, at::kLong);
-  return {rows.lengths.const_data_ptr<int64_t>(), rows.read_slots.const_data_ptr<int64_t>(),
-          rows.write_slots.const_data_ptr<int64_t>(), rows.starts.const_data_ptr<int64_t>()};
-}
-
 // `MambaMixer.step` of ops/cpu/layers.py. Real tokens only are computed; y of padding is 0.
 //
 // projected: [batch, tokens, channels + heads], tokens at any distance. Returns y, [batch, tokens, heads * head_dim] in
 // float32.
-inline at::Tensor mamba_mixer(
-    const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const SlotRows& rows) {
-  check_shape(projected, "projected", {-1, -1, -1});
-  check_call(mixer, projected, state);
-  check_dense(state.ssm, "ssm_state", state.ssm.sizes(), state.ssm.scalar_type());
-  check_dense(state.conv, "conv_state", {-1, -1, mixer.width - 1}, state.conv.scalar_type());
-  int64_t batch = projected.size(0), tokens = projected.size(1);
-  int64_t heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
-  int64_t width = mixer.width, channels = mixer.channels;
-  Mixer m{batch, tokens, heads, head_dim, d_state, width, channels,
-          check_slot_rows(rows, batch, tokens, state.ssm.size(0)),
-          mixer.settings, mixer.dt_bias, mixer.A, mixer.D};
+at::Tensor mamba_mixer(
+    const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const SlotRows& rows);
 
-  at::Tensor y = empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
-  if (y.numel() == 0) return y;
-  for (int64_t row = 0; row < batch; row++) {
-    float* row_y = y.mutable_data_ptr<float>() + row * y.stride(0);
-    std::fill(row_y + m.rows.lengths[row] * y.stride(1), row_y + y.stride(0), 0.0f);
-  }
-  at::Tensor xBC = empty({batch, tokens, channels}, y.options());
-  at::Tensor dt = empty({batch, tokens, heads}, y.options());
-  GRANITE4_DISPATCH(projected.scalar_type(), "mamba_mixer", [&] {
-    ConvViews<scalar_t> views{
-        projected.const_data_ptr<scalar_t>(),
-        projected.stride(0),
-        projected.stride(1),
-        mixer.weights.conv_weight.const_data_ptr<scalar_t>(),
-        pointer<scalar_t>(mixer.weights.conv_bias),
-        state.conv.mutable_data_ptr<scalar_t>(),
-        xBC.mutable_data_ptr<float>(),
-        dt.mutable_data_ptr<float>()};
-    convolve_step(m, views);
-  });
-  GRANITE4_DISPATCH(state.ssm.scalar_type(), "mamba_mixer", [&] {
-    scan<scalar_t>(
-        m, {xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), state.ssm.mutable_data_ptr<scalar_t>(),
-            y.mutable_data_ptr<float>()});
-  });
-  return y;
-}
+// The rows of a step over states in pages, as `PagedRows` has them; int32.
+struct PageRows {
+  at::Tensor starts, pages;
+  std::optional<at::Tensor> accepted;
+};
+
+// `MambaMixer.step_paged` of ops/cpu/layers.py.
+at::Tensor paged_mamba_mixer(
+    const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const PageRows& page_rows);
 
 }  // namespace granite4_neuron

@@ -1,8 +1,6 @@
 // What the parts of the Mamba-2 mixer share: a layer's weights and settings, and one call's sizes and rows.
 #pragma once
 
-#include <torch/custom_class.h>
-
 #include "common.h"
 #include "rounding.h"
 
@@ -74,7 +72,7 @@ inline std::vector<float> decay_rates(const at::Tensor& A_log) {
 }
 
 // The mixer of one layer, made once. Its sizes that no weight shows, head_dim and d_state, are the state's.
-struct MambaMixer : torch::CustomClassHolder {
+struct MambaMixer {
   const MixerWeights weights;
   const MixerSettings settings;
   const int64_t channels, width, heads;

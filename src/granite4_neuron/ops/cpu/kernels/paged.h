@@ -2,9 +2,9 @@
 // steps, and the verify steps of speculation, which leave a state behind each token.
 #pragma once
 
-#include <ATen/ops/zeros.h>
-
+#include "conv.h"
 #include "mamba.h"
+#include "scan.h"
 
 namespace granite4_neuron {
 
@@ -120,12 +120,6 @@ inline void check_paged_rows(const PagedRows& rows, int64_t tokens, int64_t num_
   }
 }
 
-// The rows of a step over states in pages, as `PagedRows` has them; int32.
-struct PageRows {
-  at::Tensor starts, pages;
-  std::optional<at::Tensor> accepted;
-};
-
 inline PagedRows check_page_rows(const PageRows& rows, int64_t tokens, int64_t num_pages) {
   const auto& [starts, pages, accepted] = rows;
   check_shape(pages, "pages", {-1, -1});
@@ -140,63 +134,6 @@ inline PagedRows check_page_rows(const PageRows& rows, int64_t tokens, int64_t n
   }
   check_paged_rows(paged, tokens, num_pages);
   return paged;
-}
-
-// `MambaMixer.step_paged` of ops/cpu/layers.py.
-inline at::Tensor paged_mamba_mixer(
-    const MambaMixer& mixer, const at::Tensor& projected, const MixerState& state, const PageRows& page_rows) {
-  check_shape(projected, "projected", {-1, -1});
-  check_call(mixer, projected, state);
-  int64_t tokens = projected.size(0), pages = state.ssm.size(0);
-  int64_t heads = mixer.heads, head_dim = state.ssm.size(2), d_state = state.ssm.size(3);
-  int64_t width = mixer.width, channels = mixer.channels;
-  TORCH_CHECK(state.ssm.scalar_type() == at::kFloat, "ssm_state is ", state.ssm.scalar_type());
-  TORCH_CHECK(pages == 0 || state.ssm[0].is_contiguous(), "a page of ssm_state must be contiguous");
-  PagedRows rows = check_page_rows(page_rows, tokens, pages);
-  int64_t columns = width - 1 + (rows.accepted == nullptr ? 0 : rows.columns - 1);
-  TORCH_CHECK(
-      state.conv.size(2) >= columns, "conv_state has ", state.conv.size(2),
-      " columns where ", columns, " are needed");
-
-  // One row of the mixer's own kind, whose tokens are those of all sequences.
-  Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr},
-          mixer.settings, mixer.dt_bias, mixer.A, mixer.D};
-  at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
-  std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
-  at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
-  GRANITE4_DISPATCH(projected.scalar_type(), "paged_mamba_mixer", [&] {
-    ConvViews<scalar_t> views{
-        projected.const_data_ptr<scalar_t>(),
-        0,
-        projected.stride(0),
-        mixer.weights.conv_weight.const_data_ptr<scalar_t>(),
-        pointer<scalar_t>(mixer.weights.conv_bias),
-        nullptr,
-        xBC.mutable_data_ptr<float>(),
-        dt.mutable_data_ptr<float>()};
-    PagedWindows<scalar_t> windows{
-        state.conv.mutable_data_ptr<scalar_t>(), state.conv.stride(0), state.conv.stride(1), state.conv.stride(2)};
-    constexpr int64_t BLOCK = 512;
-    int64_t blocks = (channels + BLOCK - 1) / BLOCK;
-    parallel_tasks(rows.sequences * blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / blocks, first = task % blocks * BLOCK;
-        if (rows.is_padding(row)) continue;
-        convolve_paged(m, views, windows, rows, row, first, std::min(first + BLOCK, channels));
-        for (int64_t token = rows.starts[row]; first == 0 && token < rows.starts[row + 1]; token++)
-          step_sizes(m, views.token(0, token) + channels, views.steps + token * heads);
-      }
-    });
-  });
-  ScanViews<float> views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
-  PagedStates states{state.ssm.mutable_data_ptr<float>(), state.ssm.stride(0)};
-  parallel_tasks(rows.sequences * heads, mixer.settings.heads_per_task, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; task++) {
-      int64_t row = task / heads, head = task % heads;
-      if (!rows.is_padding(row)) advance_paged(m, head_tokens(m, views, 0, head), states, rows, row, head);
-    }
-  });
-  return y;
 }
 
 }  // namespace granite4_neuron

@@ -1,7 +1,10 @@
-// Attention over keys and values in the pages of a paged cache: all tokens of a step, of several sequences.
+// Keys and values in the pages of a paged cache, and the blocks of queries that see them.
 #pragma once
 
 #include "attention.h"
+#include "common.h"
+#include "parallel.h"
+#include "views.h"
 
 namespace granite4_neuron {
 
@@ -63,11 +66,6 @@ class PagedReader {
   MatrixView<T> page_{nullptr, 0};
 };
 
-// The rows of a step, as `PagedSequences` has them; int32.
-struct SequenceRows {
-  at::Tensor starts, lengths, pages;
-};
-
 inline PagedSequences check_sequences(
     const SequenceRows& rows, int64_t tokens, int64_t num_pages, int64_t page_size) {
   const auto& [starts, lengths, pages] = rows;
@@ -124,54 +122,6 @@ inline std::vector<QueryBlock> query_blocks(const PagedSequences& sequences, int
     for (int64_t first = 0; first < sequences.tokens(sequence); first += most)
       blocks.push_back({sequence, first, std::min(most, sequences.tokens(sequence) - first)});
   return blocks;
-}
-
-// As ops.cpu.paged_attention, which is the Python side.
-inline at::Tensor paged_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
-    at::Tensor value_pages, const SequenceRows& rows, double scale) {
-  check_shape(query, "query", {-1, -1});
-  check_shape(key_pages, "key_pages", {-1, -1, -1, -1});
-  check_shape(value_pages, "value_pages", key_pages.sizes());
-  int64_t tokens = query.size(0), kv_heads = key_pages.size(1), head_dim = key_pages.size(3), width = query.size(1);
-  check_heads(head_dim > 0 ? width / head_dim : 0, kv_heads, head_dim);
-  TORCH_CHECK(width % head_dim == 0, "query has ", width, " values of a token, in heads of ", head_dim);
-  TORCH_CHECK(key_pages.size(2) > 0, "key_pages have pages of no positions");
-  int64_t num_heads = width / head_dim, shared = num_heads / kv_heads;
-  check_shape(key, "key", {tokens, kv_heads * head_dim});
-  check_shape(value, "value", {tokens, kv_heads * head_dim});
-  for (const at::Tensor& tensor : {query, key, value, key_pages, value_pages}) {
-    TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), "query, keys, values and pages have different dtypes");
-    check_last_axis(tensor, "query, key, value and pages");
-  }
-  PagedSequences sequences = check_sequences(rows, tokens, key_pages.size(0), key_pages.size(2));
-  at::Tensor output = empty({tokens, width}, query.options());
-  GRANITE4_DISPATCH(query.scalar_type(), "paged_attention", [&] {
-    using Block = BlockAttention<scalar_t>;
-    PagedVectors<scalar_t> keys(key_pages), values(value_pages);
-    write_pages<scalar_t>(keys, sequences, {key.const_data_ptr<scalar_t>(), key.stride(0)}, kv_heads, head_dim);
-    write_pages<scalar_t>(values, sequences, {value.const_data_ptr<scalar_t>(), value.stride(0)}, kv_heads, head_dim);
-    MatrixView<const scalar_t> q{query.const_data_ptr<scalar_t>(), query.stride(0)};
-    MatrixView<scalar_t> to{output.mutable_data_ptr<scalar_t>(), width};
-    int64_t real = sequences.starts[sequences.count];
-    std::fill_n(to.row(real), (tokens - real) * width, static_cast<scalar_t>(0.0f));
-    auto blocks = query_blocks(sequences, Block::TOKENS);
-    int64_t count = blocks.size();
-    parallel_tasks(count * kv_heads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; task++) {
-        // A head's keys stay in cache while one block after another looks at them.
-        int64_t head = task / count;
-        auto [sequence, first, queries] = blocks[task % count];
-        int64_t token = sequences.starts[sequence] + first, column = head * shared * head_dim;
-        Block(shared, head_dim, queries)
-            .run(
-                q.from_row(token).from_column(column), PagedReader<scalar_t>(keys, sequences, sequence, head),
-                PagedReader<scalar_t>(values, sequences, sequence, head), to.from_row(token).from_column(column),
-                queries, sequences.first_position(sequence) + first, static_cast<float>(scale));
-      }
-    });
-  });
-  return output;
 }
 
 }  // namespace granite4_neuron

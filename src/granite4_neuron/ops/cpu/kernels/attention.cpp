@@ -1,0 +1,128 @@
+// Attention, over the cache of slots and over pages.
+#include "attention.h"
+
+#include "block_attention.h"
+#include "paged_attention.h"
+
+namespace granite4_neuron {
+
+void write_cache(
+    at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
+    const at::Tensor& slots) {
+  check_shape(values, "values", {-1, -1, -1, -1});
+  check_dense(values, "values", values.sizes(), cache.scalar_type());
+  check_dense(cache, "cache", {-1, values.size(2), -1, values.size(3)}, values.scalar_type());
+  check_rows(lengths, slots, values.size(0), values.size(1), cache.size(0));
+  check_positions(positions, lengths, cache.size(2));
+  int64_t batch = values.size(0), tokens = values.size(1), kv_heads = values.size(2);
+  int64_t max_length = cache.size(2), bytes = values.size(3) * values.element_size();
+  const auto* length = lengths.const_data_ptr<int64_t>();
+  const auto* slot = slots.const_data_ptr<int64_t>();
+  const char* from = static_cast<const char*>(values.const_data_ptr());
+  char* to = static_cast<char*>(cache.mutable_data_ptr());
+  for (int64_t row = 0; row < batch; row++) {
+    if (length[row] == 0) continue;
+    int64_t first = positions.const_data_ptr<int64_t>()[row * positions.stride(0)];
+    for (int64_t token = 0; token < length[row]; token++)
+      for (int64_t head = 0; head < kv_heads; head++)
+        std::memcpy(
+            to + ((slot[row] * kv_heads + head) * max_length + first + token) * bytes,
+            from + ((row * tokens + token) * kv_heads + head) * bytes, bytes);
+  }
+}
+
+at::Tensor cached_attention(
+    const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
+    const at::Tensor& lengths, const at::Tensor& slots, double scale) {
+  check_shape(query, "query", {-1, -1, -1, -1});
+  check_dense(query, "query", query.sizes(), query.scalar_type());
+  check_dense(key_cache, "key_cache", {-1, -1, -1, query.size(3)}, query.scalar_type());
+  check_dense(value_cache, "value_cache", key_cache.sizes(), query.scalar_type());
+  check_heads(query.size(2), key_cache.size(1), query.size(3));
+  check_rows(lengths, slots, query.size(0), query.size(1), key_cache.size(0));
+  check_positions(positions, lengths, key_cache.size(2));
+  int64_t batch = query.size(0), tokens = query.size(1), num_heads = query.size(2), head_dim = query.size(3);
+  int64_t kv_heads = key_cache.size(1), max_length = key_cache.size(2), shared = num_heads / kv_heads;
+  at::Tensor output = empty(query.sizes(), query.options());
+  const auto* length = lengths.const_data_ptr<int64_t>();
+  const auto* slot = slots.const_data_ptr<int64_t>();
+  const auto* position = positions.const_data_ptr<int64_t>();
+  int64_t position_stride = positions.stride(0), stride = num_heads * head_dim;
+  GRANITE4_DISPATCH(query.scalar_type(), "cached_attention", [&] {
+    const auto* q = query.const_data_ptr<scalar_t>();
+    const auto* keys = key_cache.const_data_ptr<scalar_t>();
+    const auto* values = value_cache.const_data_ptr<scalar_t>();
+    auto* to = output.mutable_data_ptr<scalar_t>();
+    using Block = BlockAttention<scalar_t>;
+    int64_t blocks = (tokens + Block::TOKENS - 1) / Block::TOKENS;
+    parallel_tasks(batch * kv_heads * blocks, 1, [&](int64_t begin, int64_t end) {
+      Block block(shared, head_dim, std::min(tokens, Block::TOKENS));
+      for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / (kv_heads * blocks), nth = task / kv_heads % blocks, head = task % kv_heads;
+        // Late blocks see more keys than early ones: in turns from both ends, so that threads get equal shares.
+        int64_t first = (nth % 2 == 0 ? nth / 2 : blocks - 1 - nth / 2) * Block::TOKENS;
+        int64_t count = std::clamp<int64_t>(length[row] - first, 0, Block::TOKENS);
+        int64_t from = (row * tokens + first) * stride + head * shared * head_dim;
+        for (int64_t t = first + count; t < std::min(first + Block::TOKENS, tokens); t++)
+          std::fill_n(to + from + (t - first) * stride, shared * head_dim, static_cast<scalar_t>(0.0f));
+        if (count == 0) continue;
+        int64_t at = (slot[row] * kv_heads + head) * max_length * head_dim;
+        MatrixView<const scalar_t> head_keys{keys + at, head_dim}, head_values{values + at, head_dim};
+        block.run(
+            MatrixView<const scalar_t>{q + from, stride}, [=](int64_t n) { return head_keys.row(n); },
+            [=](int64_t n) { return head_values.row(n); }, MatrixView<scalar_t>{to + from, stride}, count,
+            position[row * position_stride] + first, static_cast<float>(scale));
+      }
+    });
+  });
+  return output;
+}
+
+at::Tensor paged_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
+    at::Tensor value_pages, const SequenceRows& rows, double scale) {
+  check_shape(query, "query", {-1, -1});
+  check_shape(key_pages, "key_pages", {-1, -1, -1, -1});
+  check_shape(value_pages, "value_pages", key_pages.sizes());
+  int64_t tokens = query.size(0), kv_heads = key_pages.size(1), head_dim = key_pages.size(3), width = query.size(1);
+  check_heads(head_dim > 0 ? width / head_dim : 0, kv_heads, head_dim);
+  TORCH_CHECK(width % head_dim == 0, "query has ", width, " values of a token, in heads of ", head_dim);
+  TORCH_CHECK(key_pages.size(2) > 0, "key_pages have pages of no positions");
+  int64_t num_heads = width / head_dim, shared = num_heads / kv_heads;
+  check_shape(key, "key", {tokens, kv_heads * head_dim});
+  check_shape(value, "value", {tokens, kv_heads * head_dim});
+  for (const at::Tensor& tensor : {query, key, value, key_pages, value_pages}) {
+    TORCH_CHECK(tensor.scalar_type() == query.scalar_type(), "query, keys, values and pages have different dtypes");
+    check_last_axis(tensor, "query, key, value and pages");
+  }
+  PagedSequences sequences = check_sequences(rows, tokens, key_pages.size(0), key_pages.size(2));
+  at::Tensor output = empty({tokens, width}, query.options());
+  GRANITE4_DISPATCH(query.scalar_type(), "paged_attention", [&] {
+    using Block = BlockAttention<scalar_t>;
+    PagedVectors<scalar_t> keys(key_pages), values(value_pages);
+    write_pages<scalar_t>(keys, sequences, {key.const_data_ptr<scalar_t>(), key.stride(0)}, kv_heads, head_dim);
+    write_pages<scalar_t>(values, sequences, {value.const_data_ptr<scalar_t>(), value.stride(0)}, kv_heads, head_dim);
+    MatrixView<const scalar_t> q{query.const_data_ptr<scalar_t>(), query.stride(0)};
+    MatrixView<scalar_t> to{output.mutable_data_ptr<scalar_t>(), width};
+    int64_t real = sequences.starts[sequences.count];
+    std::fill_n(to.row(real), (tokens - real) * width, static_cast<scalar_t>(0.0f));
+    auto blocks = query_blocks(sequences, Block::TOKENS);
+    int64_t count = blocks.size();
+    parallel_tasks(count * kv_heads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; task++) {
+        // A head's keys stay in cache while one block after another looks at them.
+        int64_t head = task / count;
+        auto [sequence, first, queries] = blocks[task % count];
+        int64_t token = sequences.starts[sequence] + first, column = head * shared * head_dim;
+        Block(shared, head_dim, queries)
+            .run(
+                q.from_row(token).from_column(column), PagedReader<scalar_t>(keys, sequences, sequence, head),
+                PagedReader<scalar_t>(values, sequences, sequence, head), to.from_row(token).from_column(column),
+                queries, sequences.first_position(sequence) + first, static_cast<float>(scale));
+      }
+    });
+  });
+  return output;
+}
+
+}  // namespace granite4_neuron
