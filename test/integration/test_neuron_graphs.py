@@ -180,14 +180,19 @@ def most_indices(graph, config):
     return max(most, path.capacity * max(config.num_local_experts, path.num_blocks))
 
 
+def needs_tools():
+    for package in ("torch_mlir", "jax"):
+        pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
+
+
+@pytest.fixture(scope="module")
+def lowered(run):
+    needs_tools()
+    return [(graph, lower(graph.module)) for graph in run.graphs]
+
+
 class TestStableHLO:
     """The same graphs as torch-mlir lowers them."""
-
-    @pytest.fixture(scope="class")
-    def lowered(self, run):
-        for package in ("torch_mlir", "jax"):
-            pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
-        return [(graph, lower(graph.module)) for graph in run.graphs]
 
     def test_nothing_is_forbidden(self, run, lowered):
         for graph, module in lowered:
@@ -209,20 +214,17 @@ class TestStableHLO:
 class TestReport:
     """`granite4-neuron graphs --backend torch`."""
 
-    @pytest.fixture(autouse=True)
-    def needs_tools(self):
-        pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; requirements-dev.txt has it")
-        pytest.importorskip("jax", reason="jax is not installed; requirements-dev.txt has it")
-
     @pytest.mark.parametrize("run", CASES[:1], indirect=True, scope="module", ids=lambda case: case.name)
     def test_its_graphs_are_those_that_the_runtime_runs(self, run):
+        needs_tools()
         for kind, size in (("decode", 8), ("commit", 4)):
             ran = next(graph for graph in run.graphs if graph.step == f"{kind} {size}")
             tokens = 1 if kind == "decode" else size
             traced = trace_torch(kind, tokens, run.config, torch.float32, 1, SEQUENCES, 1024)
             assert count(traced.proto) == count(hlo_proto_of(lower(ran.module).text))
 
-    def test_the_command(self, tmp_path, capsys):
+    def test_the_command(self, tmp_path):
+        needs_tools()
         save_model(random_model(small_config(layer_types=(ATTENTION,), **DENSE)), tmp_path / "model")
         sizes = ("--model", str(tmp_path / "model"), "--buckets", "32", "--max-length", "64")
         assert main(["graphs", "--backend", "torch", *sizes, "--json", str(tmp_path / "graphs")]) == 0
