@@ -3,16 +3,22 @@
 The models have one layer of each kind: layers of a kind share a graph, or have the same part of one.
 """
 
+import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.neuron.analysis.torch_lowering import lower, written_inputs
+from granite4_neuron.neuron.analysis.hlo_cost import count
+from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
+from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
 from granite4_neuron.ops.xla import expert_path
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
@@ -60,14 +66,18 @@ class Case:
     options: dict = field(default_factory=dict)
 
 
-FEW, ALL = ("prefill 128", "decode 8"), ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
+ALL = ("decode 8", "verify 4", "commit 4", "decode 8", "decode 1")
+# Each form of graphs with one of the models: a second takes long to trace, and has the same parts.
 CASES = [
-    Case("bundled-layer", bundled(), FEW),
     Case("bundled-model", bundled(), ("prefill 128", *ALL), dict(graphs="model")),
     Case("experts-layer", experts(), ("prefill 512", *ALL)),
-    Case("experts-model", experts(), ("prefill 512", "decode 8"), dict(graphs="model")),
     # Prefill writes rows of the cache, and reads and writes recurrent state by slot; decode writes all of the cache.
-    Case("select", small_config(layer_types=KINDS, **DENSE), FEW, dict(kv_write="select", prefill_by_view=False)),
+    Case(
+        "select",
+        small_config(layer_types=KINDS, **DENSE),
+        ("prefill 128", "decode 8"),
+        dict(kv_write="select", prefill_by_view=False),
+    ),
 ]
 
 
@@ -170,14 +180,19 @@ def most_indices(graph, config):
     return max(most, path.capacity * max(config.num_local_experts, path.num_blocks))
 
 
+def needs_tools():
+    for package in ("torch_mlir", "jax"):
+        pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
+
+
+@pytest.fixture(scope="module")
+def lowered(run):
+    needs_tools()
+    return [(graph, lower(graph.module)) for graph in run.graphs]
+
+
 class TestStableHLO:
     """The same graphs as torch-mlir lowers them."""
-
-    @pytest.fixture(scope="class")
-    def lowered(self, run):
-        for package in ("torch_mlir", "jax"):
-            pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
-        return [(graph, lower(graph.module)) for graph in run.graphs]
 
     def test_nothing_is_forbidden(self, run, lowered):
         for graph, module in lowered:
@@ -194,3 +209,26 @@ class TestStableHLO:
             assert sorted(module.donated.values()) == list(range(len(written_inputs(graph.module))))
             for number, result in module.donated.items():
                 assert graph.arguments[number].shape == graph.results[result].shape
+
+
+class TestReport:
+    """`granite4-neuron graphs --backend torch`."""
+
+    @pytest.mark.parametrize("run", CASES[:1], indirect=True, scope="module", ids=lambda case: case.name)
+    def test_its_graphs_are_those_that_the_runtime_runs(self, run):
+        needs_tools()
+        for kind, size in (("decode", 8), ("commit", 4)):
+            ran = next(graph for graph in run.graphs if graph.step == f"{kind} {size}")
+            tokens = 1 if kind == "decode" else size
+            traced = trace_torch(kind, tokens, run.config, torch.float32, 1, SEQUENCES, 1024)
+            assert count(traced.proto) == count(hlo_proto_of(lower(ran.module).text))
+
+    def test_the_command(self, tmp_path):
+        needs_tools()
+        save_model(random_model(small_config(layer_types=(ATTENTION,), **DENSE)), tmp_path / "model")
+        sizes = ("--model", str(tmp_path / "model"), "--buckets", "32", "--max-length", "64")
+        assert main(["graphs", "--backend", "torch", *sizes, "--json", str(tmp_path / "graphs")]) == 0
+        prefill, decode = json.loads((tmp_path / "graphs").read_text())
+        assert (prefill["graph"], decode["graph"]) == ("prefill 32", "decode, batch 1")
+        assert prefill["findings"] == decode["findings"] == []
+        assert prefill["cost"]["flops"] > prefill["minimum"]["flops"] > decode["cost"]["flops"] > 0

@@ -305,6 +305,8 @@ class TestBadInput:
         if importlib.util.find_spec("torch_xla") is None:
             self.refused(run("graphs"), "torch_xla, which is not installed")
             self.refused(run("generate", "--backend", "xla", "x"), "needs torch_xla")
+        if importlib.util.find_spec("torch_mlir") is None:
+            self.refused(run("graphs", "--backend", "torch"), "torch_mlir, which is not installed")
 
 
 class TestInfo:

@@ -44,8 +44,7 @@ from granite4_neuron.runtime.interface import Row
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
-# How a function of `run_step` or `run_advance` is called: as a graph, or as a part of one.
-Call = Callable[..., Any]
+Call = Callable[..., Any]  # how functions of `run_step` and `run_advance` are called: as graphs, or as parts of one
 
 
 class Form(NamedTuple):
@@ -172,8 +171,7 @@ class TorchRuntime(GraphRuntime):
         self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), _tensors(state))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
-        copies = (view.clone() for view in _slot_views(state, slot))
-        return dict(zip(state.names(), copies, strict=True))
+        return dict(zip(state.names(), (view.clone() for view in _slot_views(state, slot)), strict=True))
 
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
         for name, view in zip(state.names(), _slot_views(state, slot), strict=True):
@@ -188,7 +186,7 @@ class TorchRuntime(GraphRuntime):
         def run(*inputs: torch.Tensor) -> Any:
             if self._graph_per_layer:
                 return function(self._call, self.model, form, inputs, tensors)
-            return self._call(function, _directly, self.model, form, inputs, tensors)
+            return self._call(function, directly, self.model, form, inputs, tensors)
 
         if not self._captures or (form.all_logits and not form.verifies):
             # Logits of a prompt are too large to keep memory for them.
@@ -267,8 +265,7 @@ def find_device(name: str) -> torch.device:
 
 
 def compile_apart(function: FunctionType, compiler: Compiler) -> Callable[..., Any]:
-    """Return a function of a module as a graph that shares nothing with others of the same function."""
-    # torch.compile keeps its graphs, and tries them one after another, by code object.
+    """Compile a function of a module. torch.compile keeps graphs, and tries them, by code object: this has its own."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
 
@@ -301,13 +298,10 @@ def run_step(
 def run_advance(
     call: Call, model: GraniteMoeHybridForCausalLM, form: Form, inputs: Tensors, tensors: Tensors
 ) -> list[torch.Tensor]:
-    """Compute `model.advance`; arguments as of `run_step`, but for `inputs`.
+    """Compute `model.advance`; arguments as of `run_step`, but for `inputs`. What it returns is of no use.
 
     Args:
         inputs: positions [rows, tokens], lengths and slots [rows]; then each Mamba layer's kept inputs.
-
-    Returns:
-        Nothing of use: a graph for Neuron has to have an output.
     """
     where, kept_inputs = inputs[:3], inputs[3:]
     layers = zip(model.model.layers, tensors[::2], tensors[1::2], strict=True)
@@ -356,7 +350,7 @@ def advance_layer(layer: DecoderLayer, form: Form, inputs: torch.Tensor, *tensor
     """Advance a Mamba layer's state; arguments as of `mamba_layer`, with its kept inputs in place of hidden_states."""
     *where, conv_state, ssm_state = tensors
     layer.mamba.advance(inputs, _step(form, *where), MambaState(conv_state, ssm_state))
-    return where[1] + 0
+    return where[1] + 0  # a graph for Neuron has to have an output
 
 
 def head(
@@ -374,7 +368,8 @@ def _step(form: Form, positions: torch.Tensor, lengths: torch.Tensor, slots: tor
     return DenseStep(positions, lengths, cache_slots, form.kv_length, sequences, **options)
 
 
-def _directly(function: Callable[..., Any], *arguments: Any) -> Any:
+def directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function as a part of a graph."""
     return function(*arguments)
 
 

@@ -13,9 +13,9 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import HybridState, MambaState
 from granite4_neuron.neuron.analysis.graphs import COMMIT, PREFILL, VERIFY, Traced
-from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, hlo_proto_of, lower
+from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops.xla import LOOPS
-from granite4_neuron.runtime.torch_device import Form, compile_apart, run_advance, run_step
+from granite4_neuron.runtime.torch_device import Form, compile_apart, directly, run_advance, run_step
 
 
 def trace_torch(
@@ -32,6 +32,7 @@ def trace_torch(
     Raises:
         ToolsMissing: torch-mlir or jax is not installed.
     """
+    check_installed()
     rows = 1 if kind == PREFILL else num_sequences
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree)).to(dtype)
@@ -75,9 +76,5 @@ def _graph(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    compile_apart(function, aot_backend(keep))(_directly, *arguments)
+    compile_apart(function, aot_backend(keep))(directly, *arguments)
     return graphs[0]
-
-
-def _directly(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)

@@ -5,6 +5,7 @@ Source: the design of TorchNeuron's backend, as far as it is known; TorchNeuron 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ def written_inputs(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in calls if node.args[0].op == "placeholder"]
 
 
+def check_installed() -> None:
+    """Check for what `lower` and `hlo_proto_of` need.
+
+    Raises:
+        ToolsMissing: it is not installed.
+    """
+    for package, use in (("torch_mlir", "lowered"), ("jax", "counted")):
+        if importlib.util.find_spec(package) is None:
+            raise ToolsMissing(f"graphs of PyTorch devices are {use} by {package}, which is not installed.")
+
+
 @dataclass(frozen=True)
 class Lowered:
     """A graph in StableHLO.
@@ -85,16 +97,10 @@ class Lowered:
 
 
 def lower(graph: fx.GraphModule) -> Lowered:
-    """Lower a graph of `aot_backend`.
+    """Lower a graph of `aot_backend` with torch-mlir."""
+    from torch_mlir.fx import stateless_fx_import
+    from torch_mlir.passmanager import PassManager
 
-    Raises:
-        ToolsMissing: torch-mlir is not installed.
-    """
-    try:
-        from torch_mlir.fx import stateless_fx_import
-        from torch_mlir.passmanager import PassManager
-    except ImportError:
-        raise ToolsMissing("graphs of PyTorch devices are lowered by torch-mlir, which is not installed.") from None
     graph = deepcopy(graph)
     inputs, writes = graph.graph.find_nodes(op="placeholder"), written_inputs(graph)
     (output,) = graph.graph.find_nodes(op="output")
@@ -112,14 +118,8 @@ def lower(graph: fx.GraphModule) -> Lowered:
 
 
 def hlo_proto_of(stablehlo: str) -> bytes:
-    """Return a module in StableHLO as a serialised HLO module.
+    """Return a module in StableHLO as a serialised HLO module, with jax."""
+    from jaxlib import _jax
 
-    Raises:
-        ToolsMissing: jax is not installed.
-    """
-    try:
-        from jaxlib import _jax
-    except ImportError:
-        raise ToolsMissing("graphs are counted by jax, which is not installed.") from None
     computation = _jax.mlir.mlir_module_to_xla_computation(stablehlo, use_tuple_args=False, return_tuple=True)
     return computation.as_serialized_hlo_module_proto()
