@@ -144,7 +144,7 @@ def test_reuse(arguments, expected):
         (("--model", "x", "--random-weights", "h-350m"), "not both"),
         (("--random-weights", "h-9b"), "no family member"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
-        (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "--quantize belongs to the cpu backend"),
+        (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "int8 weights are for the backend cpu"),
         (("--tuned-configs", "/no/such/folder"), "not a folder"),
     ],
 )
