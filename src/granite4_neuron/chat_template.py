@@ -55,14 +55,18 @@ class Renderer:
 
     def close(self) -> None:
         """End the process, even while it renders; a later rendering starts another."""
-        process = self._process
-        if process is not None:
-            process.kill()
-        with self._lock:
+        # A rendering that was asked for before may start a process at any time until its answer is there.
+        while not self._lock.acquire(timeout=0.05):
+            process = self._process
+            if process is not None:
+                process.kill()
+        try:
             if self._process is not None:
-                self._process.kill()  # another one, if it has been started since
+                self._process.kill()
                 self._process.communicate()
                 self._process = None
+        finally:
+            self._lock.release()
 
     def _ask(self, question: str) -> dict[str, str]:
         if self._process is None or self._process.poll() is not None:
