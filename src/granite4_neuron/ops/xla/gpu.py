@@ -4,6 +4,8 @@ what follows it. For one token that is faster than a product of matrices.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from granite4_neuron.ops import quantization
@@ -50,20 +52,10 @@ def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
     return (y.view(*topk_ids.shape, -1) * topk_weights[..., None]).sum(1).to(x.dtype)
 
 
-def cached_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor | None,
-    scale: float,
-    kv_length: int,
-) -> torch.Tensor:
+def cached_attention(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """Compute `ops.cached_attention`."""
     softmax = RunningSoftmax if query.shape[1] > 1 else _SingleTokenSoftmax
-    arguments = (query, key_cache, value_cache, positions, lengths, slots, scale, kv_length)
-    return attention.cached_attention(*arguments, softmax=softmax)
+    return attention.cached_attention(query, *arguments, softmax=softmax)
 
 
 class _SingleTokenSoftmax(RunningSoftmax):

@@ -59,9 +59,8 @@ def mamba_chunk_scan(
     decay = torch.exp(segment_sum(log_decay))  # [heads, from, to]
 
     dt_x = x_chunks.view(heads, head_dim, chunk_size) * dt_chunks.view(heads, 1, chunk_size)
-    added = torch.bmm(
-        (dt_x * to_end).view(groups, -1, chunk_size), B_chunks
-    )  # [groups, heads of a group * head_dim, d_state]
+    at_end = (dt_x * to_end).view(groups, -1, chunk_size)
+    added = torch.bmm(at_end, B_chunks)  # [groups, heads of a group * head_dim, d_state]
     before, states = _pass_on(
         initial_states.float(),
         added.view(rows, num_heads, head_dim * d_state),
