@@ -18,6 +18,8 @@ from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.generation.loading import check_backend
 from granite4_neuron.runtime.torch_device import find_device
 
+BACKENDS = ("cpu", "torch", "nxdi")
+
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Build the parser of the command line."""
@@ -27,7 +29,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
-    add_backend(parser)
+    add_backend(parser, BACKENDS)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
@@ -91,10 +93,9 @@ def check(options: argparse.Namespace) -> None:
         quantize=options.quantize,
         state_dtype=dtype_of(options.state_dtype),
         tuned_configs=options.tuned_configs,
+        dtype=dtype_of(options.dtype),
     )
     if options.backend == "nxdi":
-        if options.dtype:
-            raise UserError("compiled graphs have a dtype already; leave out --dtype.")
         neuron_sdk.require()
     if options.backend == "torch":
         find_device(options.device)

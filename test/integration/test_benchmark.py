@@ -145,6 +145,8 @@ def test_reuse(arguments, expected):
         (("--random-weights", "h-9b"), "no family member"),
         (("--json", "/no/such/folder/x.json"), "cannot be written"),
         (("--backend", "nxdi", "--compiled", "x", "--quantize", "int8"), "int8 weights are for the backend cpu"),
+        (("--backend", "nxdi", "--compiled", "x", "--dtype", "float32"), "were chosen when they were compiled"),
+        (("--backend", "nxdi", "--compiled", "x", "--state-dtype", "bfloat16"), "were chosen when they were compiled"),
         (("--tuned-configs", "/no/such/folder"), "not a folder"),
     ],
 )
@@ -152,6 +154,12 @@ def test_bad_input(arguments, message, capsys):
     assert benchmark_latency.main([str(argument) for argument in arguments]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error
+
+
+def test_a_backend_that_it_does_not_run(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_latency.main(["--backend", "xla"])
+    assert "invalid choice: 'xla'" in capsys.readouterr().err
 
 
 def test_a_broken_checkpoint_is_reported_by_the_process_that_reads_it(tmp_path, texting_folder):

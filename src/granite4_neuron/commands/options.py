@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,8 +180,8 @@ def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="where to run (default: %(default)s)")
+def add_backend(parser: argparse.ArgumentParser, backends: Sequence[str] = BACKENDS) -> None:
+    parser.add_argument("--backend", choices=backends, default="cpu", help="where to run (default: %(default)s)")
     parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
     parser.add_argument(
         "--device",

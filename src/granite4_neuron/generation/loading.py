@@ -91,10 +91,11 @@ def load(
         quantize=quantize or (stored and stored.name),
         state_dtype=state_dtype,
         tuned_configs=tuned_configs,
+        dtype=dtype,
+        prefill_scan=prefill_scan,
+        decode_kernel=decode_kernel,
     )
     if backend == "nxdi":
-        if (dtype, state_dtype, prefill_scan, decode_kernel) != (None, None, "chunked", "torch"):
-            raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
     weights = load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
@@ -117,6 +118,9 @@ def check_backend(
     quantize: str | None,
     state_dtype: torch.dtype | None,
     tuned_configs: str | Path | None,
+    dtype: torch.dtype | None,
+    prefill_scan: str = PREFILL_SCANS[0],
+    decode_kernel: str = DECODE_KERNELS[0],
 ) -> None:
     """Check that a backend has the options that are given; arguments are those of `load`.
 
@@ -127,6 +131,9 @@ def check_backend(
         raise UserError("the backend nxdi needs a folder of compiled graphs, which the compile command writes.")
     if backend != "nxdi" and compiled is not None:
         raise UserError(f"compiled graphs are for the backend nxdi; the backend here is {backend}.")
+    chosen_before = (dtype, state_dtype, prefill_scan, decode_kernel)
+    if backend == "nxdi" and chosen_before != (None, None, PREFILL_SCANS[0], DECODE_KERNELS[0]):
+        raise UserError("dtypes, scan and kernel of compiled graphs were chosen when they were compiled.")
     if quantize and backend != "cpu":
         raise UserError(f"{quantize} weights are for the backend cpu; {backend} runs the original in its dtype.")
     if state_dtype not in (None, torch.float32) and backend not in ("cpu", "nxdi"):
