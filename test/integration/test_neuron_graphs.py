@@ -16,6 +16,7 @@ from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import count
 from granite4_neuron.neuron.analysis.torch_graphs import trace_torch
 from granite4_neuron.neuron.analysis.torch_lowering import hlo_proto_of, lower, written_inputs
@@ -220,7 +221,7 @@ class TestReport:
         for kind, size in (("decode", 8), ("commit", 4)):
             ran = next(graph for graph in run.graphs if graph.step == f"{kind} {size}")
             tokens = 1 if kind == "decode" else size
-            traced = trace_torch(kind, tokens, run.config, torch.float32, 1, SEQUENCES, 1024)
+            traced = trace_torch(graphs.Graph(kind, tokens, run.config, torch.float32, 1, SEQUENCES, 1024))
             assert count(traced.proto) == count(hlo_proto_of(lower(ran.module).text))
 
     def test_the_command(self, tmp_path):

@@ -105,10 +105,13 @@ class HybridState:
         for layer in self.layers:
             yield from vars(layer).values()
 
-    def names(self) -> Iterator[str]:
-        """Return a name for each of `tensors`: by layer and field, "layers.0.ssm_state"."""
-        for index, layer in enumerate(self.layers):
-            yield from (f"layers.{index}.{field}" for field in vars(layer))
+    def slot_views(self, slot: int) -> dict[str, torch.Tensor]:
+        """Return a slot's part of each state tensor, by layer and field: "layers.0.ssm_state"."""
+        return {
+            f"layers.{index}.{field}": tensor[slot - self._first_slot(layer)]
+            for index, layer in enumerate(self.layers)
+            for field, tensor in vars(layer).items()
+        }
 
     def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
         """Return, for each state tensor in order, which output of a compiled step is its new value, in its memory.
@@ -127,7 +130,7 @@ class HybridState:
 
     def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
         """Return copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
-        length - 1; by `names`.
+        length - 1; by the names of `slot_views`.
         """
         return {
             f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]

@@ -129,8 +129,7 @@ class TorchRuntime(GraphRuntime):
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
         """Implement `Runtime.copy`, of the whole slot: its part of a tensor is contiguous."""
-        for before, after in zip(_slot_views(state, source), _slot_views(state, destination), strict=True):
-            after.copy_(before)
+        self._write_slot(state, state.slot_views(source), destination)
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:
         """Allocate a state, or use one again that nobody holds any more: captured graphs have its addresses.
@@ -158,23 +157,23 @@ class TorchRuntime(GraphRuntime):
     ) -> torch.Tensor:
         form = Form(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
         slot = None if in_order or form.looks_up else int(inputs[3])
-        logits, _ = self._execute(run_step, state, form, inputs, _tensors(state, slot))
+        logits, _ = self._execute(run_step, state, form, inputs, state_tensors(state, slot))
         return self._to_host(logits)
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         form = Form(kv_length, in_order=True, all_logits=True, verifies=True)
-        logits, kept_inputs = self._execute(run_step, state, form, inputs, _tensors(state))
+        logits, kept_inputs = self._execute(run_step, state, form, inputs, state_tensors(state))
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
-        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), _tensors(state))
+        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), state_tensors(state))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
-        return dict(zip(state.names(), (view.clone() for view in _slot_views(state, slot)), strict=True))
+        return {name: view.clone() for name, view in state.slot_views(slot).items()}
 
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
-        for name, view in zip(state.names(), _slot_views(state, slot), strict=True):
+        for name, view in state.slot_views(slot).items():
             view.copy_(tensors[name])
 
     @torch.no_grad()
@@ -224,7 +223,7 @@ class TorchRuntime(GraphRuntime):
         return compile_apart(function, compiler)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Memory:
     """A state's tensors, with the CUDA graphs that have their addresses. `user`: the state that has them now."""
 
@@ -268,6 +267,18 @@ def compile_apart(function: FunctionType, compiler: Compiler) -> Callable[..., A
     """Compile a function of a module. torch.compile keeps graphs, and tries them, by code object: this has its own."""
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
+
+
+def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Tensor]:
+    """Return the state's tensors; of recurrent states views of one slot, [1, ...], if one is given."""
+    if slot is None:
+        return list(state.tensors())
+    entry = slice(slot - 1, slot)
+    return [
+        tensor[entry] if isinstance(layer, MambaState) else tensor
+        for layer in state.layers
+        for tensor in vars(layer).values()
+    ]
 
 
 def run_step(
@@ -382,24 +393,3 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, Form) or not isinstance(argument, Sequence):
         return argument
     return tuple(map(_kind, argument))
-
-
-def _tensors(state: HybridState, slot: int | None = None) -> list[torch.Tensor]:
-    """Return the state's tensors; those of recurrent states as views of one slot, if one is given."""
-    if slot is None:
-        return list(state.tensors())
-    entry = slice(slot - 1, slot)
-    return [
-        tensor[entry] if isinstance(layer, MambaState) else tensor
-        for layer in state.layers
-        for tensor in vars(layer).values()
-    ]
-
-
-def _slot_views(state: HybridState, slot: int) -> list[torch.Tensor]:
-    """Return a slot's part of each of the state's tensors."""
-    return [
-        tensor[slot - 1 if isinstance(layer, MambaState) else slot]
-        for layer in state.layers
-        for tensor in vars(layer).values()
-    ]

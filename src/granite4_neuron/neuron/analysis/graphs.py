@@ -38,6 +38,40 @@ PREFILL, DECODE, VERIFY, COMMIT = "prefill", "decode", "verify", "commit"
 
 
 @dataclass(frozen=True)
+class Graph:
+    """A graph of one rank, which is to be traced.
+
+    kind: "prefill", "decode", "verify" or "commit".
+    tokens: of each row.
+    config, dtype: of a model that is traced whole.
+    tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
+    """
+
+    kind: str
+    tokens: int
+    config: GraniteMoeHybridConfig
+    dtype: torch.dtype
+    tp_degree: int
+    num_sequences: int
+    max_length: int
+
+    @property
+    def rows(self) -> int:
+        """One sequence in prefill, and all of them in the other kinds."""
+        return 1 if self.kind == PREFILL else self.num_sequences
+
+    def meta_model(self) -> GraniteMoeHybridForCausalLM:
+        """Return the rank's model, without memory."""
+        with torch.device("meta"):
+            return GraniteMoeHybridForCausalLM(self.config, Parallel(0, self.tp_degree))
+
+    def meta_state(self) -> HybridState:
+        """Return the rank's state, without memory."""
+        sizes = (self.config, self.num_sequences, self.max_length, self.dtype, "meta", self.tp_degree)
+        return HybridState.allocate(*sizes, has_null_slot=False)
+
+
+@dataclass(frozen=True)
 class Traced:
     """A graph and its parts, as serialised HLO modules; sizes in bytes.
 
@@ -94,24 +128,9 @@ class GraphReport:
         return self.cost.bytes_accessed / self.minimum.bytes_accessed
 
 
-def trace_xla(
-    kind: str,
-    tokens: int,
-    config: GraniteMoeHybridConfig,
-    dtype: torch.dtype,
-    tp_degree: int,
-    num_sequences: int,
-    max_length: int,
-) -> Traced:
-    """Trace a graph of `runtime.xla.XLARuntime`.
-
-    Args:
-        kind: "prefill", "decode", "verify" or "commit".
-        tokens: of each row.
-        config, dtype: of a model that is traced whole.
-        tp_degree, num_sequences, max_length: as `report` takes them; attention visits all of the cache.
-    """
-    return _Tracing(kind, tokens, config, dtype, tp_degree, num_sequences, max_length).traced()
+def trace_xla(graph: Graph) -> Traced:
+    """Trace a graph of `runtime.xla.XLARuntime`."""
+    return _Tracing(graph).traced()
 
 
 def report(
@@ -122,7 +141,7 @@ def report(
     buckets: Sequence[int],
     max_length: int,
     verified_tokens: int | None = None,
-    trace_graph: Callable[..., Traced] = trace_xla,
+    trace_graph: Callable[[Graph], Traced] = trace_xla,
 ) -> Iterator[GraphReport]:
     """Report the graphs of a runtime: prefill of one sequence per bucket, and decode of the whole batch.
 
@@ -137,7 +156,7 @@ def report(
         buckets: tokens of the prefill graphs.
         max_length: of the cache, all of which attention visits.
         verified_tokens: tokens of each sequence in a verification, the last one and drafts; None for no such graph.
-        trace_graph: `trace_xla`, or another with its arguments.
+        trace_graph: `trace_xla` or `torch_graphs.trace_torch`.
 
     Raises:
         ToolsMissing: what traces or counts the graphs is not installed.
@@ -153,7 +172,7 @@ def report(
 
         def trace(layer_types: Sequence[str], kind: str = kind, tokens: int = tokens) -> Traced:
             layers = replace(config, layer_types=tuple(layer_types), num_hidden_layers=len(layer_types))
-            return trace_graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length)
+            return trace_graph(Graph(kind, tokens, layers, dtype, tp_degree, batch_size, max_length))
 
         if kind == COMMIT:
             least = minimum_of_commit(config, tp_degree, dtype, rows, tokens)
@@ -212,29 +231,17 @@ def _components(traced: Traced, layer_types: Sequence[str], whole: Cost) -> dict
 
 
 class _Tracing:
-    """Traces one graph of a rank: for one sequence in prefill, or for all in decode, verification and commit."""
+    """Traces one graph."""
 
-    def __init__(
-        self,
-        kind: str,
-        tokens: int,
-        config: GraniteMoeHybridConfig,
-        dtype: torch.dtype,
-        tp_degree: int,
-        num_sequences: int,
-        max_length: int,
-    ):
+    def __init__(self, graph: Graph):
         self.placeholder = tracer()
-        self.kind, self.dtype, self.max_length = kind, dtype, max_length
-        self.rows, self.tokens = 1 if kind == PREFILL else num_sequences, tokens
-        with torch.device("meta"):
-            model = GraniteMoeHybridForCausalLM(config, Parallel(0, tp_degree))
-            self.state = HybridState.allocate(
-                config, num_sequences, max_length, dtype, "meta", tp_degree, has_null_slot=False
-            )
+        self.kind, self.dtype = graph.kind, graph.dtype
+        self.rows, self.tokens = graph.rows, graph.tokens
+        self.state = graph.meta_state()
+        model = graph.meta_model()
         self.weights = dict(model.named_parameters())
         for name, weight in self.weights.items():
-            set_parameter(model, name, self.placeholder(tuple(weight.shape), dtype))
+            set_parameter(model, name, self.placeholder(tuple(weight.shape), self.dtype))
         model.tie_weights()
         self.model = model.bind(XLA)
 
