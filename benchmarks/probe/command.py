@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
-from granite4_neuron.choices import DEVICES, KV_WRITES
+from granite4_neuron.choices import DEVICES, KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
@@ -64,6 +64,7 @@ STEPS = (
     *(Step("benchmarks.probe.models:bucket", _GRAPHS, (tokens,)) for tokens in ("128", "512", "2048")),
     Step("benchmarks.probe.models:verification", _GRAPHS),
     Step("benchmarks.probe.models:fallbacks", _GRAPHS),
+    *(Step("benchmarks.probe.models:kernels", _GRAPHS, (scan,)) for scan in NKI_PREFILL_SCANS),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -33,10 +34,15 @@ MAX_LENGTH = 3000  # of a cache that has two lengths of graphs
 
 def layer(place: Place, kind: str) -> Iterator[Finding]:
     """A model of one layer, with fewer experts' channels and a small vocabulary."""
-    name, layer_type = _LAYERS[kind]
-    small = dict(vocab_size=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0, intermediate_size=128)
-    config = replace(GraniteMoeHybridConfig.from_family(name), layer_types=(layer_type,), num_hidden_layers=1, **small)
-    yield from _steps(*_runtimes(place, random_model(config), 128))
+    yield from _steps(*_runtimes(place, _layer(kind), 128))
+
+
+def kernels(place: Place, prefill_scan: str) -> Iterator[Finding]:
+    """A Mamba layer's graphs with the NKI kernels in them."""
+    if importlib.util.find_spec("nki") is None:
+        yield Finding("kernels", FACT, message="no package nki here")
+        return
+    yield from _steps(*_runtimes(place, _layer("mamba"), 128, prefill_scan=prefill_scan, decode_kernel="nki"))
 
 
 def bucket(place: Place, tokens: str) -> Iterator[Finding]:
@@ -131,13 +137,22 @@ def latency(place: Place, name: str) -> Iterator[Finding]:
         yield Finding(what, FACT, message=message, numbers=result)
 
 
-def _on_device(place: Place, model: GraniteMoeHybridForCausalLM, tokens: int) -> TorchRuntime:
-    options = dict(device=place.device, compiler=place.compiler)
+def _layer(kind: str) -> GraniteMoeHybridForCausalLM:
+    name, layer_type = _LAYERS[kind]
+    small = dict(vocab_size=2048, bos_token_id=1, eos_token_id=1, pad_token_id=0, intermediate_size=128)
+    config = GraniteMoeHybridConfig.from_family(name)
+    return random_model(replace(config, layer_types=(layer_type,), num_hidden_layers=1, **small))
+
+
+def _on_device(place: Place, model: GraniteMoeHybridForCausalLM, tokens: int, **mamba_kernels: str) -> TorchRuntime:
+    options = dict(device=place.device, compiler=place.compiler, **mamba_kernels)
     return TorchRuntime(model, GenerationConfig(), (tokens,), **options)
 
 
-def _runtimes(place: Place, model: GraniteMoeHybridForCausalLM, tokens: int) -> tuple[CPURuntime, TorchRuntime]:
-    return CPURuntime(model, GenerationConfig(), kernels="torch"), _on_device(place, model, tokens)
+def _runtimes(
+    place: Place, model: GraniteMoeHybridForCausalLM, tokens: int, **mamba_kernels: str
+) -> tuple[CPURuntime, TorchRuntime]:
+    return CPURuntime(model, GenerationConfig(), kernels="torch"), _on_device(place, model, tokens, **mamba_kernels)
 
 
 def _steps(cpu: Runtime, ours: TorchRuntime) -> Iterator[Finding]:

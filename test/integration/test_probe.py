@@ -24,7 +24,7 @@ SHORT = [
     step
     for step in STEPS
     if step.name.startswith(("states", "operators"))
-    or step.name in ("models layer mamba", "models warm_up", "models verification", "models fallbacks")
+    or step.name in ("models layer mamba", "models warm_up", "models fallbacks", "models kernels ssd")
 ]
 
 

@@ -29,6 +29,8 @@ from test.support.graph_contract import (
     VerifyContract,
     run_steps,
 )
+from test.support.neuron_compiler import Recorder
+from test.support.verification import LONGEST, streams, verified_error
 
 NAMED = {case.name: case for case in CASES}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
@@ -106,6 +108,46 @@ def test_every_form_of_state_gives_the_same(name, kv_write, prefill_by_view):
         assert (logits - expected).abs().max() <= 1e-5
 
 
+KERNEL_SIZES = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=2, **FEW_LAYERS)
+
+
+class TestKernels:
+    """NKI kernels as operators of the graphs, which run in NKI's simulator here."""
+
+    @pytest.mark.parametrize(("prefill_scan", "compiler"), [("ssd", "aot_eager"), ("scan", "inductor")])
+    def test_logits(self, prefill_scan, compiler):
+        backend = backend_of(compiler=compiler, prefill_scan=prefill_scan, decode_kernel="nki")
+        cpu, ours = backend.runtimes(lambda: random_model(small_config(**KERNEL_SIZES)))
+        expected_logits = run_steps(cpu, STEPS, 5, 200)
+        for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, backend.poison), strict=True):
+            assert (logits - expected).abs().max() <= backend.tolerance
+
+    def test_verification(self):
+        backend = backend_of(compiler="aot_eager", decode_kernel="nki")
+        cpu, ours = backend.runtimes(lambda: random_model(small_config(**DENSE, **KERNEL_SIZES)))
+        rows = [Row(i + 1, 0, tokens) for i, tokens in enumerate(streams(160, 4))]
+        uncut = cpu.step(cpu.allocate(4, LONGEST), rows, all_logits=True)
+        options = dict(prepare=backend.poison, after_commit=lambda state, lengths: None)
+        assert verified_error(ours, uncut, (0, 1, 2, 40), VerifyContract.ROUNDS, **options) <= backend.tolerance
+
+    def test_each_is_one_node_of_its_graph(self):
+        recorder = Recorder()
+        model = random_model(small_config(**DENSE, **KERNEL_SIZES))
+        options = dict(compiler=recorder, prefill_scan="ssd", decode_kernel="nki")
+        runtime = TorchRuntime(model, GenerationConfig(), BUCKETS, **options)
+        state = runtime.allocate(1, 60)
+        for recorder.step, tokens in (("prefill", [3] * 20), ("decode", [3])):
+            runtime.step(state, [Row(1, 0 if len(tokens) > 1 else 20, tokens)])
+
+        def kernels(step):
+            (graph,) = (graph for graph in recorder.graphs if (graph.step, graph.function) == (step, "mamba_layer"))
+            names = (str(node.target) for node in graph.module.graph.nodes)
+            return [name.split(".")[1] for name in names if name.startswith("granite4_neuron.")]
+
+        assert kernels("prefill") == ["conv1d_prefill", "ssd_chunk_scan"]
+        assert kernels("decode") == ["mamba_decode"]
+
+
 class TestGraphs:
     def test_layers_of_a_kind_share_a_graph(self):
         runtime = runtime_of(random_model(small_config(layer_types=("mamba", "attention") * 3)))
@@ -128,8 +170,11 @@ class TestGraphs:
         assert runtime.num_compilations == before + 2
 
     @pytest.mark.parametrize("graphs", ["layer", "model"])
-    def test_after_warming_up_nothing_is_compiled(self, graphs):
-        """Prompts, decode, prompt log-probabilities and drafts, in a state whose slots were in use before."""
+    def test_warming_up(self, graphs):
+        """Afterwards prompts, decode, prompt log-probabilities and drafts need no other graph, which would be an error.
+
+        The state's slots are in use before.
+        """
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)), graphs=graphs)
         engine = Engine(runtime, 2, max_length=100, drafter=NgramDrafter(1, 3), draft_tokens=3)
         request = Request([3, 4, 5] * 6, 20, prompt_logprobs=1)
@@ -143,12 +188,8 @@ class TestGraphs:
             torch.testing.assert_close(state.slot_views(slot), old, rtol=0, atol=0, equal_nan=True)
         assert generate_one(engine, request) == text
         assert engine.stats.drafted_tokens > 0 and runtime.num_compilations == compiled
-
-    def test_another_graph_after_warming_up_is_an_error(self):
-        runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))
-        runtime.warm_up(runtime.allocate(1, 50))
         with pytest.raises(Exception, match="would be compiled again"):
-            runtime.step(runtime.allocate(2, 50), [Row(1, 0, [3])])
+            runtime.step(runtime.allocate(3, 50), [Row(1, 0, [3])])
 
     def test_a_state_that_nobody_holds_is_used_again(self):
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)))

@@ -129,9 +129,7 @@ class StepContract:
 
         def bits(slot):
             """Return the bits of a slot in all state tensors."""
-            layers = [(layer, slot - isinstance(layer, MambaState)) for layer in state.layers]
-            tensors = [tensor[at] for layer, at in layers for tensor in vars(layer).values()]
-            return [tensor.to("cpu", copy=True).view(torch.uint8) for tensor in tensors]
+            return [tensor.to("cpu", copy=True).view(torch.uint8) for tensor in state.slot_views(slot).values()]
 
         runtime.step(state, [Row(slot, 0, tokens[: 5 * slot]) for slot in (1, 2, 3, 4)])
         runtime.step(state, [Row(slot, 5 * slot, tokens[:1]) for slot in (1, 2, 3, 4)])

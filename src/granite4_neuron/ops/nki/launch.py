@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import nki
 import torch
 
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+
+try:
+    from torch_neuronx import nki_op
+except ImportError:  # it came with PyTorch's own device, in SDK 2.33
+    nki_op = None
+
+Launcher = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def launcher(kernel: Any, definition: Launcher) -> Launcher:
+    """Return `launch` of a kernel; in graphs of torch.compile it is one node, the operator granite4_neuron::NAME.
+
+    On PyTorch's device for Neuron, `torch_neuronx.nki_op` makes the operator, and asks NKI for the results' shapes.
+    Elsewhere the definition gives them, and the node runs what `launch` runs there.
+
+    Args:
+        kernel: a function under `nki.jit`.
+        definition: in torch, with the kernel's arguments and results.
+    """
+
+    def run(*arguments: torch.Tensor | None) -> list[torch.Tensor]:
+        return list(launch(kernel, *arguments))
+
+    def shapes(*arguments: torch.Tensor | None) -> list[torch.Tensor]:
+        results = definition(*arguments)
+        return [torch.empty_like(result, memory_format=torch.contiguous_format) for result in results]
+
+    run.__signature__ = inspect.signature(definition).replace(return_annotation=list[torch.Tensor])
+    name = f"granite4_neuron::{definition.__name__.removesuffix('_torch')}"
+    if nki_op is not None:
+        operator = nki_op(name, mutates_args=())(run)
+    else:
+        operator = torch.library.custom_op(name, run, mutates_args=())
+        operator.register_fake(shapes)
+
+    def call(*arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        # torch_xla traces the kernel itself.
+        return tuple((operator if torch.compiler.is_compiling() else run)(*arguments))
+
+    return call
 
 
 def launch(kernel: Any, *arguments: torch.Tensor | None, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
 from granite4_neuron.ops.mamba_kernels import FusedMixer, MambaKernels, MixerConstants, Results
 from granite4_neuron.ops.nki.common import PSUM_BANK
-from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
-from granite4_neuron.ops.nki.launch import launch
+from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill, conv1d_prefill_torch
+from granite4_neuron.ops.nki.launch import Launcher, launcher
 from granite4_neuron.ops.nki.limits import check_convolution, check_mamba_decode, check_scan
-from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS, mamba_decode
-from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
-from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan
+from granite4_neuron.ops.nki.mamba_decode import MAX_TOKENS, mamba_decode, mamba_decode_torch
+from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan, ssd_chunk_scan_torch
+from granite4_neuron.ops.nki.tensor_tensor_scan import tensor_tensor_scan, tensor_tensor_scan_torch
 from granite4_neuron.ops.stochastic_rounding import Rounding
+
+_convolve = launcher(conv1d_prefill, conv1d_prefill_torch)
+_decode = launcher(mamba_decode, mamba_decode_torch)
 
 
 def convolve(
@@ -28,7 +29,7 @@ def convolve(
     """Compute `ops.causal_conv1d`; y is in x's dtype."""
     check_convolution(*weight.shape, x.shape[0], LOGICAL_CORE_SIZE)
     bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return launch(conv1d_prefill, x, conv_state, weight, bias, lengths.to(torch.int32))
+    return _convolve(x, conv_state, weight, bias, lengths.to(torch.int32))
 
 
 def mix(
@@ -45,7 +46,7 @@ def mix(
     taps = torch.cat([weight, torch.zeros_like(weight[:, :1]) if bias is None else bias[:, None]], dim=1)
     A_D = torch.stack([constants.A, constants.D])
     counts = None if accepted is None else accepted.to(torch.int32)
-    return launch(mamba_decode, ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
+    return _decode(ssm_state, conv_state, xBC, dt, taps, A_D, z, counts)
 
 
 def fused_mixer(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> FusedMixer:
@@ -65,13 +66,13 @@ def round_in_hardware(
     return values.to(dtype)
 
 
-def _scan(kernel: Any) -> MambaKernels:
+def _scan(kernel: Launcher) -> MambaKernels:
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
         check_scan(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
-        return launch(kernel, x, dt, A, B, C, D.float(), ssm_state)
+        return kernel(x, dt, A, B, C, D.float(), ssm_state)
 
     return MambaKernels(scan, convolve, has_kernel_layout=True)
 
 
-SCAN = _scan(tensor_tensor_scan)
-SSD = _scan(ssd_chunk_scan)
+SCAN = _scan(launcher(tensor_tensor_scan, tensor_tensor_scan_torch))
+SSD = _scan(launcher(ssd_chunk_scan, ssd_chunk_scan_torch))
