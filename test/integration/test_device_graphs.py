@@ -133,8 +133,11 @@ def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
     traced = trace(app, kind, bucket)
     check_state(traced)
     text = hlo_text(traced)
-    assert findings(text) == []
     layers = app.config.granite.layer_types.count(ATTENTION)
+    found = findings(text)
+    assert all("(reduce) is arithmetic on integers of 64 bits" in finding for finding in found)
+    # NxD Inference's attention counts the earlier tokens of a continuation.
+    assert len(found) == (layers if kind == "prefill_continuation_model" else 0)
     is_flash = kind == "prefill_continuation_model" or (kind, bucket) == ("context_encoding_model", 512)
     assert sdk_custom_calls(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
 
@@ -183,7 +186,8 @@ def test_fused_speculation(name, draft, tp_degree, batch_size, tmp_path):
         check_state(traced)
         assert (len(traced.results), len(traced.states)) == (4, states)
         text = hlo_text(traced)
-        found = findings(text)
+        # NxD Inference counts tokens, and finds a rank's place among all, in 64 bits.
+        found = [finding for finding in findings(text) if "64 bits" not in finding]
         assert len(found) == (choices if tp_degree > 1 else 0)
         assert all("is a gather at places in a sequence" in finding for finding in found)
         choosing = [operator for operator in sdk_custom_calls(text) if operator != FLASH_ATTENTION]

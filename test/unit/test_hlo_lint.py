@@ -7,18 +7,25 @@ from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 
 MODULE = """HloModule test, entry_computation_layout={{()->f32[]}}
 
-ENTRY %main (p0.1: s64[2], p1.2: f32[3,8,16], p2.3: f32[]) -> f32[] {{
-  %p0.1 = s64[2]{{0}} parameter(0)
+ENTRY %main (p0.1: s32[2], p1.2: f32[3,8,16], p2.3: f32[]) -> f32[] {{
+  %p0.1 = s32[2]{{0}} parameter(0)
   %p1.2 = f32[3,8,16]{{2,1,0}} parameter(1)
   %p2.3 = f32[] parameter(2)
   %constant.4 = f64[] constant(1)
-  %iota.5 = s64[2]{{0}} iota(), iota_dimension=0
+  %iota.5 = s32[2]{{0}} iota(), iota_dimension=0
+  %convert.6 = s64[2]{{0}} convert(s32[2]{{0}} %p0.1)
+  %reshape.7 = f32[1,3,8,16]{{3,2,1,0}} reshape(%p1.2)
   {line}
 }}
 """
 BREAKING = {
     "rank 5": "%reshape.9 = f32[1,3,2,4,16]{4,3,2,1,0} reshape(%p1.2)",
     "f64": "%convert.9 = f64[3,8,16]{2,1,0} convert(%p1.2)",
+    "integers of 64 bits": "%add.9 = s64[2]{0} add(%convert.6, %convert.6)",
+    "places in 64 bits": "%gather.9 = f32[2,8,16]{2,1,0} gather(%p1.2, %convert.6), offset_dims={1,2}, "
+    "collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,8,16}",
+    "a product of rank 4": "%dot.9 = f32[1,3,8,8]{3,2,1,0} dot(%reshape.7, %reshape.7), lhs_batch_dims={0,1}, "
+    "lhs_contracting_dims={3}, rhs_batch_dims={0,1}, rhs_contracting_dims={3}",
     "infeed": "%infeed.9 = (f32[3]{0}, token[]) infeed(%token.8)",
     "to the host": '%custom-call.9 = f32[] custom-call(%p2.3), custom_call_target="MoveToHost"',
     "a loop": "%while.9 = (s64[], f32[3]{0}) while(%tuple.8), condition=%c, body=%b",
@@ -45,6 +52,9 @@ GOOD = {
     "collapsed_slice_dims={0,1}, start_index_map={0,1}, index_vector_dim=1, slice_sizes={1,1,16}",
     "a scatter of data": "%scatter.9 = f32[3,8,16]{2,1,0} scatter(%p1.2, %p0.1, %p1.2), update_window_dims={1,2}, "
     "inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%c",
+    "a product of rank 3": "%dot.9 = f32[3,8,8]{2,1,0} dot(%p1.2, %p1.2), lhs_batch_dims={0}, "
+    "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={2}",
+    "a comparison with a constant": "%compare.9 = pred[2]{0} compare(%convert.6, %convert.6), direction=GE",
     "rank 4": "%reshape.9 = f32[3,2,4,16]{3,2,1,0} reshape(%p1.2)",
 }
 
@@ -72,6 +82,8 @@ TRACED = {
     "cumsum": (lambda x, index: x.cumsum(1), "running sum"),
     "topk": (lambda x, index: x.topk(3)[0], "a sort"),
     "sort": (lambda x, index: x.argsort(1), "a sort"),
+    "einsum": (lambda x, index: torch.einsum("abij,abkj->abik", *[x.view(2, 2, 4, 16)] * 2), "product of rank 4"),
+    "int64 arithmetic": (lambda x, index: index + index, "integers of 64 bits"),
     "five dimensions": (lambda x, index: x.view(2, 4, 2, 4, 4) + 1, "rank 5"),
 }
 

@@ -53,7 +53,7 @@ def expert_blocks(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tenso
     places = places.where(is_choice.any(-1), BLOCK_ROWS * size).flatten()
     nothing = torch.full((BLOCK_ROWS * size + 1,), BLOCK_ROWS * size, dtype=torch.int32, device=topk_ids.device)
     numbers = torch.arange(tokens * top_k, dtype=torch.int32, device=topk_ids.device)
-    choices = nothing.scatter(0, places.long(), numbers)[:-1].view(BLOCK_ROWS, size)
+    choices = nothing.index_put((places,), numbers)[:-1].view(BLOCK_ROWS, size)
 
     loads = _loads(blocks, first_block, in_first_part, size)
     return loads, (choices // top_k).clamp(max=tokens), choices
@@ -92,7 +92,7 @@ def _counts_before(is_chosen: torch.Tensor) -> torch.Tensor:
 
 def _earlier(size: int, like: torch.Tensor) -> torch.Tensor:
     """Return [size, size]: 1 where the column is before the row."""
-    numbers = torch.arange(size, device=like.device)
+    numbers = torch.arange(size, dtype=torch.int32, device=like.device)
     return (numbers < numbers[:, None]).to(like.dtype)
 
 

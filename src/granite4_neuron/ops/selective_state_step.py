@@ -60,7 +60,7 @@ def selective_state_step(
     if state.dtype != torch.float32:
         state.copy_(new_state.view(state.shape))
 
-    y = torch.einsum("rhpn,rn->rhp", new_state, C.float().reshape(-1, d_state)).reshape(batch, num_heads, head_dim)
+    y = torch.bmm(new_state.flatten(1, 2), C.float().reshape(-1, d_state, 1)).reshape(batch, num_heads, head_dim)
     if D is not None:
         y = y + _per_head(D.float(), batch_dims=1) * x
     if z is not None:

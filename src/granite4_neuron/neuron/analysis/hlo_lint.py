@@ -27,6 +27,9 @@ _FORBIDDEN = {
     "topk": "is a sort; the largest values are found by comparison",
 }
 _WIDE_DTYPES = ("f64", "c128")
+# torch_xla compares integers with a constant in 64 bits, and reads an embedding's ids through 64 bits.
+_WIDENED = ("parameter", "constant", "convert", "broadcast", "reshape", "compare")
+_MAX_PRODUCT_RANK = 3
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,14 @@ def _split_at_end(rest: str) -> tuple[str, str]:
 def findings(hlo_text: str) -> list[str]:
     """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
-    The rules: no tensor of rank above 4; no shape that is known only while the graph runs; no 64-bit floating point;
-    no transfer to or from the host; no loop; no convolution; no running sum (reduce-window, as cumsum is traced); no
-    sort; a gather picks whole rows of its first axes (a slot, an expert, a token's embedding) and never places in a
-    sequence; no gather or scatter at places that are known when the graph is made, where a slice would do. A scatter at
-    places that depend on data is how a cache is written, and is let through. A loop over tokens that was unrolled while
-    tracing cannot be told from other instructions: count them for two lengths.
+    The rules: no tensor of rank above 4, and no operand of a product above 3; no shape that is known only while the
+    graph runs; no 64-bit floating point; no arithmetic on 64-bit integers and no places in them, other than what
+    torch_xla adds to a comparison; no transfer to or from the host; no loop; no convolution; no running sum
+    (reduce-window, as cumsum is traced); no sort; a gather picks whole rows of its first axes (a slot, an expert, a
+    token's embedding) and never places in a sequence; no gather or scatter at places that are known when the graph
+    is made, where a slice would do. A scatter at places that depend on data is how a cache is written, and is let
+    through. A loop over tokens that was unrolled while tracing cannot be told from other instructions: count them
+    for two lengths.
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
@@ -99,6 +104,11 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
             yield f"({instruction.opcode}) has rank {len(dimensions)}, above {MAX_RANK}"
         if dtype in _WIDE_DTYPES and dimensions:  # a scalar is a Python number, folded by every compiler
             yield f"({instruction.opcode}) is {dtype}"
+    yield from _faults_of_integers(instruction, module)
+    if instruction.opcode == "dot":
+        rank = max(len(module[name].shapes[0][1]) for name in instruction.operands)
+        if rank > _MAX_PRODUCT_RANK:
+            yield f"is a product of rank {rank}, above {_MAX_PRODUCT_RANK}"
     if instruction.is_dynamic:
         yield f"({instruction.opcode}) has a shape that is known only while the graph runs"
     if instruction.opcode in _FORBIDDEN:
@@ -114,6 +124,14 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
         yield f"is a {instruction.opcode} at places that do not depend on any input, where a slice would do"
     elif instruction.opcode == "gather" and not _picks_rows(instruction, module):
         yield "is a gather at places in a sequence that depend on data"
+
+
+def _faults_of_integers(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
+    is_wide = any(dtype in ("s64", "u64") and dimensions for dtype, dimensions in instruction.shapes)
+    if is_wide and instruction.opcode not in _WIDENED:
+        yield f"({instruction.opcode}) is arithmetic on integers of 64 bits"
+    if instruction.opcode in ("gather", "scatter") and module[instruction.operands[1]].shapes[0][0] == "s64":
+        yield f"is a {instruction.opcode} at places in 64 bits"
 
 
 def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:

@@ -114,12 +114,12 @@ class _Softmax:
 
     def add(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None) -> _Softmax:
         """Add keys and values [batch, kv_heads, keys, head_dim], where a mask [.., rows or 1, keys] is true."""
-        scores = torch.einsum("bkqd,bksd->bkqs", self._query, key).float()
+        scores = _multiply(self._query, key.transpose(2, 3)).float()
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
         top, rescale = self._new_top(scores)
         weights = torch.exp(scores - top)
-        sums = torch.einsum("bkqs,bksd->bkqd", weights.to(value.dtype), value).float()
+        sums = _multiply(weights.to(value.dtype), value).float()
         self._accumulate(sums, weights.sum(-1, keepdim=True), top, rescale)
         return self
 
@@ -130,12 +130,12 @@ class _Softmax:
         score what it is where any key is there, and its value and its part of the sum are zeros.
         """
         first = key[:, :, :1]
-        scores = torch.einsum("bkqd,bksd->bkqs", self._query, key.where(is_there, first)).float()
+        scores = _multiply(self._query, key.where(is_there, first).transpose(2, 3)).float()
         top, rescale = self._new_top(scores)
         weights = torch.exp(scores - top).to(value.dtype)
-        sums = torch.einsum("bkqs,bksd->bkqd", weights, value.masked_fill(~is_there, 0.0)).float()
-        total = torch.einsum("bkqs,bs->bkq", weights, is_there[:, 0, :, 0].to(value.dtype))
-        self._accumulate(sums, total.float()[..., None], top, rescale)
+        sums = _multiply(weights, value.masked_fill(~is_there, 0.0)).float()
+        total = torch.bmm(weights.flatten(1, 2), is_there[:, 0].to(value.dtype)).view(top.shape)
+        self._accumulate(sums, total.float(), top, rescale)
         return self
 
     def result(self) -> torch.Tensor:
@@ -155,3 +155,8 @@ class _Softmax:
         self._sums = sums if rescale is None else self._sums * rescale + sums
         self._total = total if rescale is None else self._total * rescale + total
         self._top = top
+
+
+def _multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Multiply matrices [batch, kv_heads, ...] as products of rank 3: the compiler has refused others."""
+    return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])

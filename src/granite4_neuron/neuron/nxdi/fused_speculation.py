@@ -10,7 +10,7 @@ from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
-from granite4_neuron.neuron.nxdi.state import HybridCacheManager
+from granite4_neuron.neuron.nxdi.state import HybridCacheManager, int32_arange
 
 Outputs = torch.Tensor | list[torch.Tensor]
 
@@ -50,7 +50,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         The draft model also runs its last draft, because all drafts may be accepted; its output is not used.
         """
         tokens, states, draft_inputs = [input_ids], None, []
-        positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
+        positions = int32_arange(attention_mask.shape[1], position_ids)
         for _ in range(self.neuron_config.speculation_length):
             place = position_ids + len(draft_inputs)
             before = (positions < place).to(attention_mask.dtype)
@@ -61,7 +61,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
         self._is_there = seq_ids >= 0
 
         candidates = torch.cat(tokens[:-1], dim=1)
-        places = position_ids + torch.arange(candidates.shape[1], device=position_ids.device)
+        places = position_ids + int32_arange(candidates.shape[1], position_ids)
         chosen, *target_states = self.target_model(candidates, attention_mask, places, seq_ids, sampling_params)
         return [candidates[:, 1:], chosen, *states, *target_states]
 
@@ -79,11 +79,11 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
             stands = stands & (drafted[:, place] == chosen[:, place])
             accepted = accepted + stands.to(accepted.dtype)
 
-        places = torch.arange(chosen.shape[1], device=position_ids.device)
+        places = int32_arange(chosen.shape[1], position_ids)
         tokens = chosen.where(places < accepted[:, None], self.acceptance_padding_token).to(torch.int32)
-        last = chosen.masked_fill(places != accepted[:, None] - 1, 0).sum(1, keepdim=True).to(torch.int32)
+        last = chosen.masked_fill(places != accepted[:, None] - 1, 0).sum(1, keepdim=True, dtype=torch.int32)
         next_position = (position_ids + accepted[:, None]).to(torch.int32)
-        positions = torch.arange(attention_mask.shape[1], device=position_ids.device)
+        positions = int32_arange(attention_mask.shape[1], position_ids)
         next_mask = (positions < next_position).to(position_ids.dtype)
 
         accepted = accepted.where(self._is_there, 0)

@@ -21,7 +21,7 @@ from granite4_neuron.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.neuron.nxdi.parallel import NeuronParallel, split_over_ranks
-from granite4_neuron.neuron.nxdi.state import HybridCacheManager, NeuronStep
+from granite4_neuron.neuron.nxdi.state import HybridCacheManager, NeuronStep, int32_arange
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
@@ -96,9 +96,9 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         """
         if not kept_inputs:
             return []
-        positions = position_ids.long() + torch.arange(kept_inputs[0].shape[1], device=position_ids.device)
-        slots = torch.arange(len(accepted), device=position_ids.device)
-        step = NeuronStep(positions, accepted.long(), slots, self.n_positions, None, has_begun=True)
+        positions = position_ids.int() + int32_arange(kept_inputs[0].shape[1], position_ids)
+        slots = int32_arange(len(accepted), position_ids)
+        step = NeuronStep(positions, accepted.int(), slots, self.n_positions, None, has_begun=True)
         new = []
         for (idx, layer), inputs in zip(self.mamba_layers(), kept_inputs, strict=True):
             state = self.kv_mgr.mamba_state(idx)
@@ -120,7 +120,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         """Return [batch, 1], the position after each row's last real token; the cache's end if the mask has none."""
         if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
             return torch.full_like(attention_mask[:, :1], self.max_length)
-        return attention_mask.sum(1, keepdim=True)
+        return attention_mask.sum(1, keepdim=True, dtype=torch.int32)
 
     def create_attn_mask(
         self,
@@ -133,7 +133,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         tokens = position_ids.shape[1]
         if is_for_context_encoding or tokens == 1:
             return super().create_attn_mask(attention_mask, is_for_context_encoding, is_for_speculation, position_ids)
-        before = torch.arange(self.n_positions, device=position_ids.device) < position_ids[:, :1]
+        before = int32_arange(self.n_positions, position_ids) < position_ids[:, :1]
         return before[:, None, None].expand(-1, 1, tokens, -1)
 
     def get_model_output(
@@ -143,13 +143,13 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
 
         A verification returns the hidden states of all tokens, [batch, tokens, hidden_size].
         """
-        lengths = (position_ids >= 0).sum(1)
-        slots = seq_ids.long()
+        lengths = (position_ids >= 0).int().sum(1, dtype=torch.int32)  # torch_xla sums booleans in int64
+        slots = seq_ids.int()
         sequences = None if len(slots) == self.kv_mgr.num_slots else slots
         verifies = self._is_for_speculation(input_ids)
         self.kept_inputs = []
         step = NeuronStep(
-            position_ids.long(),
+            position_ids.int(),
             lengths,
             slots,
             self.n_positions,
@@ -285,5 +285,5 @@ def _positions(
     NxD Inference gives padding the position 1, so that a prompt of one token looks like one of two. The mask tells, by
     `end` [batch, 1].
     """
-    position_ids = position_ids[:, :1] + torch.arange(input_ids.shape[1], device=input_ids.device)
+    position_ids = position_ids[:, :1].int() + int32_arange(input_ids.shape[1], input_ids)
     return position_ids.where((seq_ids[:, None] >= 0) & (position_ids < end), -1)

@@ -118,7 +118,7 @@ def _launch(kernel: Any, *arguments: torch.Tensor | None) -> tuple[torch.Tensor,
 
 _NXD, _NXDI = "neuronx_distributed", "neuronx_distributed_inference"
 _STAND_INS = (
-    ("granite4_neuron.ops.nki.mamba", "launch", _launch),
+    ("granite4_neuron.ops.nki.launch", "launch", _launch),
     ("granite4_neuron.neuron.nxdi.feed_forward", "launch", _launch),
     (f"{_NXDI}.modules.attention.attention_base", "_flash_fwd_call_nki", _Kernel(_attention_cte)),
     (f"{_NXDI}.modules.attention.attention_base", "_has_native_gqa_tp_support", True),

@@ -72,12 +72,11 @@ class CopyModel(NeuronGraniteMoeHybridModel):
 
     def forward(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """Copy a slot; slots: [2], source and destination."""
-        source, destination = slots[:1].long(), slots[1:].long()
+        source, destination = slots[:1], slots[1:]
         copied = [
-            torch.index_copy(state, 0, destination, state.index_select(0, source))
-            for state in self.kv_mgr.past_key_values
+            state.index_put((destination,), state.index_select(0, source)) for state in self.kv_mgr.past_key_values
         ]
-        return [slots[:1], *copied]
+        return [source, *copied]
 
 
 SlotModel = VerificationModel | CommitModel | CopyModel

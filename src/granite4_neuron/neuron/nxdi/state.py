@@ -48,7 +48,7 @@ class NeuronStep(DenseStep):
     @property
     def cache_rows(self) -> torch.Tensor:
         """[batch], where each row's keys and values are."""
-        rows = torch.arange(len(self.slots), device=self.slots.device)
+        rows = int32_arange(len(self.slots), self.slots)
         return rows if self.sequences is None else self.sequences
 
 
@@ -146,6 +146,11 @@ def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> to
     new = new.where(is_real[:, None, :, None], new[:, :, :1])
     positions = step.positions.where(is_real, step.positions[:, :1])
     positions = positions.where(step.lengths[:, None] > 0, cache.shape[2] - 1)
-    heads = torch.arange(cache.shape[1], device=cache.device)[None, :, None]
+    heads = int32_arange(cache.shape[1], cache)[None, :, None]
     places = (step.cache_rows[:, None, None], heads, positions[:, None, :])
     return torch.index_put(cache, places, new.to(cache.dtype))
+
+
+def int32_arange(count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return 0 to count - 1 on a tensor's device: the device has no fast integers of 64 bits."""
+    return torch.arange(count, dtype=torch.int32, device=like.device)
