@@ -9,7 +9,6 @@ import torch
 
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
@@ -282,17 +281,19 @@ def test_expert_kernels_of_nxd(kernel, tmp_path):
     assert sdk_custom_calls(hlo_text(traced)) == [kernel] * 2
 
 
-def test_the_default_expert_kernel_of_nxd_does_not_exist(tmp_path, monkeypatch):
-    """NxD's default expert kernel is refused. Without the refusal, the graph cannot be traced."""
-    from granite4_neuron.neuron.nxdi import GraniteMoeHybridInferenceConfig
+def test_expert_path_nxd_needs_no_further_option(tmp_path, monkeypatch):
+    """It takes a kernel that is in the SDK. NxD's own default is not."""
+    from granite4_neuron.neuron.nxdi import config
 
     folder = one_layer_of_each_kind("h-small", tmp_path)
-    with pytest.raises(UserError, match="not in the Neuron SDK"):
-        application(folder, config_options={"expert_path": "nxd"})
-    monkeypatch.setattr(GraniteMoeHybridInferenceConfig, "_check_experts", lambda self: None)
-    app = application(folder, config_options={"expert_path": "nxd"})
+    options = dict(max_context_length=2048, context_encoding_buckets=[2048], token_generation_buckets=[4096])
+    options |= dict(config_options={"expert_path": "nxd"}, seq_len=4096)
+    traced = trace(application(folder, **options), "context_encoding_model", 2048)
+    kernels = [call for call in sdk_custom_calls(hlo_text(traced)) if call != FLASH_ATTENTION]
+    assert kernels == ["blockwise_mm_baseline_shard_intermediate_hybrid"] * 2
+    monkeypatch.setattr(config, "_choose_kernel_of_nxd", lambda neuron_config: None)
     with pytest.raises(NotImplementedError, match="_call_shard_hidden_kernel is not available"):
-        trace(app, "context_encoding_model", 128)
+        trace(application(folder, **options), "context_encoding_model", 2048)
 
 
 def test_components_are_traced_alone(tmp_path):

@@ -40,6 +40,8 @@ STEPS = 16
 PROMPTS = (1, 2, 3, 40, 100, nxdi.BUCKET, 200)  # the last is longer than the bucket
 RAGGED = ((40, 1, 100), (2, nxdi.BUCKET, 3), (200, 1, 130), (17, 90, 64))
 CASE = {case.name: case for case in CASES}
+# The logical cores of a trn2.3xlarge. The Neuron runtime takes one of them or all.
+TP_DEGREE = 4
 TP_CASES = ("moe", "rope", "conv3_no_bias", "untied_head", "two_groups", "one_expert_per_token")
 
 
@@ -231,9 +233,7 @@ class TestCpuMode:
 
     def test_experts_by_nxd(self, moe_folder):
         """NxD's own module multiplies block by block in torch in CPU mode."""
-        model = nxdi.cpu_model(
-            moe_folder, {"expert_path": "nxd"}, blockwise_matmul_config=dict(use_torch_block_wise=True)
-        )
+        model = nxdi.cpu_model(moe_folder, {"expert_path": "nxd"})
         for length in (3, 40, 128, 200):
             assert difference(moe_folder, model, [length]) <= TOLERANCE, length
 
@@ -640,14 +640,14 @@ NEURON_DEVICE = Path("/dev/neuron0")
 
 @pytest.mark.skipif(not NEURON_DEVICE.exists(), reason=f"no Neuron device here ({NEURON_DEVICE})")
 class TestNeuronDevice:
-    """The model is compiled by the Neuron SDK and runs on a device, on two cores."""
+    """The model is compiled by the Neuron SDK and runs on a device."""
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory):
         from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
 
         folder, compiled = bundled_checkpoint(), str(tmp_path_factory.mktemp("compiled"))
-        config = nxdi.make_config(folder, tp_degree=2, batch_size=len(TEXTS), on_cpu=False)
+        config = nxdi.make_config(folder, tp_degree=TP_DEGREE, batch_size=len(TEXTS), on_cpu=False)
         model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
         model.compile(compiled)
         model.load(compiled)
@@ -673,7 +673,7 @@ class TestNeuronDevice:
             for index in range(GraniteMoeHybridConfig.from_file(folder / "config.json").num_hidden_layers - 1)
         ]
         capture = dict(CAPTURE, tensor_capture_config=dict(modules_to_capture=layers))
-        config = nxdi.make_config(folder, tp_degree=2, on_cpu=False, **capture)
+        config = nxdi.make_config(folder, tp_degree=TP_DEGREE, on_cpu=False, **capture)
         model = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
         model.compile(str(tmp_path))
         model.load(str(tmp_path))

@@ -1,6 +1,7 @@
 """Commands with --backend nxdi in NxD Inference's CPU mode give the text of the cpu backend."""
 
 import re
+from concurrent import futures
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ OPTIONS = (
     "speculation_length",
     "max_context_length",
     "seq_len",
+    "enable_bucketing",
+    "context_encoding_buckets",
+    "token_generation_buckets",
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_mode")
@@ -119,6 +123,27 @@ def test_a_draft_model(generate, graphs, draft_folder, device):
 def test_a_draft_of_itself_is_always_right(generate, graphs, folder):
     with_draft = graphs("--verify", VERIFIED, "--draft-model", folder)
     assert "100% of" in generate(PROMPT, *with_draft, "--draft-model", folder)[2]
+
+
+def test_buckets_and_jobs(generate, graphs, device, monkeypatch):
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    threads = []
+
+    def compile(model, path):
+        with futures.ThreadPoolExecutor() as executor:
+            threads.append(executor._max_workers)
+        model.config.save(path)
+
+    monkeypatch.setattr(NeuronGraniteMoeHybridForCausalLM, "compile", compile)
+    compiled = graphs("--context-buckets", 32, 128, "--token-buckets", 64, LONGEST, "--jobs", 3, "--batch-size", 2)
+    prompts = ("Short", PROMPT)
+    status, texts, report = generate(*prompts, *compiled)
+    assert (status, texts) == (0, generate(*prompts)[1]), report
+    (model,) = device
+    assert model.context_encoding_model.neuron_config.buckets == [32, 128]
+    assert model.token_generation_model.neuron_config.buckets == [64, LONGEST]
+    assert threads == [3] and isinstance(futures.ThreadPoolExecutor, type), "the bound is for compiling only"
 
 
 def test_prompts_that_begin_alike_share_slots(generate, graphs):

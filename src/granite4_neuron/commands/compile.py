@@ -12,6 +12,7 @@ from granite4_neuron.checkpoint.output_folder import check_output
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.commands.options import (
     add_arithmetic,
+    add_buckets,
     add_compiled_state_dtype,
     add_expert_path,
     add_ranks_and_sequences,
@@ -47,6 +48,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="longest prompt and continuation (default: %(default)s)",
     )
+    add_buckets(compiler)
+    compiler.add_argument(
+        "--jobs",
+        type=at_least(1),
+        default=4,
+        metavar="N",
+        help="graphs that are compiled at a time, after the first; each may take tens of gigabytes of memory (default: "
+        "%(default)s)",
+    )
     compiler.add_argument(
         "--verify",
         type=at_least(2),
@@ -70,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
             f"--seq-len is {options.seq_len}; it must be at least --max-context-length, which is "
             f"{options.max_context_length}."
         )
+    _check_buckets("--context-buckets", options.context_buckets, "--max-context-length", options.max_context_length)
+    _check_buckets("--token-buckets", options.token_buckets, "--seq-len", options.seq_len)
     if options.draft_model is not None and not options.verify:
         raise UserError("--draft-model needs --verify: the number of tokens, the last one and drafts, to verify.")
     check_output(options.output)
@@ -88,7 +100,10 @@ def run(options: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         max_context_length=options.max_context_length,
         seq_len=options.seq_len,
+        context_buckets=options.context_buckets,
+        token_buckets=options.token_buckets,
         verified_tokens=options.verify,
+        jobs=options.jobs,
         prefill_scan=options.prefill_scan,
         decode_kernel=options.decode_kernel,
         expert_path=options.expert_path,
@@ -96,3 +111,8 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
+
+
+def _check_buckets(name: str, buckets: list[int] | None, limit_name: str, limit: int) -> None:
+    if buckets is not None and max(buckets) != limit:
+        raise UserError(f"{name} ends with {max(buckets)}; its largest must be {limit_name}, which is {limit}.")

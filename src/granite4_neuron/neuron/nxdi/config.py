@@ -19,6 +19,8 @@ from granite4_neuron.ops.xla import XLA, expert_path
 SLOT_TOKENS = 128
 # NxD's kernel that splits a block's widths over two cores takes blocks of multiples of this many tokens.
 _INTERMEDIATE_BLOCK = 256
+# Multiples that NxD's kernels for experts take, as nki-library's core/moe/moe_cte checks them.
+_HIDDEN_BLOCK, _WIDTH_BLOCK = 512, 16
 
 # Options of NeuronConfig that change what a state tensor, a position or a rank's share of the tokens is, and the only
 # value of each that the recurrent state is written for.
@@ -110,6 +112,8 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
             neuron_config.attn_kernel_enabled = False  # the kernel is the device's
+        if self.expert_path == "nxd":
+            _choose_kernel_of_nxd(neuron_config)
         if neuron_config.is_continuous_batching:
             # Rows that only fill the batch are marked, so that they leave their slots' state alone.
             neuron_config.apply_seq_ids_mask = True
@@ -220,18 +224,21 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
             return  # torch throughout, or all experts for every token
         if self.neuron_config.logical_nc_config != LOGICAL_CORE_SIZE:
             raise UserError(f"NxD's kernels for experts need neuron_config.logical_nc_config={LOGICAL_CORE_SIZE}.")
+        hidden_size = self.granite.hidden_size
+        width = self.granite.rank_dimensions(self.neuron_config.tp_degree).intermediate_size
+        if hidden_size % _HIDDEN_BLOCK or width % _WIDTH_BLOCK:
+            raise UserError(
+                f"NxD's kernels for experts take a hidden size that is a multiple of {_HIDDEN_BLOCK}, and a rank's "
+                f"width of experts that is one of {_WIDTH_BLOCK}; here they are {hidden_size} and {width}. Leave "
+                "expert_path at 'torch'."
+            )
         if config.use_shard_on_intermediate_dynamic_while:
             if config.block_size % _INTERMEDIATE_BLOCK:
                 raise UserError(
                     f"neuron_config.blockwise_matmul_config has block_size={config.block_size}; with "
                     f"use_shard_on_intermediate_dynamic_while it must be a multiple of {_INTERMEDIATE_BLOCK}."
                 )
-        elif not config.use_shard_on_block_dynamic_while:
-            raise UserError(
-                "neuron_config.blockwise_matmul_config asks for NxD's default kernel for experts, which is not in the "
-                "Neuron SDK; set use_shard_on_intermediate_dynamic_while=True in it, or leave expert_path at 'torch'."
-            )
-        elif "PING_PONG" not in str(config.block_sharding_strategy):
+        elif config.use_shard_on_block_dynamic_while and "PING_PONG" not in str(config.block_sharding_strategy):
             raise UserError(
                 "neuron_config.blockwise_matmul_config has use_shard_on_block_dynamic_while, which needs "
                 "block_sharding_strategy='PING_PONG' beside it."
@@ -240,3 +247,15 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
     @classmethod
     def get_neuron_config_cls(cls) -> type[MoENeuronConfig]:
         return MoENeuronConfig
+
+
+def _choose_kernel_of_nxd(neuron_config: MoENeuronConfig) -> None:
+    """Choose NxD's kernel for experts, unless blockwise_matmul_config names one: its default is not in the Neuron SDK.
+
+    The one that is chosen splits the experts' widths over the two cores, and ends with the last block that has tokens.
+    """
+    config = neuron_config.blockwise_matmul_config
+    if neuron_config.on_cpu:
+        config.use_torch_block_wise = True  # the kernels are the device's
+    elif not (config.use_torch_block_wise or config.use_shard_on_block_dynamic_while):
+        config.use_shard_on_intermediate_dynamic_while = True

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +38,10 @@ def compile_model(
     batch_size: int,
     max_context_length: int,
     seq_len: int,
+    context_buckets: Sequence[int] | None = None,
+    token_buckets: Sequence[int] | None = None,
     verified_tokens: int = 0,
+    jobs: int = 4,
     **kernels: str,
 ) -> None:
     """Compile the graphs that `load_compiled` runs; weights stay where they are.
@@ -48,7 +54,10 @@ def compile_model(
         batch_size: sequences at a time.
         max_context_length: tokens of the largest context encoding graph; a longer prompt takes several steps.
         seq_len: the longest sequence, prompt and continuation.
+        context_buckets, token_buckets: tokens of context encoding graphs, up to max_context_length; and lengths of the
+            cache that the other graphs see, up to seq_len. None for powers of two from 128.
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
+        jobs: how many graphs are compiled at a time.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
@@ -64,16 +73,29 @@ def compile_model(
         speculation_length=verified_tokens,
         torch_dtype=dtype,
         enable_bucketing=True,
+        context_encoding_buckets=context_buckets and list(context_buckets),
+        token_generation_buckets=token_buckets and list(token_buckets),
     )
     folders = [folder] if draft_folder is None else [folder, draft_folder]
     models = [_application(each, options, kernels) for each in folders]
     sizes = {model.config.granite.vocab_size for model in models}
     if len(sizes) > 1:
         raise UserError(f"{draft_folder} has another vocabulary than the model; they must have the same.")
-    with complete_or_absent(output) as partial:
-        for model, place in zip(models, (partial, partial / DRAFT_GRAPHS), strict=False):
+    with complete_or_absent(output) as incomplete, _compiling_at_a_time(jobs):
+        for model, place in zip(models, (incomplete, incomplete / DRAFT_GRAPHS), strict=False):
             place.mkdir(exist_ok=True)
             model.compile(str(place))
+
+
+@contextmanager
+def _compiling_at_a_time(jobs: int) -> Iterator[None]:
+    """Bound the threads of NxD's ModelBuilder within it, which has one executor for all graphs and no option for it."""
+    executor = futures.ThreadPoolExecutor
+    futures.ThreadPoolExecutor = partial(executor, max_workers=jobs)
+    try:
+        yield
+    finally:
+        futures.ThreadPoolExecutor = executor
 
 
 def _application(
