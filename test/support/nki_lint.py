@@ -44,6 +44,8 @@ def _imports(tree: ast.Module) -> Iterator[Problem]:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] == "neuronxcc" for name in names):
             yield Problem(node.lineno, "neuronxcc is gone; import nki")
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            yield Problem(node.lineno, "annotations become text, which nki-library's kernels do without")
 
 
 def _signature(function: ast.FunctionDef) -> Iterator[Problem]:
@@ -52,6 +54,8 @@ def _signature(function: ast.FunctionDef) -> Iterator[Problem]:
         yield Problem(function.lineno, f"{function.name} has keyword-only arguments")
     annotations = [argument.annotation for argument in arguments.args if argument.annotation]
     is_list = any(ast.unparse(annotation).split("[")[0] in ("list", "List") for annotation in annotations)
+    if any(isinstance(part, ast.BitOr) for annotation in annotations for part in ast.walk(annotation)):
+        yield Problem(function.lineno, f"{function.name} has an annotation with |; write Optional[...]")
     if is_list or any(isinstance(default, ast.List) for default in arguments.defaults):
         yield Problem(function.lineno, f"{function.name} takes a list; pass a tuple")
 
@@ -66,6 +70,8 @@ def _node(node: ast.AST, function: ast.FunctionDef, kernels: set[str]) -> Iterat
         is_kernel = isinstance(node, ast.FunctionDef) and _is_kernel(node)
         what = "a kernel within a kernel" if is_kernel else "a nested function, which closes over tensors"
         yield Problem(line, f"{what}; make it a function of the module, without nki.jit")
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "nisa.engine":
+        yield Problem(line, f"write nisa.{node.attr}_engine, as nki-library does")
     elif isinstance(node, ast.Attribute) and node.attr in DEPRECATED_RANGES:
         yield Problem(line, f"{node.attr} is deprecated; use range")
     elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "nl" and node.attr in INDEX_GRIDS:

@@ -46,11 +46,14 @@ BAD_STATEMENTS = {
     "j = nl.mgrid[0:3]": "nl.mgrid is gone",
     "nisa.tensor_copy(dst=tile, src=x, mask=i < 2)": "mask= is gone",
     "t = nl.ndarray((1, 1), dtype=nl.float32, buffer='sbuf')": "buffer is a string",
+    "nisa.tensor_copy(dst=tile, src=x, engine=nisa.engine.vector)": "write nisa.vector_engine",
     "nisa.tensor_copy(src=x, dst=tile)": "needs dst as its first argument",
 }
 BAD_MODULES = {
     "import neuronxcc.nki as nki": "neuronxcc is gone",
     "from neuronxcc.nki import isa": "neuronxcc is gone",
+    "from __future__ import annotations": "annotations become text",
+    "def f(tile: nl.ndarray | None): pass": "an annotation with |",
     "def f(tile, *, factor): pass": "f has keyword-only arguments",
     "def f(factors: list[float]): pass": "f takes a list",
     "def f(factors=[1.0]): pass": "f takes a list",

@@ -78,7 +78,7 @@ SSD = {
     "D x dropped": ("data1=sum_sb, data2=D_x_sb, op=nl.add", "data1=sum_sb, data2=D_x_sb, op=nl.maximum"),
     "dt dropped": ("dt_x_sb = _times_per_head(x_sb, dt_sb,", "dt_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads],"),
     "uninitialised tile": (
-        "nisa.tensor_copy(dst=transposed_sb, src=transposed_psum, engine=nisa.engine.scalar)",
+        "nisa.tensor_copy(dst=transposed_sb, src=transposed_psum, engine=nisa.scalar_engine)",
         "pass",
     ),
     "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
@@ -92,13 +92,13 @@ SCAN = {
     ),
     "channels run into each other": ("nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)", "pass"),
     "uninitialised inputs": (
-        "nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.engine.scalar)",
+        "nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.scalar_engine)",
         "pass",
     ),
     "state not decayed at a tile's first token": ("operand0=first_decay_sb,", "operand0=1.0,"),
     "state not carried": ("src=states_sb[:, :, rows - 1]", "src=states_sb[:, :, 0]"),
     "uninitialised tile": (
-        "nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.engine.gpsimd)",
+        "nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.gpsimd_engine)",
         "pass",
     ),
     "one group for all heads": ("group = (first_head + run_start) // heads_per_group", "group = 0"),
@@ -123,11 +123,11 @@ CONV = {
 }
 EXPERTS = {
     "memory not zeroed before the first expert": (
-        "nisa.memset(dst=tile_sb[:, half : shape[1], :].view(nl.float32), value=0.0, engine=nisa.engine.vector)",
+        "nisa.memset(dst=tile_sb[:, half : shape[1], :].view(nl.float32), value=0.0, engine=nisa.vector_engine)",
         "pass",
     ),
     "half of the memory not zeroed": (
-        "nisa.memset(dst=tile_sb[:, 0:half, :].view(nl.float32), value=0.0, engine=nisa.engine.gpsimd)",
+        "nisa.memset(dst=tile_sb[:, 0:half, :].view(nl.float32), value=0.0, engine=nisa.gpsimd_engine)",
         "pass",
     ),
     "only gate and up zeroed": (
@@ -154,7 +154,7 @@ EXPERTS = {
     "blocks of the width in another order": ("slot + 1], 1, rows)", "slot + 1], width // rows, 1)"),
     "one part for both": ("_store(outputs[part], y_psums)", "_store(outputs[0], y_psums)"),
     "uninitialised tile": (
-        "nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.engine.scalar)",
+        "nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.scalar_engine)",
         "pass",
     ),
 }
@@ -185,7 +185,7 @@ EXPERTS_PREFILL = {
     ),
     "sum over the width not carried": ("accumulate=block > 0", "accumulate=False"),
     "the first bank for all": ("moving=down_sb[:, block, bank]", "moving=down_sb[:, block, 0 : y_psum.shape[1]]"),
-    "uninitialised tile": ("nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.engine.vector)", "pass"),
+    "uninitialised tile": ("nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.vector_engine)", "pass"),
 }
 MAMBA_DECODE = {
     "drafts not accepted decay the state": (
@@ -209,7 +209,7 @@ MAMBA_DECODE = {
     "B of the first sequence": ("B_sb[:, s, group, :]", "B_sb[:, 0, group, :]"),
     "gate dropped": ("nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)", "nisa.memset(gate_sb, 1.0)"),
     "what tokens say to each other dropped": (
-        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)",
+        "nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.gpsimd_engine)",
         "pass",
     ),
     "state not decayed": ("op=nl.multiply)\n    heads_per_bank", "op=nl.maximum)\n    heads_per_bank"),

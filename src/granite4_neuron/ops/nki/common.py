@@ -3,8 +3,6 @@
 On chip the first dimension of a tensor is the partition; `rows` counts partitions, `columns` elements within one.
 """
 
-from __future__ import annotations
-
 import nki.isa as nisa
 import nki.language as nl
 

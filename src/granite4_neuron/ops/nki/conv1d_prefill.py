@@ -1,7 +1,5 @@
 """The causal depthwise convolution over whole sequences, and the window it leaves behind."""
 
-from __future__ import annotations
-
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -151,7 +149,7 @@ def _diagonals(weight_sb: nl.ndarray) -> nl.ndarray:
     diagonals_sb = nl.ndarray((width, tiles, d_conv, width), dtype=weight_sb.dtype, buffer=nl.sbuf)
     ones_sb = identity(width).expand_dim(1).broadcast(1, d_conv).expand_dim(1).broadcast(1, tiles)
     taps_sb = weight_sb.expand_dim(3).broadcast(3, width)
-    nisa.tensor_tensor(dst=diagonals_sb, data1=ones_sb, data2=taps_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst=diagonals_sb, data1=ones_sb, data2=taps_sb, op=nl.multiply, engine=nisa.gpsimd_engine)
     return diagonals_sb
 
 

@@ -1,6 +1,6 @@
 """The experts of a few tokens: the weights of each distinct chosen one are read once, from where they are."""
 
-from __future__ import annotations
+from typing import Union
 
 import nki
 import nki.isa as nisa
@@ -159,8 +159,8 @@ def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> tuple[nl.ndarray, 
     for _ in range(count):
         tile_sb = nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
         if half > 0:
-            nisa.memset(dst=tile_sb[:, 0:half, :].view(nl.float32), value=0.0, engine=nisa.engine.gpsimd)
-        nisa.memset(dst=tile_sb[:, half : shape[1], :].view(nl.float32), value=0.0, engine=nisa.engine.vector)
+            nisa.memset(dst=tile_sb[:, 0:half, :].view(nl.float32), value=0.0, engine=nisa.gpsimd_engine)
+        nisa.memset(dst=tile_sb[:, half : shape[1], :].view(nl.float32), value=0.0, engine=nisa.vector_engine)
         tiles.append(tile_sb)
     return tiles
 
@@ -185,7 +185,9 @@ def load_expert(
     nisa.dma_copy(dst=weights_sb, src=source, oob_mode=nisa.oob_mode.skip)
 
 
-def activated_columns(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndarray | float, rows: int) -> nl.ndarray:
+def activated_columns(
+    x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: Union[nl.ndarray, float], rows: int
+) -> nl.ndarray:
     """Compute silu(gate) * weight * up of one expert, as columns [rows, width // rows, tokens].
 
     Args:
@@ -218,7 +220,7 @@ def activated_columns(x_sb: nl.ndarray, gate_up_sb: nl.ndarray, weights: nl.ndar
     for block in range(width // rows):
         columns_psum = nl.ndarray((rows, tokens), dtype=gate_up_sb.dtype, buffer=nl.psum)
         nisa.nc_transpose(dst=columns_psum, data=activated_sb[:, block * rows : (block + 1) * rows])
-        nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=columns_sb[:, block, :], src=columns_psum, engine=nisa.scalar_engine)
     return columns_sb
 
 

@@ -1,7 +1,5 @@
 """The experts of many tokens, block by block: rows and weights are read from where they are."""
 
-from __future__ import annotations
-
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -150,7 +148,7 @@ def _columns(rows_sb: nl.ndarray) -> nl.ndarray:
         bank_psum = nl.ndarray((MAX_PARTITIONS, size, count), dtype=rows_sb.dtype, buffer=nl.psum)
         for i in range(size):
             nisa.nc_transpose(dst=bank_psum[:, i, :], data=by_partition[:, :, start + i])
-        nisa.tensor_copy(dst=columns_sb[:, start : start + size, :], src=bank_psum, engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=columns_sb[:, start : start + size, :], src=bank_psum, engine=nisa.scalar_engine)
     return columns_sb
 
 
@@ -174,7 +172,7 @@ def _down(activated_sb: nl.ndarray, down_sb: nl.ndarray, dtype: str) -> nl.ndarr
                 moving=down_sb[:, block, bank],
                 accumulate=block > 0,
             )
-        nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.engine.vector)
+        nisa.tensor_copy(dst=y_sb[:, bank], src=y_psum, engine=nisa.vector_engine)
     return y_sb
 
 

@@ -1,7 +1,5 @@
 """Limits of a Mamba layer's kernels, which cannot check them themselves, for an assertion does not compile."""
 
-from __future__ import annotations
-
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
 from granite4_neuron.ops.nki.mamba_decode import MAX_ROW, MAX_TOKENS

@@ -1,6 +1,6 @@
 """A Mamba-2 mixer's step of one or a few tokens in one kernel: convolution, recurrence and gate."""
 
-from __future__ import annotations
+from typing import Optional
 
 import nki
 import nki.isa as nisa
@@ -75,8 +75,8 @@ def mamba_decode(
     dt: nl.ndarray,
     taps: nl.ndarray,
     A_D: nl.ndarray,
-    z: nl.ndarray | None = None,
-    accepted: nl.ndarray | None = None,
+    z: Optional[nl.ndarray] = None,
+    accepted: Optional[nl.ndarray] = None,
 ) -> tuple[nl.ndarray, ...]:
     """
     Compute outputs of a few tokens of every sequence, and the states after the accepted ones.
@@ -208,7 +208,7 @@ def mamba_decode(
             B_sb = load(B_hbm.permute((1, 0, 2, 3)), nl.float32)
             x_sb = load(x_heads.permute((1, 0, 2, 3)), nl.float32)
             factors = weights_sb.expand_dim(3).broadcast(3, head_dim)
-            nisa.tensor_tensor(dst=x_sb, data1=x_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
+            nisa.tensor_tensor(dst=x_sb, data1=x_sb, data2=factors, op=nl.multiply, engine=nisa.gpsimd_engine)
 
         # Step 4: each state once. The tokens' C read it as it comes, then the accepted tokens enter it.
         for s in range(count):
@@ -239,9 +239,9 @@ def mamba_decode(
             own_z = z.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
             gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
             nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
-            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.engine.gpsimd)
+            nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.gpsimd_engine)
             gated_sb = nl.ndarray(y_sb.shape, dtype=xBC.dtype, buffer=nl.sbuf)
-            nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.engine.gpsimd)
+            nisa.tensor_tensor(dst=gated_sb, data1=y_sb, data2=gate_sb, op=nl.multiply, engine=nisa.gpsimd_engine)
             own_y = y.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
             nisa.dma_copy(dst=own_y.permute((1, 0, 2, 3)), src=gated_sb)
 

@@ -1,7 +1,5 @@
 """Mamba-2 prefill by state space duality: chunks of 128 tokens as matrix products."""
 
-from __future__ import annotations
-
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -134,13 +132,13 @@ def ssd_chunk_scan(
             total_sb = decays_sb[0:d_state, 2, 0:heads]
 
             # Step 2: the operands of the products, for all heads at once.
-            dt_x_sb = _times_per_head(x_sb, dt_sb, x.dtype, nisa.engine.gpsimd)
-            D_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads], nl.float32, nisa.engine.gpsimd)
-            remaining_sb = _times_per_head(dt_x_sb, to_end_sb, x.dtype, nisa.engine.vector)
+            dt_x_sb = _times_per_head(x_sb, dt_sb, x.dtype, nisa.gpsimd_engine)
+            D_x_sb = _times_per_head(x_sb, D_sb[0:rows, 0:heads], nl.float32, nisa.gpsimd_engine)
+            remaining_sb = _times_per_head(dt_x_sb, to_end_sb, x.dtype, nisa.vector_engine)
             state_operand_sb = state_sb
             if x.dtype != nl.float32:
                 state_operand_sb = nl.ndarray((d_state, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
-                nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.engine.scalar)
+                nisa.tensor_copy(dst=state_operand_sb, src=state_sb, engine=nisa.scalar_engine)
 
             # Step 3: a PSUM bank of heads at a time: contributions of its tokens to each other, and of the state.
             y_sb = nl.ndarray((rows, heads, head_dim), dtype=x.dtype, buffer=nl.sbuf)
@@ -204,7 +202,7 @@ def _scores(B_sb: nl.ndarray, C_sb: nl.ndarray, up_to: nl.ndarray) -> tuple[nl.n
     nisa.nc_transpose(dst=transposed_psum[:, 0, :], data=B_sb)
     nisa.nc_transpose(dst=transposed_psum[:, 1, :], data=C_sb)
     transposed_sb = nl.ndarray((d_state, 2, rows), dtype=B_sb.dtype, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=transposed_sb, src=transposed_psum, engine=nisa.engine.scalar)
+    nisa.tensor_copy(dst=transposed_sb, src=transposed_psum, engine=nisa.scalar_engine)
 
     scores_psum = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=scores_psum, stationary=transposed_sb[:, 0, :], moving=transposed_sb[:, 1, :])
@@ -238,7 +236,7 @@ def _within_chunk(
             data1=for_each(up_to[0:rows, 0:rows], count),
             data2=along(log_decay_sb[:, start : start + count], rows),
             op=nl.multiply,
-            engine=nisa.engine.gpsimd,
+            engine=nisa.gpsimd_engine,
         )
         sums_psum = nl.ndarray((rows, count, rows), dtype=nl.float32, buffer=nl.psum)
         nisa.nc_matmul(
@@ -278,7 +276,7 @@ def _add_from_state(
     for h in range(sum_sb.shape[1]):  # one head at a time is what ScalarE can do, and VectorE has the most to do
         nisa.activation(dst=sum_sb[:, h, :], op=nl.copy, data=carried_psum[:, h, :], scale=from_start_sb[:, h : h + 1])
     nisa.tensor_tensor(dst=sum_sb, data1=sum_sb, data2=within_psum, op=nl.add)
-    nisa.tensor_tensor(dst=y_sb, data1=sum_sb, data2=D_x_sb, op=nl.add, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst=y_sb, data1=sum_sb, data2=D_x_sb, op=nl.add, engine=nisa.gpsimd_engine)
 
 
 def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndarray, total_sb: nl.ndarray) -> None:
@@ -293,5 +291,5 @@ def _advance_state(state_sb: nl.ndarray, B_sb: nl.ndarray, remaining_sb: nl.ndar
     update_psum = nl.ndarray(state_sb.shape, dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=flat(update_psum), stationary=B_sb, moving=flat(remaining_sb))
     factors = along(total_sb, state_sb.shape[2])
-    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply, engine=nisa.engine.gpsimd)
+    nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=factors, op=nl.multiply, engine=nisa.gpsimd_engine)
     nisa.tensor_tensor(dst=state_sb, data1=state_sb, data2=update_psum, op=nl.add)

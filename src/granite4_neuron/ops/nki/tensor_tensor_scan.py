@@ -1,7 +1,5 @@
 """Mamba-2 prefill token by token, in time that grows linearly: the recurrence as VectorE's scan instruction."""
 
-from __future__ import annotations
-
 import nki
 import nki.isa as nisa
 import nki.language as nl
@@ -186,7 +184,7 @@ def _columns(C_sb: nl.ndarray, parts: int) -> nl.ndarray:
     nisa.nc_transpose(dst=columns_psum, data=C_sb)
     for p in range(parts):
         nisa.tensor_copy(
-            dst=columns_sb[p * d_state : (p + 1) * d_state, :], src=columns_psum, engine=nisa.engine.scalar
+            dst=columns_sb[p * d_state : (p + 1) * d_state, :], src=columns_psum, engine=nisa.scalar_engine
         )
     return columns_sb
 
@@ -200,7 +198,7 @@ def _on_diagonal(values_sb: nl.ndarray, diagonal: nl.ndarray) -> nl.ndarray:
         data1=for_each(diagonal[0:rows, 0:rows], count),
         data2=along(values_sb, rows),
         op=nl.multiply,
-        engine=nisa.engine.gpsimd,
+        engine=nisa.gpsimd_engine,
     )
     return flat(diagonals_sb)
 
@@ -225,7 +223,7 @@ def _decays(
     one_channel_sb = nl.ndarray((MAX_PARTITIONS, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=one_channel_sb, op=nl.exp, data=sums_psum)
     decay_sb = nl.ndarray((MAX_PARTITIONS, channels, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.engine.gpsimd)
+    nisa.tensor_copy(dst=decay_sb, src=for_each(one_channel_sb, channels), engine=nisa.gpsimd_engine)
     nisa.memset(dst=decay_sb[:, :, 0:1], value=0.0)
     return decay_sb, one_channel_sb[:, 0:1]
 
@@ -278,13 +276,13 @@ def _scan_head(
             op0=nl.multiply,
             op1=nl.add,
         )
-        nisa.tensor_copy(dst=state_sb[:, own_channels], src=states_sb[:, :, rows - 1], engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=state_sb[:, own_channels], src=states_sb[:, :, rows - 1], engine=nisa.scalar_engine)
         nisa.tensor_tensor(
             dst=states_sb,
             data1=states_sb,
             data2=for_each(C_columns_sb, channels),
             op=nl.multiply,
-            engine=nisa.engine.gpsimd,
+            engine=nisa.gpsimd_engine,
         )
         for i in range(channels):
             nisa.nc_matmul(
@@ -317,7 +315,7 @@ def _inputs(dt_x_parts: nl.ndarray, B_sb: nl.ndarray, diagonal: nl.ndarray) -> n
                 stationary=B_sb,
                 moving=diagonals_sb[:, start * rows : (start + PRODUCT_CHANNELS) * rows],
             )
-            nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.engine.scalar)
+            nisa.tensor_copy(dst=inputs_sb[own_partitions, block, :], src=inputs_psum, engine=nisa.scalar_engine)
     return inputs_sb
 
 

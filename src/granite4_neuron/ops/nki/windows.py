@@ -1,7 +1,5 @@
 """The convolution of a few tokens with channels on partitions, and the windows it works on."""
 
-from __future__ import annotations
-
 import nki.isa as nisa
 import nki.language as nl
 

@@ -1,7 +1,5 @@
 """Contributions of a step's tokens to each other's outputs, beside the state; heads on partitions."""
 
-from __future__ import annotations
-
 import nki.isa as nisa
 import nki.language as nl
 
@@ -27,7 +25,7 @@ def token_scores(B_columns: nl.ndarray, C_columns: nl.ndarray, heads: int, place
             dst=scores_psum, stationary=flat(C_columns[:, group, :, :]), moving=flat(B_columns[:, group, :, :])
         )
         scores_sb = nl.ndarray((size, size), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=scores_sb, src=scores_psum, engine=nisa.engine.scalar)
+        nisa.tensor_copy(dst=scores_sb, src=scores_psum, engine=nisa.scalar_engine)
         nisa.dma_copy(dst=scores_hbm[group], src=scores_sb)
     own_groups = max(1, heads // heads_per_group)
     blocks = scores_hbm.ap(
