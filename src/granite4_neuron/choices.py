@@ -24,6 +24,11 @@ COMPILED_STATE_DTYPES = ("float32", "bfloat16")  # in the graphs of NxD Inferenc
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
 DECODE_KERNELS = ("torch", "nki")
+# Of a graph for Neuron devices, all in torch or in NKI where there is a kernel.
+KERNELS = {
+    "torch": dict(prefill_scan="chunked", decode_kernel="torch", expert_path="torch"),
+    "nki": dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki"),
+}
 
 # Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
 INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}

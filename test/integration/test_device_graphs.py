@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
@@ -325,12 +326,19 @@ def test_command(tmp_path, capsys, monkeypatch):
         "128",
         "--max-length",
         "256",
+        "--kernels",
+        "torch",
+        "nki",
         "--json",
         str(file),
     ]
     assert main(["graphs", "--backend", "nxdi", *arguments]) == 0
     assert "context 128" in capsys.readouterr().out
-    context, continuation, decode = json.loads(file.read_text())
+    reports = json.loads(file.read_text())
+    context, continuation, decode = reports[:3]
+    assert [report["kernels"] for report in reports] == [KERNELS[name] for name in ("torch", "nki") for _ in range(3)]
+    assert all(ours["graph"] == torchs["graph"] for torchs, ours in zip(reports[:3], reports[3:], strict=True))
+    assert reports[5]["cost"]["instructions"] < decode["cost"]["instructions"]
     assert [graph["graph"] for graph in (context, continuation, decode)] == [
         "context 128",
         "continuation 128",

@@ -1,5 +1,6 @@
 """Commands with --backend nxdi in NxD Inference's CPU mode give the text of the cpu backend."""
 
+import json
 import re
 from concurrent import futures
 
@@ -9,6 +10,7 @@ import torch
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
@@ -17,7 +19,6 @@ from test.support.checkpoints import save_byte_tokenizer, small_config
 
 PROMPT = "A text of some length, which says the same again: a text of some length, which says"
 SLOTS, VERIFIED, LONGEST = 6, 4, 256
-KERNELS = ("prefill_scan", "decode_kernel", "expert_path", "state_dtype")
 OPTIONS = (
     "batch_size",
     "ctx_batch_size",
@@ -65,7 +66,9 @@ def device(monkeypatch):
         config = loading.GraniteMoeHybridInferenceConfig.load(str(compiled))
         assert config.granite == GraniteMoeHybridConfig.from_file(folder / "config.json")
         options = {name: getattr(config.neuron_config, name) for name in OPTIONS}
-        model = nxdi.cpu_model(folder, {name: getattr(config, name) for name in KERNELS}, **options)
+        model = nxdi.cpu_model(
+            folder, {name: getattr(config, name) for name in (*KERNELS["torch"], "state_dtype")}, **options
+        )
         loaded.append(model)
         return NeuronRuntime(model, generation_config)
 
@@ -144,6 +147,24 @@ def test_buckets_and_jobs(generate, graphs, device, monkeypatch):
     assert model.context_encoding_model.neuron_config.buckets == [32, 128]
     assert model.token_generation_model.neuron_config.buckets == [64, LONGEST]
     assert threads == [3] and isinstance(futures.ThreadPoolExecutor, type), "the bound is for compiling only"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), KERNELS["torch"]),
+        (("--kernels", "nki", "--expert-path", "torch"), dict(KERNELS["nki"], expert_path="torch")),
+        (
+            ("--kernels", "nki", "--expert-path", "torch", "--prefill-scan", "scan"),
+            dict(decode_kernel="nki", prefill_scan="scan"),
+        ),
+        (("--decode-kernel", "nki"), dict(decode_kernel="nki")),
+    ],
+)
+def test_kernels_by_one_name_and_by_each(graphs, options, expected):
+    config = json.loads((graphs(*options)[-1] / "neuron_config.json").read_text())
+    chosen = {name: config.get(name, KERNELS["torch"][name]) for name in KERNELS["torch"]}
+    assert chosen == KERNELS["torch"] | expected
 
 
 def test_prompts_that_begin_alike_share_slots(generate, graphs):

@@ -18,6 +18,7 @@ from granite4_neuron.commands.options import (
     add_ranks_and_sequences,
     at_least,
     dtype_of,
+    kernels_of,
 )
 from granite4_neuron.errors import UserError
 
@@ -104,9 +105,7 @@ def run(options: argparse.Namespace) -> int:
         token_buckets=options.token_buckets,
         verified_tokens=options.verify,
         jobs=options.jobs,
-        prefill_scan=options.prefill_scan,
-        decode_kernel=options.decode_kernel,
-        expert_path=options.expert_path,
+        **kernels_of(options, options.kernels),
         state_dtype=options.state_dtype,
     )
     print(f"wrote {options.output}", file=sys.stderr)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import COMPILED_STATE_DTYPES, KERNELS
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_compiled_state_dtype,
@@ -19,13 +19,13 @@ from granite4_neuron.commands.options import (
     check_folder_of,
     config_and_dtype,
     dtype_of,
+    kernels_of,
     model_or_bundled,
     write_json,
 )
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.stand_ins import SOURCES, why_not_importable
-from granite4_neuron.neuron_sdk import EXPERT_PATHS
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "does; nxdi traces what NxD Inference compiles for a device; it needs its package, or its public sources, "
         f"which {' and '.join(SOURCES)} name (default: xla)",
     )
-    add_arithmetic(graph)
+    add_arithmetic(graph, takes_several=True)
     add_expert_path(graph)
     add_compiled_state_dtype(graph)
     add_ranks_and_sequences(graph, tp_degree=1)
@@ -82,39 +82,40 @@ def run(options: argparse.Namespace) -> int:
 
     config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
     dtype = dtype_of(options.dtype or stored_dtype)
-    reports = list(_reports(options, config, dtype))
-    table = Table(
-        "graph", "GFLOP", "least", "", "GB accessed", "least", "", "instructions", "weights", "state", "temporaries"
-    )
-    table.title = f"one rank of {options.tp_degree}, {str(dtype).removeprefix('torch.')}"
-    for report in reports:
-        _add_graph(table, report)
-    print_table(table)
-    for report in reports:
-        for note in (*report.notes, *report.findings):
-            write(f"{report.graph}: {note}")
+    numbers = []
+    for name in dict.fromkeys(options.kernels):
+        kernels = kernels_of(options, name)
+        reports = list(_reports(options, kernels, config, dtype))
+        table = Table(
+            "graph", "GFLOP", "least", "", "GB accessed", "least", "", "instructions", "weights", "state", "temporaries"
+        )
+        titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
+        if options.backend == "nxdi":
+            titles += [f"{option.replace('_', ' ')} {kernel}" for option, kernel in kernels.items()]
+        table.title = ", ".join(titles)
+        for report in reports:
+            _add_graph(table, report)
+        print_table(table)
+        for report in reports:
+            for note in (*report.notes, *report.findings):
+                write(f"{report.graph}: {note}")
+        numbers += [{**report.numbers(), "kernels": kernels} for report in reports]
     if options.json:
-        write_json(options.json, json.dumps([report.numbers() for report in reports], indent=2) + "\n")
+        write_json(options.json, json.dumps(numbers, indent=2) + "\n")
     return 0
 
 
 def _reports(
-    options: argparse.Namespace, config: GraniteMoeHybridConfig, dtype: torch.dtype
+    options: argparse.Namespace, kernels: Mapping[str, str], config: GraniteMoeHybridConfig, dtype: torch.dtype
 ) -> Iterator[graphs.GraphReport]:
     from granite4_neuron.neuron.analysis import graphs
 
     sizes = (options.tp_degree, options.batch_size, sorted(options.buckets), options.max_length)
-    defaults = dict(
-        prefill_scan=PREFILL_SCANS[0],
-        decode_kernel=DECODE_KERNELS[0],
-        expert_path=EXPERT_PATHS[0],
-        state_dtype=COMPILED_STATE_DTYPES[0],
-    )
-    kernels = {name: getattr(options, name) for name in defaults}
     if options.backend != "nxdi":
-        if kernels != defaults:
+        if (kernels, options.state_dtype) != (KERNELS["torch"], COMPILED_STATE_DTYPES[0]):
             raise UserError(
-                "--prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi here."
+                "--kernels, --prefill-scan, --decode-kernel, --expert-path and --state-dtype belong to --backend nxdi "
+                "here."
             )
         if options.backend == "xla":
             return graphs.report(config, dtype, *sizes, options.verify)
@@ -126,7 +127,7 @@ def _reports(
         raise UserError(f"--backend nxdi: {reason}.")
     from granite4_neuron.neuron.nxdi.graph_costs import report
 
-    return report(config, dtype, *sizes, kernels, options.verify)
+    return report(config, dtype, *sizes, {**kernels, "state_dtype": options.state_dtype}, options.verify)
 
 
 def _add_graph(table: Table, report: graphs.GraphReport) -> None:

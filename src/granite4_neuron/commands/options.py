@@ -21,6 +21,7 @@ from granite4_neuron.choices import (
     DEVICES,
     FOLDER_VARIABLE,
     GRAPHS,
+    KERNELS,
     PREFILL_SCANS,
     QUANTIZATIONS,
     STATE_DTYPES,
@@ -104,20 +105,29 @@ def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
     )
 
 
-def add_arithmetic(parser: argparse.ArgumentParser) -> None:
+def add_arithmetic(parser: argparse.ArgumentParser, *, takes_several: bool = False) -> None:
+    """Add the dtype and the kernels; with `takes_several`, --kernels takes several names and is a list."""
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        nargs="+" if takes_several else None,
+        default=["torch"] if takes_several else "torch",
+        help="for Neuron devices: compute in torch, or in this package's NKI kernels wherever there is one (default: "
+        "torch)",
+    )
     parser.add_argument(
         "--prefill-scan",
         choices=PREFILL_SCANS,
-        default="chunked",
         help="how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step "
-        "(quadratic), or, on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd)",
+        "(quadratic), or, on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd); "
+        "default: chunked, with --kernels nki ssd",
     )
     parser.add_argument(
         "--decode-kernel",
         choices=DECODE_KERNELS,
-        default="torch",
-        help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel",
+        help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel (default: "
+        "that of --kernels)",
     )
 
 
@@ -164,10 +174,17 @@ def add_expert_path(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expert-path",
         choices=EXPERT_PATHS,
-        default=EXPERT_PATHS[0],
         help="how NxD Inference multiplies with the experts' weights: in torch, with this package's NKI kernels, or "
-        "with NxD's kernels (default: %(default)s)",
+        "with NxD's kernels (default: that of --kernels)",
     )
+
+
+def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
+    """Return those of `choices.KERNELS` by a name, with what the single options say instead: prefill_scan,
+    decode_kernel and, of a command that has the option, expert_path.
+    """
+    chosen = KERNELS[kernels]
+    return {name: getattr(options, name) or chosen[name] for name in chosen if hasattr(options, name)}
 
 
 def add_buckets(parser: argparse.ArgumentParser) -> None:
@@ -240,11 +257,10 @@ def load_runtime(
         return load(
             folder,
             dtype=dtype_of(options.dtype),
-            prefill_scan=options.prefill_scan,
+            **kernels_of(options, options.kernels),
             backend=options.backend,
             device=options.device,
             graphs=options.graphs,
-            decode_kernel=options.decode_kernel,
             cpu_kernels=options.cpu_kernels,
             compiled=compiled or options.compiled,
             quantize=options.quantize,
