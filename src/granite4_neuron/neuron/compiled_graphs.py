@@ -1,4 +1,4 @@
-"""The graphs that `granite4-neuron compile` compiles for a model, each to a NEFF; NxD Inference is not needed for it."""
+"""The graphs that `granite4-neuron compile` makes of a model, each a NEFF. NxD Inference is not needed to list them."""
 
 from __future__ import annotations
 
