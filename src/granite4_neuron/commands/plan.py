@@ -108,7 +108,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis import latency, plan
+    from granite4_neuron.neuron.analysis import latency, plan, published_latency
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
@@ -150,6 +150,16 @@ def _plan_latency(options: argparse.Namespace) -> int:
         "Predicted, not measured. The bound is what the busiest of HBM, TensorE, VectorE and links takes; the "
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
+    )
+    names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}
+    distances = (
+        f"{least:.2f} to {most:.2f} of {len(figures)} {name}"
+        for name, figures in names.items()
+        for least, most in [published_latency.ratios(figures)]
+    )
+    write(
+        f"Where times are published, predictions made in the same way are {' and '.join(distances)}; "
+        "benchmarks/predicted_latency.py lists them."
     )
     return 0
 
