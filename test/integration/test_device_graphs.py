@@ -314,8 +314,7 @@ def test_components_are_traced_alone(tmp_path):
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]  # the layer's output, conv_state, ssm_state
 
 
-def test_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_command(tmp_path, capsys):
     file = tmp_path / "graphs.json"
     arguments = [
         "--model",

@@ -197,8 +197,7 @@ def test_a_rank_does_its_share():
         graphs_of(config, 3)
 
 
-def test_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_command(tmp_path, capsys):
     file = tmp_path / "graphs.json"
     arguments = ("graphs", "--model", "h-350m", "--tp-degree", "2", "--buckets", "64", "--json", str(file))
     assert main(arguments) == 0

@@ -20,6 +20,9 @@ from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main, parser
+from granite4_neuron.neuron.analysis.graphs import GraphReport
+from granite4_neuron.neuron.analysis.hlo_cost import Cost
+from granite4_neuron.neuron.analysis.roofline import Minimum
 from granite4_neuron.ops import LaunchParameters, cpu
 from granite4_neuron.ops.launch_parameters import file_name, write_launch_parameters
 
@@ -35,7 +38,6 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Return a function that runs the command and returns (status, standard output, standard error)."""
-    monkeypatch.setenv("COLUMNS", "200")
 
     def command(*arguments, stdin=None):
         monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
@@ -374,6 +376,28 @@ class TestCheck:
         monkeypatch.setattr("granite4_neuron.generation.loading.load_model", without_D)
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5)
         assert status == 1 and "FAILED" in output
+
+
+WIDE_TABLES = {
+    "info": (["--model", "h-small"], "attention heads, key heads, width, positions | 32, 8, 128, none"),
+    "plan": (["--model", "h-small", "--latency"], "step | batch | bound, ms | as counted, ms | predicted, ms"),
+    "graphs": (["--model", "h-small"], "context of many words | 3e+05 | 0.3 | x 1000000.00 | 4e+05 | 0.4 |"),
+}
+
+
+@pytest.mark.parametrize("command", WIDE_TABLES)
+def test_tables_are_whole_in_a_file(command, capsys, monkeypatch):
+    """However narrow the terminal is that a command was started in, a redirected table has whole lines."""
+    cost = Cost(flops=3e14, bytes_accessed=4e14)
+    least = Minimum(flops=3e8, weights=4e8, state=0, key_values=0, activations=0)
+    report = GraphReport("context of many words", 0, 0, cost, {}, least, (), few=None)
+    report.__dict__["temporary_bytes"] = 0
+    monkeypatch.setattr("granite4_neuron.commands.graphs._reports", lambda *arguments: [report])
+    monkeypatch.setenv("COLUMNS", "40")
+    arguments, line = WIDE_TABLES[command]
+    assert main([command, *arguments]) == 0
+    output = capsys.readouterr().out
+    assert line in re.sub(r"\s*[│┃]\s*", " | ", output)
 
 
 def test_convert(run, texting_folder, tmp_path):

@@ -8,7 +8,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from granite4_neuron.config import MAMBA
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.compiled_graphs import (
+    COMMIT,
+    CONTEXT,
+    CONTINUATION,
+    COPY,
+    TOKEN,
+    VERIFICATION,
+    CompiledGraph,
+    GraphOptions,
+)
 from test.support import nxdi
 from test.support.checkpoints import CASES
 
@@ -74,6 +85,47 @@ def test_a_saved_config_is_read_back(case, random_checkpoints, tmp_path):
     if case.config().num_local_experts:
         assert again.neuron_config.router_config.dtype == torch.float32
     assert json.loads(again.to_json_string()) == json.loads(config.to_json_string())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("dense", [False, True], ids=["hybrid", "dense"])
+@pytest.mark.parametrize(
+    "options, seq_len",
+    [
+        (GraphOptions(), 4096),
+        (GraphOptions(max_context_length=300, verified_tokens=4), 1000),
+        (GraphOptions(max_context_length=512, verified_tokens=2, token_buckets=(400, 700)), 700),
+        (GraphOptions(max_context_length=700, context_buckets=(100, 700)), 700),
+        (GraphOptions(max_context_length=128), 128),
+    ],
+)
+def test_the_graphs_are_known_before_they_are_made(options, seq_len, batch_size, dense, random_checkpoints):
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    case = next(case for case in CASES if (MAMBA not in case.config().layer_types) == dense)
+    folder = random_checkpoints(case)
+    config = nxdi.make_config(
+        folder,
+        batch_size=batch_size,
+        ctx_batch_size=1,
+        is_continuous_batching=True,
+        max_context_length=options.max_context_length,
+        seq_len=seq_len,
+        speculation_length=options.verified_tokens,
+        enable_bucketing=True,
+        context_encoding_buckets=options.context_buckets and list(options.context_buckets),
+        token_generation_buckets=options.token_buckets and list(options.token_buckets),
+    )
+    application = NeuronGraniteMoeHybridForCausalLM(str(folder), config)
+    tags = {"context_encoding": CONTEXT, "prefill_continuation": CONTINUATION, "token_generation": TOKEN}
+    tags |= {"speculation": VERIFICATION, "commit": COMMIT, "copy": COPY}
+    made = [
+        CompiledGraph(tags[model.tag.removesuffix("_model")], bucket)
+        for model in application.models
+        for bucket in model.neuron_config.buckets
+    ]
+    listed = options.graphs(config.granite, batch_size, seq_len)
+    assert sorted(made, key=str) == sorted(listed, key=str) and len(set(listed)) == len(listed)
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(folder, tmp_path):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
+_WIDER_THAN_TABLES = 10_000  # columns
+
 
 class OutputError(Exception):
     """Standard output cannot be written to; `__cause__` is why."""
@@ -33,11 +35,15 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table through `write`, because rich would turn a closed pipe into an exit status of its own."""
+    """Print a table through `write`, because rich would turn a closed pipe into an exit status of its own.
+
+    A terminal's table is as wide as the terminal; in a file or a pipe it is whole, as wide as its longest lines.
+    """
     from rich.console import Console
 
     shown, text = Console(), io.StringIO()
-    looks = dict(width=shown.width, force_terminal=shown.is_terminal, color_system=shown.color_system)
+    width = shown.width if shown.file.isatty() else _WIDER_THAN_TABLES
+    looks = dict(width=width, force_terminal=shown.is_terminal, color_system=shown.color_system)
     Console(file=text, **looks).print(table)
     write(text.getvalue(), end="")
 

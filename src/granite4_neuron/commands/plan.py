@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from granite4_neuron.choices import INSTANCES
-from granite4_neuron.commands.options import add_ranks_and_sequences, at_least, config_and_dtype, dtype_of, number_in
+from granite4_neuron.commands.options import (
+    add_buckets,
+    add_ranks_and_sequences,
+    at_least,
+    config_and_dtype,
+    dtype_of,
+    number_in,
+)
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import DTYPES, family_names
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 
 if TYPE_CHECKING:
     from granite4_neuron.neuron.analysis import plan
@@ -25,8 +34,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="what fits into the memory of a Trainium2 core, and how fast it would be",
         description="Add up what each core of an instance holds of a model: weights, state, cache, logits, and what a "
-        "step of prefill needs besides. Without --model: a line for each member of the family. With --latency: how "
-        "long steps are predicted to take, which is no measurement.",
+        "step of prefill and each compiled graph need besides, which are estimates. Without --model: a line for each "
+        "member of the family. With --latency: how long steps are predicted to take, which is no measurement.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
@@ -39,6 +48,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=at_least(1),
         metavar="N",
         help=f"tokens of a sequence (default: the model's longest, or {_LATENCY_CONTEXT} with --latency)",
+    )
+    planner.add_argument(
+        "--max-context-length",
+        type=at_least(2),
+        default=GraphOptions.max_context_length,
+        metavar="N",
+        help="tokens of the largest graph for prompts, as for compile (default: %(default)s)",
+    )
+    add_buckets(planner)
+    planner.add_argument(
+        "--verify", type=at_least(2), default=0, metavar="T", help="also graphs that verify T tokens, as for compile"
+    )
+    planner.add_argument(
+        "--draft-model", metavar="NAME", help="with --model and --verify: also a draft model, as for compile"
     )
     planner.add_argument("--latency", action="store_true", help="predict times instead; needs --model")
     planner.add_argument(
@@ -75,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
     for name, is_given in {**given, "count_graphs": options.count_graphs}.items():
         if is_given:
             raise UserError(f"--{name.replace('_', '-')} belongs to --latency; give that too, or leave it out.")
+    if options.draft_model is not None and not (options.model and options.verify):
+        raise UserError("--draft-model needs --model, and --verify: the number of tokens to verify.")
     return _plan_family(options) if options.model is None else _plan_model(options)
 
 
@@ -83,10 +108,13 @@ def _plan_latency(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis import latency, plan
+    from granite4_neuron.neuron.analysis import latency, plan, published_latency
 
     if options.model is None:
         raise UserError("--latency needs --model: say which model.")
+    for name in ("verify", "draft_model", "context_buckets", "token_buckets"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} is about memory; leave it out with --latency.")
     config, stored_dtype = config_and_dtype(options.model)
     dtype = dtype_of(options.dtype or stored_dtype)
     plan.check_ranks(options.instance, options.tp_degree)
@@ -123,6 +151,16 @@ def _plan_latency(options: argparse.Namespace) -> int:
         f"prediction adds {latency.COLLECTIVE_SECONDS * 1e6:.0f} us for each collective, and for each layer "
         f"{latency.LAUNCH_SECONDS * 1e6:.0f} us, as published figures of other models imply."
     )
+    names = {"times per token": published_latency.TOKENS, "times to the first token": published_latency.FIRST_TOKENS}
+    distances = (
+        f"{least:.2f} to {most:.2f} of {len(figures)} {name}"
+        for name, figures in names.items()
+        for least, most in [published_latency.ratios(figures)]
+    )
+    write(
+        f"Where times are published, predictions made in the same way are {' and '.join(distances)}; "
+        "benchmarks/predicted_latency.py lists them."
+    )
     return 0
 
 
@@ -132,12 +170,11 @@ def _plan_model(options: argparse.Namespace) -> int:
     from rich.markup import escape
     from rich.table import Table
 
-    from granite4_neuron.neuron.analysis import plan
+    from granite4_neuron.neuron.analysis import graph_memory, plan
 
-    config, stored_dtype = config_and_dtype(options.model)
-    planned = _planned(config, options.dtype or stored_dtype, options)
+    planned = _planned(options.model, options)
     batch_size, context = planned.batch_size, planned.context
-    table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}")
+    table = Table("per logical core", f"GB, of {plan.CORE_BYTES / 1e9:.0f}", "of that")
     table.title = f"{escape(options.model)} on {options.instance}, {planned.tp_degree} ranks"
     table.add_row("weights", _gigabytes(planned.weights))
     table.add_row(f"Mamba state of {batch_size}", _gigabytes(batch_size * planned.state))
@@ -147,34 +184,58 @@ def _plan_model(options: argparse.Namespace) -> int:
     temporaries = planned.temporaries
     known = "unknown without torch_xla and jax" if temporaries is None else _gigabytes(temporaries.of(batch_size))
     table.add_row("other temporaries of a step", known)
+    if planned.draft is not None:
+        table.add_row(f"{escape(options.draft_model)}, with its graphs", _gigabytes(planned.draft.resident))
+    table.add_section()
+    table.add_row("microcode, at most", _gigabytes(graph_memory.MICROCODE_BYTES))
+    for memory in planned.graphs:
+        name = f"graph, estimated: {memory.graph.kind} {memory.graph.bucket:,}"
+        parts = {"code": memory.code, "DMA rings": memory.dma_rings, "collectives": memory.collectives}
+        listed = ", ".join(f"{part} {_gigabytes(count)}" for part, count in parts.items())
+        table.add_row(name, _gigabytes(memory.total), listed)
     table.add_section()
     table.add_row("sum", _gigabytes(planned.total))
     table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
     table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
     print_table(table)
+    write(f"To compile: {_counted(planned)}.")
+    if planned.draft is not None:
+        write(f"Also those of {options.draft_model}: {_counted(planned.draft)}.")
     write(planned.verdict())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
+
+
+def _counted(planned: plan.Plan) -> str:
+    """Return "3 graphs: 1 context, 1 continuation, 1 token"."""
+    kinds = Counter(memory.graph.kind for memory in planned.graphs)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(planned.graphs)} graphs: {listed}"
 
 
 def _plan_family(options: argparse.Namespace) -> int:
     """Print a line for each member: what fits at its whole context, or at the requested one."""
     from rich.table import Table
 
-    table = Table("model", "weights", "context", "state and cache of a sequence", "sum", "", "largest batch")
+    table = Table("model", "weights", "context", "state and cache of a sequence", "graphs", "sum", "", "largest batch")
     table.title = f"{options.instance}, {options.tp_degree} ranks, batch {options.batch_size}: GB per logical core"
     refusals = []
     for name in family_names():
-        config, dtype = config_and_dtype(name)
         try:
-            planned = _planned(config, options.dtype or dtype, options)
+            planned = _planned(name, options)
         except UserError as error:
             refusals.append(f"{name}: {error}")
             continue
         sequence = planned.state + planned.context * planned.token
-        sizes = [_gigabytes(size) for size in (planned.weights, sequence, planned.total)]
-        fits = "fits" if planned.fits else "does not fit"
-        short_name = name.removeprefix("granite-4.0-")
-        table.add_row(short_name, sizes[0], f"{planned.context:,}", *sizes[1:], fits, f"{planned.largest_batch:,}")
+        table.add_row(
+            name.removeprefix("granite-4.0-"),
+            _gigabytes(planned.weights),
+            f"{planned.context:,}",
+            _gigabytes(sequence),
+            str(len(planned.graphs)),
+            _gigabytes(planned.total),
+            _fit(planned),
+            f"{planned.largest_batch:,}",
+        )
     if not table.rows:
         raise UserError(refusals[0].partition(": ")[2])
     print_table(table)
@@ -182,11 +243,32 @@ def _plan_family(options: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(config: GraniteMoeHybridConfig, dtype: str, options: argparse.Namespace) -> plan.Plan:
+def _fit(planned: plan.Plan) -> str:
+    if planned.fits:
+        return "fits"
+    return "fits with fewer graphs" if planned.with_fewest_graphs.fits else "does not fit"
+
+
+def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
+    """Plan a model by its name, and the draft model beside it if there is one."""
     from granite4_neuron.neuron.analysis import plan
 
-    context = config.max_position_embeddings if options.context is None else options.context
-    return plan.plan(config, dtype_of(dtype), options.instance, options.tp_degree, options.batch_size, context)
+    names = [name] if options.draft_model is None else [name, options.draft_model]
+    models = [config_and_dtype(each) for each in names]
+    longest = min(config.max_position_embeddings for config, _ in models)
+    context = longest if options.context is None else options.context
+    buckets = (_ascending(options.context_buckets), _ascending(options.token_buckets))
+    graphs = GraphOptions(options.max_context_length, options.verify, *buckets)
+    planned = None
+    for config, stored_dtype in reversed(models):
+        dtype = dtype_of(options.dtype or stored_dtype)
+        sizes = (options.instance, options.tp_degree, options.batch_size, context)
+        planned = plan.plan(config, dtype, *sizes, graphs, draft=planned)
+    return planned
+
+
+def _ascending(buckets: list[int] | None) -> list[int] | None:
+    return None if buckets is None else sorted(set(buckets))
 
 
 def _gigabytes(count: int) -> str:

@@ -1,6 +1,6 @@
 """Lower bound and prediction of a step's time on a Trainium2. Nothing here is measured.
 
-The bound is a roofline: HBM, TensorE, VectorE and the links between cores work at the same time, each at its full rate,
+The bound is a roofline: HBM, TensorE, VectorE and the links between chips work at the same time, each at its full rate,
 and the busiest decides. A real device loses time, which two constants describe here: the latency of a collective, and
 the time to launch a layer's work. The prediction is the bound plus these losses.
 
@@ -9,6 +9,7 @@ Rates are of one logical core, which is two physical ones (LNC=2) and a quarter 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -20,14 +21,17 @@ from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
 
-# A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16 and 1.28 TB/s of NeuronLink: "Trainium2 architecture" in the Neuron
-# SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a quarter.
+# A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
+# architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
+# quarter of the first two. What the four ranks on a chip send each other uses no link.
 HBM_BYTES_PER_SECOND = 2.9e12 / 4
 TENSOR_FLOPS_PER_SECOND = 667e12 / 4
-LINK_BYTES_PER_SECOND = 1.28e12 / 4
-# VectorE, of each of the two physical cores: 0.96 GHz, an element of each of 128 partitions in a cycle: "Trainium2
-# architecture guide for NKI" (nki/guides/architecture/trainium2_arch).
-VECTOR_ELEMENTS_PER_SECOND = 2 * 128 * 0.96e9
+CHIP_LINK_BYTES_PER_SECOND = 1.28e12
+RANKS_PER_CHIP = 4
+# VectorE, of each of the two physical cores: 0.96 GHz, 256 elements in a cycle, and 512 if all are of 16 bits:
+# "Trainium2 architecture guide for NKI" (nki/guides/architecture/trainium2_arch). Each operation whose elements are
+# counted here has an operand in float32.
+VECTOR_ELEMENTS_PER_SECOND = 2 * 256 * 0.96e9
 # An all-reduce of less than 1 MB goes as a mesh: it scatters and gathers, in two hops each, however many ranks there
 # are; a hop takes 1 to 2 us: "Intra-node Collective Communications with AWS Neuron" in the Neuron SDK's documentation
 # (neuron-runtime/explore/intranode-collective-comm).
@@ -47,7 +51,7 @@ class Work:
     """The work of one rank in one step.
 
     flops: of matrix products. bytes_accessed: in HBM. vector_elements: processed by VectorE in Mamba layers' kernels.
-    link_bytes: sent to other ranks. collectives: their number. layers: number of layers launched.
+    link_bytes: that a chip sends to others. collectives: their number. layers: number of layers launched.
     """
 
     flops: float
@@ -92,7 +96,7 @@ def latency(work: Work) -> Latency:
         "HBM": work.bytes_accessed / HBM_BYTES_PER_SECOND,
         "TensorE": work.flops / TENSOR_FLOPS_PER_SECOND,
         "VectorE": work.vector_elements / VECTOR_ELEMENTS_PER_SECOND,
-        "links": work.link_bytes / LINK_BYTES_PER_SECOND,
+        "links": work.link_bytes / CHIP_LINK_BYTES_PER_SECOND,
     }
     losses = {"collectives": work.collectives * COLLECTIVE_SECONDS, "launches": work.layers * LAUNCH_SECONDS}
     return Latency(units, losses)
@@ -104,8 +108,11 @@ def num_collectives(layers: int, tp_degree: int) -> int:
 
 
 def link_bytes(layers: int, tokens: int, hidden_size: int, tp_degree: int, itemsize: int) -> float:
-    """Return the bytes a rank sends in a step: ring all-reduces of hidden states after each layer's mixer and MLP."""
-    ring = 2 * (tp_degree - 1) / tp_degree
+    """Return the bytes a chip sends in a step: ring all-reduces of hidden states after each layer's mixer and MLP, of
+    which the ranks of a chip need one copy.
+    """
+    chips = math.ceil(tp_degree / RANKS_PER_CHIP)
+    ring = 2 * (chips - 1) / chips
     return ALL_REDUCES_PER_LAYER * layers * tokens * hidden_size * itemsize * ring
 
 

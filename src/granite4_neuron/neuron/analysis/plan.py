@@ -1,4 +1,4 @@
-"""Adds up the memory of a Trainium2 core: a model's weights, state, cache, and the temporaries of a step."""
+"""Adds up the memory of a Trainium2 core: a model's weights, state and cache, its graphs, and a step's temporaries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.neuron.analysis import graphs
+from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES, GraphMemory, graph_memory
 from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
-# Memory of a logical core.
+# Memory of a logical core: 24 GiB of a chip's 96 ("Trainium2 architecture" in the Neuron SDK's documentation), less 7 %
+# that are left free, because allocations are aligned and must be in one piece.
 CORE_BYTES = 24 * 10**9
 # Tokens of a prefill step, with which its temporaries grow linearly.
 PREFILL_TOKENS = 2048
@@ -42,10 +45,10 @@ class Plan:
     state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
     the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. scores: per token of
     context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs; None
-    without torch_xla.
+    without torch_xla. draft: of a draft model that is loaded too; a step's temporaries are those of the larger model.
     """
 
-    max_context: int
+    config: GraniteMoeHybridConfig
     tp_degree: int
     batch_size: int
     context: int
@@ -55,6 +58,8 @@ class Plan:
     logits: int
     scores: int
     temporaries: Temporaries | None
+    options: GraphOptions
+    draft: Plan | None = None
 
     @property
     def total(self) -> int:
@@ -63,6 +68,29 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.total <= CORE_BYTES
+
+    @property
+    def max_context(self) -> int:
+        own = self.config.max_position_embeddings
+        return own if self.draft is None else min(own, self.draft.max_context)
+
+    @property
+    def graphs(self) -> list[GraphMemory]:
+        """What each of this model's graphs takes, without those of the draft model."""
+        return self._graphs(self.batch_size, self.context)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of weights, sequences and graphs, which stay there between steps; those of the draft model too."""
+        return self._resident(self.batch_size, self.context)
+
+    @property
+    def with_fewest_graphs(self) -> Plan:
+        """The plan with one graph of each kind."""
+        encoded = min(max(self.options.context_buckets or [self.options.max_context_length]), self.context)
+        options = replace(self.options, context_buckets=(encoded,), token_buckets=(self.context,))
+        draft = None if self.draft is None else replace(self.draft, options=options)
+        return replace(self, options=options, draft=draft)
 
     @property
     def longest_context(self) -> int:
@@ -80,19 +108,35 @@ class Plan:
         gigabytes = f"{self.total / 1e9:.1f} of {CORE_BYTES / 1e9:.0f} GB"
         if self.fits:
             return f"It fits: {gigabytes} per core."
-        alone = self._bytes(0, 0)
+        fewest = self.with_fewest_graphs
+        alone = fewest._bytes(0, 1)
         if alone >= CORE_BYTES:
             need = f"{alone / 1e9:.1f} GB"
             return f"It does not fit: weights and the temporaries of a step need {need}; split it over more ranks."
+        if fewest.fits:
+            (encoded,), (cached,) = fewest.options.context_buckets, fewest.options.token_buckets
+            return (
+                f"It does not fit: {gigabytes} per core; with fewer graphs it does, {fewest.total / 1e9:.1f} GB with "
+                f"--context-buckets {encoded} --token-buckets {cached}."
+            )
         return (
             f"It does not fit: {gigabytes} per core; up to {self.longest_context:,} tokens do at this batch size, or "
             f"{self.largest_batch} sequences of this context."
         )
 
+    def _graphs(self, batch_size: int, context: int) -> list[GraphMemory]:
+        made = self.options.graphs(self.config, batch_size, context)
+        layers = len(self.config.layer_types)
+        return [graph_memory(graph, layers, self.weights, self.tp_degree) for graph in made]
+
+    def _resident(self, batch_size: int, context: int) -> int:
+        sequences = batch_size * (self.state + context * self.token + self.logits)
+        own = self.weights + sequences + sum(graph.total for graph in self._graphs(batch_size, context))
+        return own if self.draft is None else own + self.draft._resident(batch_size, context)
+
     def _bytes(self, batch_size: int, context: int) -> int:
         temporaries = 0 if self.temporaries is None else self.temporaries.of(batch_size)
-        sequences = batch_size * (self.state + context * self.token + self.logits)
-        return self.weights + sequences + context * self.scores + temporaries
+        return MICROCODE_BYTES + self._resident(batch_size, context) + context * self.scores + temporaries
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -101,7 +145,14 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def plan(
-    config: GraniteMoeHybridConfig, dtype: torch.dtype, instance: str, tp_degree: int, batch_size: int, context: int
+    config: GraniteMoeHybridConfig,
+    dtype: torch.dtype,
+    instance: str,
+    tp_degree: int,
+    batch_size: int,
+    context: int,
+    options: GraphOptions,
+    draft: Plan | None = None,
 ) -> Plan:
     """Plan the memory of a model on a core of `instance`.
 
@@ -111,6 +162,8 @@ def plan(
         tp_degree: ranks, one per logical core.
         batch_size: sequences at a time.
         context: tokens of each sequence, prompt and continuation.
+        options: which graphs there are.
+        draft: the plan of a draft model beside it.
 
     Raises:
         UserError: tp_degree does not divide the model or is more than the instance has cores, or the context is longer
@@ -123,7 +176,7 @@ def plan(
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
     return Plan(
-        config.max_position_embeddings,
+        config,
         tp_degree,
         batch_size,
         context,
@@ -133,6 +186,8 @@ def plan(
         logits=config.vocab_size * torch.float32.itemsize * 2,
         scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
         temporaries=_temporaries(config, tp_degree, context),
+        options=options,
+        draft=draft,
     )
 
 

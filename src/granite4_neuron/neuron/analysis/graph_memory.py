@@ -1,0 +1,63 @@
+"""What loaded graphs take of a core's memory beside tensors: microcode, and each graph's code, rings and collectives.
+
+The Neuron SDK's page on device memory (neuron-runtime/explore/device-memory) names these parts, and says how many bytes
+microcode takes. It has no figures for language models. So those of a graph are estimates, from what the Neuron runtime
+reported of other models on a Trainium2, with both physical cores of a logical one added up:
+
+* Qwen3-8B in bfloat16 on one rank, with 15.1 GB of weights (github.com/omersajid9/trn2-rl-rollout, "Per NEFF memory
+  usage breakdown" in the logs). A graph for one token has 126 MiB of code, 4 of constants and the runtime's data, and
+  12 of rings. 53 graphs for prompts have 20 to 97 MiB of code, and 8 to 100 of rings, but four of them 289 to 620.
+* GLM-5.3-Flash, which has experts, on 64 ranks, with 45 layers (github.com/jinhuang12/vllm-neuron,
+  test/vllm_neuron/worker). A graph for 1,024 tokens of a prompt has 165 MiB of code and constants, and 49 of rings. One
+  for one token has 71 KiB for collectives.
+
+Temporaries are not here: all graphs share one scratchpad, as large as the largest that one of them needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from granite4_neuron.neuron.compiled_graphs import COMMIT, CONTEXT, CONTINUATION, COPY, CompiledGraph
+from granite4_neuron.neuron_sdk import LOGICAL_CORE_SIZE
+
+_MEBIBYTE = 2**20  # which the runtime prints as MB
+
+# "A micro-code overhead of 96MB per physical Neuron Core (this overhead is subject to future improvements)": the page
+# on device memory. It is at most that: in the first of the logs it is 2 MiB.
+MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
+# Of a step, per byte of a rank's weights; of a part of a prompt, per layer.
+_STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
+_PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 45, 49 * _MEBIBYTE / 45)
+_COLLECTIVES = 71 * 2**10
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Bytes that a graph's NEFF takes on a logical core: its code with constants, its rings of DMA descriptors, and
+    what its collectives need.
+    """
+
+    graph: CompiledGraph
+    code: int
+    dma_rings: int
+    collectives: int
+
+    @property
+    def total(self) -> int:
+        return self.code + self.dma_rings + self.collectives
+
+
+def graph_memory(graph: CompiledGraph, layers: int, weights: int, tp_degree: int) -> GraphMemory:
+    """Estimate the memory of a graph.
+
+    Args:
+        layers: of the model.
+        weights: bytes on a rank. A graph that reads none, but advances or copies states, has no code to speak of.
+    """
+    if graph.kind in (COMMIT, COPY):
+        return GraphMemory(graph, 0, round(weights * _STEP_RINGS), 0)
+    collectives = _COLLECTIVES if tp_degree > 1 else 0
+    if graph.kind in (CONTEXT, CONTINUATION):
+        return GraphMemory(graph, round(layers * _PROMPT_CODE), round(layers * _PROMPT_RINGS), collectives)
+    return GraphMemory(graph, round(weights * _STEP_CODE), round(weights * _STEP_RINGS), collectives)

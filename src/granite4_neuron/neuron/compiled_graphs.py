@@ -1,0 +1,67 @@
+"""The graphs that `granite4-neuron compile` makes of a model, each a NEFF. NxD Inference is not needed to list them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
+
+# Kinds of graphs.
+CONTEXT, CONTINUATION, TOKEN, VERIFICATION, COMMIT, COPY = (
+    "context",
+    "continuation",
+    "token",
+    "verification",
+    "commit",
+    "copy of a slot",
+)
+_SHORTEST_BUCKET = 128
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """kind: one of the above. bucket: tokens of the prompt, or entries of the cache that a step sees."""
+
+    kind: str
+    bucket: int
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """The options of the compile command that decide which graphs there are.
+
+    max_context_length: tokens of the largest graph for prompts. verified_tokens: of a sequence in a verification; 0 for
+    none. context_buckets, token_buckets: lengths of prompts and of the cache, ascending; None for NxD Inference's own.
+    """
+
+    max_context_length: int = 2048
+    verified_tokens: int = 0
+    context_buckets: Sequence[int] | None = None
+    token_buckets: Sequence[int] | None = None
+
+    def graphs(self, config: GraniteMoeHybridConfig, batch_size: int, seq_len: int) -> list[CompiledGraph]:
+        """Return the graphs for sequences of up to seq_len tokens. A draft model has them too, from its own config."""
+        context = list(self.context_buckets or default_buckets(min(self.max_context_length, seq_len)))
+        token = list(self.token_buckets or default_buckets(seq_len))
+        shortest = min(context[-1], CONTINUATION_TOKENS)
+        buckets = {
+            CONTEXT: context,
+            CONTINUATION: [bucket for bucket in token if bucket > shortest],
+            TOKEN: token,
+            VERIFICATION: token if self.verified_tokens else [],
+            COMMIT: [seq_len] if self.verified_tokens and MAMBA in config.layer_types else [],
+            COPY: [seq_len] if batch_size > 1 else [],
+        }
+        return [CompiledGraph(kind, bucket) for kind, each in buckets.items() for bucket in each]
+
+
+def default_buckets(longest: int) -> list[int]:
+    """Return NxD Inference's own buckets: powers of two from 128 on, of which the last gives way to `longest`.
+
+    Source: `generate_buckets` in NxD Inference's modules/autobucketing.py.
+    """
+    first, end = int(math.log2(_SHORTEST_BUCKET)), round(math.log2(longest))
+    return [2**power for power in range(first, end)] + [longest]
