@@ -15,6 +15,8 @@ LOGICAL_CORE_SIZE = 2
 # The code that multiplies with the experts' weights in NxD Inference: this package in torch; this package in torch, and
 # in its NKI kernel for few tokens; or NxD, with the settings in neuron_config.blockwise_matmul_config.
 EXPERT_PATHS = ("torch", "nki", "nxd")
+# The code that computes attention over a prompt: NxD Inference's kernel, or torch throughout.
+ATTENTION_KERNELS = ("nxd", "torch")
 # Within a folder of compiled graphs, those of a draft model.
 DRAFT_GRAPHS = "draft"
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")

@@ -167,6 +167,25 @@ def test_kernels_by_one_name_and_by_each(graphs, options, expected):
     assert chosen == KERNELS["torch"] | expected
 
 
+def test_attention_in_torch(graphs):
+    for options, enabled in (((), None), (("--attention", "torch"), False)):
+        config = json.loads((graphs(*options)[-1] / "neuron_config.json").read_text())
+        assert config["neuron_config"]["attn_kernel_enabled"] is enabled
+
+
+def test_a_failure_names_other_forms_of_graphs(graphs, monkeypatch, capsys, tmp_path):
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+
+    def compile(model, path):
+        raise RuntimeError("NCC_INLA001")
+
+    monkeypatch.setattr(NeuronGraniteMoeHybridForCausalLM, "compile", compile)
+    with pytest.raises(RuntimeError, match="NCC_INLA001"):
+        graphs()
+    assert "try --prefill-scan quadratic" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_prompts_that_begin_alike_share_slots(generate, graphs):
     prompts = [PROMPT + end for end in (" one thing", " another", "")]
     expected = generate(*prompts)[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from granite4_neuron import neuron_sdk
@@ -21,6 +23,13 @@ from granite4_neuron.commands.options import (
     kernels_of,
 )
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron_sdk import ATTENTION_KERNELS
+
+SECOND_WAYS = (
+    "granite4-neuron: it was not compiled; what follows says why. The compiler may accept a graph in another form: try "
+    "--prefill-scan quadratic for Mamba layers, --attention torch for attention, --expert-path nxd or nki for experts, "
+    "and --jobs 1 if memory ran out."
+)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -34,6 +43,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arithmetic(compiler)
     add_expert_path(compiler)
     add_compiled_state_dtype(compiler)
+    compiler.add_argument(
+        "--attention",
+        choices=ATTENTION_KERNELS,
+        default=ATTENTION_KERNELS[0],
+        help="of prompts: NxD Inference's kernel where it takes the number of tokens, or torch (default: %(default)s)",
+    )
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(
         "--max-context-length",
@@ -92,24 +107,37 @@ def run(options: argparse.Namespace) -> int:
 
     folder = find(options.model)
     draft_folder = None if options.draft_model is None else find(options.draft_model)
-    compile_model(
-        folder,
-        options.output,
-        draft_folder=draft_folder,
-        dtype=dtype_of(options.dtype or StoredTensors(folder).dtype()),
-        tp_degree=options.tp_degree,
-        batch_size=options.batch_size,
-        max_context_length=options.max_context_length,
-        seq_len=options.seq_len,
-        context_buckets=options.context_buckets,
-        token_buckets=options.token_buckets,
-        verified_tokens=options.verify,
-        jobs=options.jobs,
-        **kernels_of(options, options.kernels),
-        state_dtype=options.state_dtype,
-    )
+    with _naming_second_ways():
+        compile_model(
+            folder,
+            options.output,
+            draft_folder=draft_folder,
+            dtype=dtype_of(options.dtype or StoredTensors(folder).dtype()),
+            tp_degree=options.tp_degree,
+            batch_size=options.batch_size,
+            max_context_length=options.max_context_length,
+            seq_len=options.seq_len,
+            context_buckets=options.context_buckets,
+            token_buckets=options.token_buckets,
+            verified_tokens=options.verify,
+            jobs=options.jobs,
+            **kernels_of(options, options.kernels),
+            state_dtype=options.state_dtype,
+            attention=options.attention,
+        )
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _naming_second_ways() -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:  # the compiler has several; what it raises is shown whole
+        print(SECOND_WAYS, file=sys.stderr)
+        raise
 
 
 def _check_buckets(name: str, buckets: list[int] | None, limit_name: str, limit: int) -> None:

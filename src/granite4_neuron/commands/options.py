@@ -208,27 +208,6 @@ def add_buckets(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_buckets(parser: argparse.ArgumentParser) -> None:
-    """Add the lengths that NxD Inference compiles graphs for, as `context_buckets` and `token_buckets`: lists of ints,
-    or None for NxD Inference's own.
-    """
-    parser.add_argument(
-        "--context-buckets",
-        type=at_least(2),
-        nargs="+",
-        metavar="N",
-        help="lengths of prompts to compile a graph for each (default: powers of two from 128)",
-    )
-    parser.add_argument(
-        "--token-buckets",
-        type=at_least(2),
-        nargs="+",
-        metavar="N",
-        help="lengths of the cache to compile a graph for each, for all steps after the first (default: powers of two "
-        "from 128)",
-    )
-
-
 def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dtype",

@@ -21,7 +21,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.runtime import NeuronRuntime
-from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
+from granite4_neuron.neuron_sdk import ATTENTION_KERNELS, DRAFT_GRAPHS
 
 CONFIG_FILE = "neuron_config.json"
 # The Neuron runtime reads it when it starts.
@@ -42,6 +42,7 @@ def compile_model(
     token_buckets: Sequence[int] | None = None,
     verified_tokens: int = 0,
     jobs: int = 4,
+    attention: str = ATTENTION_KERNELS[0],
     **kernels: str,
 ) -> None:
     """Compile the graphs that `load_compiled` runs; weights stay where they are.
@@ -58,6 +59,7 @@ def compile_model(
             cache that the other graphs see, up to seq_len. None for powers of two from 128.
         verified_tokens: tokens of a sequence in a verification, the last one and drafts; 0 for no such graphs.
         jobs: how many graphs are compiled at a time.
+        attention: one of `neuron_sdk.ATTENTION_KERNELS`.
         kernels: prefill_scan, decode_kernel, expert_path and state_dtype, see `GraniteMoeHybridInferenceConfig`.
 
     Raises:
@@ -75,6 +77,8 @@ def compile_model(
         enable_bucketing=True,
         context_encoding_buckets=context_buckets and list(context_buckets),
         token_generation_buckets=token_buckets and list(token_buckets),
+        # NxD Inference decides by the number of tokens if this is None.
+        attn_kernel_enabled=None if attention == "nxd" else False,
     )
     folders = [folder] if draft_folder is None else [folder, draft_folder]
     models = [_application(each, options, kernels) for each in folders]
