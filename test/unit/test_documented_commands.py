@@ -21,7 +21,7 @@ PARSERS = {
     "benchmark_serving.py": benchmark_serving._parser,
     "benchmarks.probe": probe_parser,
 }
-VARIABLE = "$WHERE"  # holds several options
+VARIABLES = {"$WHERE", "$SIZES"}  # each holds several options
 
 
 def lines_of_code(text: str) -> Iterator[str]:
@@ -57,7 +57,7 @@ def documented_commands() -> list[tuple[str, ...]]:
             if any(name in line for name in PARSERS):
                 found.update(commands_of(line))
     # A name alone is the name of a folder.
-    return sorted(command for command in found if len(command) > 1 and VARIABLE not in command)
+    return sorted(command for command in found if len(command) > 1 and not VARIABLES & set(command))
 
 
 def parse(command: tuple[str, ...]) -> None:

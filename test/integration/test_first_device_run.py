@@ -1,0 +1,108 @@
+"""The commands of docs/first-device-run.md, in a shell, as far as they go without a device.
+
+Programs of the machine are stand-ins. pytest collects the tests and the probe parses its options; this package's
+commands run, up to the sentence that the Neuron SDK or a download is missing.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from granite4_neuron import neuron_sdk
+from granite4_neuron.errors import UserError
+
+pytestmark = pytest.mark.once
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "first-device-run.md"
+ENVIRONMENT, NVME = "/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference", "/opt/dlami/nvme"
+OURS = """#!/bin/sh
+{program} "$@" 2>"$LOG.err"
+status=$?
+cat "$LOG.err" >&2
+echo "{name} $* | $status | $(tail -n 1 "$LOG.err")" >>"$LOG"
+exit $status
+"""
+PYTHON = """#!/bin/sh
+case "$*" in
+-m\\ benchmarks.probe*) exec {python} "$@" --help ;;
+benchmark_latency.py*) shift; exec benchmark_latency "$@" ;;
+*) exec {python} "$@" ;;
+esac
+"""
+
+
+def blocks():
+    """Return the page's blocks of commands."""
+    return re.findall(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Run the page; return the folder, what was printed, and a line for each of this package's commands."""
+    try:
+        neuron_sdk.require()
+    except UserError:
+        pass
+    else:
+        pytest.skip("the Neuron SDK is here, and the commands would do their work")
+    folder = tmp_path_factory.mktemp("guide")
+    for name in ("src", "test", "benchmarks", "benchmark_latency.py", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    for place in ("bin", "nvme", "environment/bin"):
+        (folder / place).mkdir(parents=True)
+    (folder / "environment/bin/activate").touch()
+    scripts = {name: f'#!/bin/sh\necho "{name} $*"\n' for name in ("aws", "git", "neuron-ls", "pip", "vllm", "curl")}
+    scripts["pytest"] = f'#!/bin/sh\nexec {sys.executable} -m pytest -q --collect-only "$@"\n'
+    scripts["python"] = PYTHON.format(python=sys.executable)
+    module = f"{sys.executable} -m granite4_neuron"
+    scripts["granite4-neuron"] = OURS.format(program=module, name="granite4-neuron")
+    scripts["benchmark_latency"] = OURS.format(program=f"{sys.executable} benchmark_latency.py", name="benchmark")
+    for name, text in scripts.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    script = "\n".join(blocks()).replace(ENVIRONMENT, str(folder / "environment")).replace(NVME, str(folder / "nvme"))
+    script = script.replace("for MODEL in h-350m h-tiny h-small", "for MODEL in h-350m")
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    variables = dict(os.environ, PATH=path, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}", HF_HUB_OFFLINE="1")
+    log = folder / "log"
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=variables | {"LOG": str(log)}, capture_output=True, text=True
+    )
+    return folder, run.stdout + run.stderr, log.read_text().splitlines()
+
+
+def test_each_command_runs_or_says_what_is_missing(done):
+    _, _, lines = done
+    missing = re.compile("NxD Inference needs the Neuron SDK|HF_HUB_OFFLINE is set")
+    for line in lines:
+        _, status, message = line.rsplit(" | ", 2)
+        assert status == "0" or (status == "2" and missing.search(message)), line
+    programs = [line.split()[:2] for line in lines]
+    assert sum(program == ["granite4-neuron", "compile"] for program in programs) == 6
+    assert ["benchmark", "--model"] in programs and ["granite4-neuron", "plan"] in programs
+
+
+def test_the_tests_it_names_exist(done):
+    folder, printed, _ = done
+    for file, test in (
+        ("cpu_mode", "test_model.py::TestCpuMode"),
+        ("kernels", "test_nki_device.py"),
+        ("small_model", "test_hidden_states"),
+    ):
+        assert test in (folder / "results" / f"{file}.txt").read_text()
+    assert "command not found" not in printed and "No such file" not in printed, printed
+
+
+def test_the_archive(done):
+    with tarfile.open(done[0] / "results.tgz") as archive:
+        assert {"results/machine.txt", "results/real_models.txt", "results/vllm.txt"} <= set(archive.getnames())
+        assert "h-350m on trn2.3xlarge" in archive.extractfile("results/real_models.txt").read().decode()
+
+
+def test_plan_counts_the_graphs_that_the_page_promises(done):
+    assert "To compile: 4 graphs" in (done[0] / "results/real_models.txt").read_text()
