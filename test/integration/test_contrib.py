@@ -1,4 +1,4 @@
-"""The folder for NxD Inference's collection of models: its tests pass, in a process of their own and from its place."""
+"""The folder for NxD Inference's collection of models: its tests pass, in a process of their own."""
 
 import os
 import re
@@ -21,8 +21,8 @@ def test_readme_has_what_nxd_inference_asks_for():
 
 def test_its_tests():
     nxdi.skip_unless_importable()
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(FOLDER / "test")]
     environment = dict(os.environ, MASTER_PORT=str(free_port()))
-    result = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:]
     assert " passed" in result.stdout and " skipped" not in result.stdout
