@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 from neuronx_distributed_inference.utils.constants import MODEL_TYPES
 
 from granite4_neuron.config import MODEL_TYPE
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 
 
-def register_model() -> None:
-    """Add the model to MODEL_TYPES, under the name that GraniteMoeHybridForCausalLM is looked up by."""
-    MODEL_TYPES[MODEL_TYPE] = {"causal-lm": NeuronGraniteMoeHybridForCausalLM}
+def register_model(model_types: MutableMapping[str, dict[str, type]] = MODEL_TYPES) -> None:
+    """Add the model to a table of NxD Inference, under the name that GraniteMoeHybridForCausalLM is looked up by."""
+    model_types[MODEL_TYPE] = {"causal-lm": NeuronGraniteMoeHybridForCausalLM}
+
+
+def run_inference_demo() -> None:
+    """Run NxD Inference's inference_demo with the options of this process, and with this model among its types.
+
+    It has a table of its own. It is imported only here, because it seeds the random numbers of its process.
+
+    Raises:
+        UserError: the options ask for something that the model is not made for.
+    """
+    from neuronx_distributed_inference import inference_demo
+
+    register_model(inference_demo.MODEL_TYPES)
+    inference_demo.main()

@@ -1,0 +1,29 @@
+"""NxD Inference's command inference_demo, with Granite among its model types. Its options are the same:
+
+    python -m granite4_neuron.neuron.inference_demo --model-type granitemoehybrid --task-type causal-lm run ...
+
+It is outside of `nxdi`, which cannot be imported where NxD Inference is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.stand_ins import why_not_importable
+
+
+def main() -> None:
+    """Run the command; bad input ends the process with one sentence and the status 1."""
+    if reason := why_not_importable():
+        sys.exit(f"inference_demo: {reason}.")
+    from granite4_neuron.neuron.nxdi.registration import run_inference_demo
+
+    try:
+        run_inference_demo()
+    except UserError as error:
+        sys.exit(f"inference_demo: {error}")
+
+
+if __name__ == "__main__":
+    main()
