@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -149,8 +149,12 @@ def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
 
     with ThreadPoolExecutor(at_a_time) as pool:
         try:
-            for done in as_completed([pool.submit(run, command) for command in commands]):
-                done.result()
+            pending = {pool.submit(run, command) for command in commands}
+            while pending:
+                # With a limit: an interrupt that comes just before a wait is noticed only after it.
+                done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+                for each in done:
+                    each.result()
         finally:
             ending.set()
             for process in running:
