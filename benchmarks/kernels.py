@@ -108,7 +108,7 @@ def report(model: str, tp_degree: int) -> Iterator[Row]:
     Raises:
         UserError: the model has no Mamba layers, or the emulator is not installed.
     """
-    _require_emulator()
+    require_emulator()
     from granite4_neuron.ops.nki.conv1d_prefill import conv1d_prefill
     from granite4_neuron.ops.nki.mamba_decode import mamba_decode
     from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
@@ -258,7 +258,12 @@ def _print(rows: list[Row], title: str) -> None:
     print("PE is TensorE, DVE VectorE, ACT ScalarE, Pool GpSimd; the first five columns are instructions.")
 
 
-def _require_emulator() -> None:
+def require_emulator() -> None:
+    """Make `nki` the emulator.
+
+    Raises:
+        UserError: it is the SDK's, or the emulator cannot be imported.
+    """
     provide_nki()
     try:
         import nki.emulation  # noqa: F401
