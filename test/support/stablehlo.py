@@ -28,7 +28,7 @@ def findings(stablehlo: str, most_indices: int) -> list[str]:
     """
     hlo = hlo_text(hlo_proto_of(stablehlo))
     indices = _index_findings(hlo_lint.instructions(hlo), most_indices)
-    return [*text_findings(stablehlo), *hlo_lint.findings(hlo), *indices]
+    return [*text_findings(stablehlo), *hlo_lint.findings(hlo, widens_places=True), *indices]
 
 
 def text_findings(stablehlo: str) -> list[str]:

@@ -77,6 +77,7 @@ class Traced:
 
     donated: the output that takes the memory of a parameter, by the parameter's number.
     components: of one layer each, by their names in `COMPONENTS`, each traced from placeholders of its own.
+    widens_places: see `hlo_lint.findings`.
     """
 
     proto: bytes
@@ -84,6 +85,7 @@ class Traced:
     components: Mapping[str, bytes]
     weight_bytes: int
     state_bytes: int
+    widens_places: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def graph_report(
         cost=cost,
         components=_components(few, layer_types, cost),
         minimum=least,
-        findings=tuple(hlo_lint.findings(hlo_text(few.proto))),
+        findings=tuple(hlo_lint.findings(hlo_text(few.proto), few.widens_places)),
         few=few,
     )
 

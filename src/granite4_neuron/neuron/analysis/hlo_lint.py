@@ -79,7 +79,7 @@ def _split_at_end(rest: str) -> tuple[str, str]:
     return rest, ""
 
 
-def findings(hlo_text: str) -> list[str]:
+def findings(hlo_text: str, widens_places: bool = False) -> list[str]:
     """Return one sentence for each instruction that breaks a rule; empty for a graph that breaks none.
 
     The rules: no tensor of rank above 4, and no operand of a product above 3; no shape that is known only while the
@@ -93,9 +93,17 @@ def findings(hlo_text: str) -> list[str]:
 
     Args:
         hlo_text: a module before optimisation, as XLA prints it.
+        widens_places: whether what made it has places in 64 bits of its own accord, as torch-mlir has. Then integers of
+            64 bits break no rule.
     """
     module = instructions(hlo_text)
-    return [f"{instruction.name} {fault}." for instruction in module.values() for fault in _faults(instruction, module)]
+    rules = [_faults] if widens_places else [_faults, _faults_of_integers]
+    return [
+        f"{instruction.name} {fault}."
+        for instruction in module.values()
+        for rule in rules
+        for fault in rule(instruction, module)
+    ]
 
 
 def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterator[str]:
@@ -104,7 +112,6 @@ def _faults(instruction: Instruction, module: dict[str, Instruction]) -> Iterato
             yield f"({instruction.opcode}) has rank {len(dimensions)}, above {MAX_RANK}"
         if dtype in _WIDE_DTYPES and dimensions:  # a scalar is a Python number, folded by every compiler
             yield f"({instruction.opcode}) is {dtype}"
-    yield from _faults_of_integers(instruction, module)
     if instruction.opcode == "dot":
         rank = max(len(module[name].shapes[0][1]) for name in instruction.operands)
         if rank > _MAX_PRODUCT_RANK:

@@ -47,6 +47,7 @@ def trace_torch(graph: Graph) -> Traced:
         components={},
         weight_bytes=weight_bytes,
         state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
+        widens_places=True,
     )
 
 
