@@ -18,6 +18,7 @@ provide_nki()
 ONCE = (
     "test/faults/",
     "test/integration/test_benchmark",
+    "test/integration/test_bundled.py::test_40000_tokens_of_prompt",
     "test/integration/test_compressed_tensors.py",
     "test/integration/test_int8.py",
     "test/integration/test_new_format.py",
@@ -34,6 +35,7 @@ ONCE = (
     "test/integration/test_torch_device.py",
     "test/integration/test_tune.py",
     "test/unit/test_cache_budgets.py",
+    "test/unit/test_checkpoint.py::test_peak_memory_is_near_the_size_of_the_model",
     "test/unit/test_cli",
     "test/unit/test_cpu_kernels.py",
     "test/unit/test_documented_commands.py",
@@ -57,19 +59,29 @@ ONCE = (
     "test/unit/test_weight_plan.py",
 )
 
-# Each compiles many graphs, of kinds that other tests compile too.
-_CPU_LOGITS = "test/integration/test_torch_device.py::TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
+# Each compiles many graphs, or starts several processes, of kinds that other tests have too.
+_DEVICE = "test/integration/test_torch_device.py::"
+_CPU_LOGITS = f"{_DEVICE}TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
+_RANKS = "test/integration/test_tensor_parallel.py::test_every_rank_has_the_whole_models_logits"
 SLOW = (
     *(f"{_CPU_LOGITS}{case.name}]" for case in CASES if case.name != "moe"),
-    "test/integration/test_torch_device.py::TestSteps::test_a_step_leaves_other_slots_alone[cpu-dtype0]",
-    "test/integration/test_torch_device.py::TestVerify::test_whatever_is_accepted[cpu-dense]",
-    "test/integration/test_torch_device.py::TestEngine::test_a_hit_gives_the_logits_of_a_run_without[cpu]",
-    "test/integration/test_torch_device.py::TestEngine::test_speculation_prints_the_cpus_texts[cpu-same model]",
-    "test/integration/test_torch_device.py::TestEngine::test_speculation_prints_the_cpus_texts[cpu-other model]",
-    "test/integration/test_torch_device.py::TestOneGraphOfTheModel::test_whatever_is_accepted[dense]",
-    "test/integration/test_torch_device.py::TestOneGraphOfTheModel::test_a_verification_changes_no_recurrent_state",
-    "test/integration/test_torch_device.py::TestGraphs::test_warming_up[model]",
-    "test/integration/test_torch_device.py::test_every_form_of_state_gives_the_same[moe",
+    f"{_DEVICE}TestSteps::test_a_sequence_of_nan_stays_alone[cpu]",
+    f"{_DEVICE}TestSteps::test_a_step_leaves_other_slots_alone[cpu-dtype0]",
+    f"{_DEVICE}TestSteps::test_all_logits[cpu]",
+    f"{_DEVICE}TestSlots::test_snapshots_are_those_of_the_cpu[cpu]",
+    f"{_DEVICE}TestVerify::test_whatever_is_accepted[cpu-dense]",
+    f"{_DEVICE}TestVerify::test_a_verification_changes_no_recurrent_state[cpu]",
+    f"{_DEVICE}TestEngine::test_a_hit_gives_the_logits_of_a_run_without[cpu]",
+    f"{_DEVICE}TestEngine::test_both_add_a_constant_number_of_graphs[cpu]",
+    f"{_DEVICE}TestEngine::test_speculation_prints_the_cpus_texts[cpu-same model]",
+    f"{_DEVICE}TestEngine::test_speculation_prints_the_cpus_texts[cpu-other model]",
+    f"{_DEVICE}TestOneGraphOfTheModel::",
+    f"{_DEVICE}TestKernels::test_logits[ssd-aot_eager]",
+    f"{_DEVICE}TestGraphs::test_warming_up[model]",
+    f"{_DEVICE}test_every_form_of_state_gives_the_same[moe",
+    f"{_DEVICE}test_every_form_of_state_gives_the_same[attention_only_rope-index",
+    f"{_RANKS}[groups split, biases, rope]",
+    f"{_RANKS}[untied dense]",
 )
 
 # The same examples on every machine, without a limit of time.
