@@ -128,7 +128,7 @@ def test_verification_has_few_graphs_and_the_state_does_not_move():
     """Each bucket has one graph that verifies and one that commits, and the state's memory stays in place."""
     model = random_model(small_config(**DENSE, **FEW_LAYERS, vocab_size=164))
     runtime = XLARuntime(model, GenerationConfig(), BUCKETS)
-    state = runtime.allocate(2, 60)
+    state = runtime.allocate(5, 60)  # as many as in no other test of the process, which would share graphs
     runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
     before = compilations()
     for counts, accepted in (((4, 2), (3, 0)), ((1, 4), (1, 4)), ((3, 3), (0, 3))):
