@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,9 +134,7 @@ def run(options: argparse.Namespace) -> int:
 def _naming_second_ways() -> Iterator[None]:
     try:
         yield
-    except UserError:
-        raise
-    except Exception:  # the compiler has several; what it raises is shown whole
+    except (RuntimeError, subprocess.CalledProcessError):  # as the compiler and its wrappers fail
         print(SECOND_WAYS, file=sys.stderr)
         raise
 
