@@ -24,6 +24,7 @@ from granite4_neuron.commands.options import (
     kernels_of,
 )
 from granite4_neuron.errors import UserError
+from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from granite4_neuron.neuron_sdk import ATTENTION_KERNELS
 
 SECOND_WAYS = (
@@ -54,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     compiler.add_argument(
         "--max-context-length",
         type=at_least(1),
-        default=2048,
+        default=GraphOptions.max_context_length,
         metavar="N",
         help="tokens of the largest graph for prompts; longer prompts take several steps (default: %(default)s)",
     )

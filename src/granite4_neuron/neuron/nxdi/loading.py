@@ -41,7 +41,7 @@ def compile_model(
     context_buckets: Sequence[int] | None = None,
     token_buckets: Sequence[int] | None = None,
     verified_tokens: int = 0,
-    jobs: int = 4,
+    jobs: int,
     attention: str = ATTENTION_KERNELS[0],
     **kernels: str,
 ) -> None:
