@@ -40,7 +40,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "graphs",
         help="what the compiled graphs of a model cost",
         description="Trace one rank's graphs, without weights, and count them with XLA's cost analysis before "
-        "optimisation, beside the least that a step can cost. Temporaries are those of one layer of each kind, "
+        "optimisation, beside the least that a step can cost; fused is what would move if element-wise work moved "
+        "nothing. Temporaries are those of one layer of each kind, "
         "compiled for the CPU, which in bfloat16 include float32 copies of weights. What the compiler for Trainium is "
         "known to handle badly is listed below the table.",
     )
@@ -87,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         kernels = kernels_of(options, name)
         reports = list(_reports(options, kernels, config, dtype))
         table = Table(
-            "graph", "GFLOP", "least", "", "GB accessed", "least", "", "instructions", "weights", "state", "temporaries"
+            *("graph", "GFLOP", "least", "", "GB accessed", "least", "", "fused", ""),
+            *("instructions", "weights", "state", "temporaries"),
         )
         titles = [f"one rank of {options.tp_degree}", str(dtype).removeprefix("torch.")]
         if options.backend == "nxdi":
@@ -140,12 +142,14 @@ def _add_graph(table: Table, report: graphs.GraphReport) -> None:
         f"{report.cost.bytes_accessed / 1e9:.4g}",
         f"{report.minimum.bytes_accessed / 1e9:.4g}",
         f"x {report.bytes_ratio:.2f}",
+        f"{report.cost.fused_bytes / 1e9:.4g}",
+        f"x {report.fused_ratio:.2f}",
         f"{report.cost.instructions:,}",
         size(report.weight_bytes),
         size(report.state_bytes),
         size(report.temporary_bytes),
     )
     for name, cost in report.components.items():
-        flops, accessed = f"{cost.flops / 1e9:.4g}", f"{cost.bytes_accessed / 1e9:.4g}"
-        table.add_row(f"  {name}", flops, "", "", accessed, "", "", f"{cost.instructions:,}")
+        flops, accessed, fused = (f"{each / 1e9:.4g}" for each in (cost.flops, cost.bytes_accessed, cost.fused_bytes))
+        table.add_row(f"  {name}", flops, "", "", accessed, "", "", fused, "", f"{cost.instructions:,}")
     table.add_section()

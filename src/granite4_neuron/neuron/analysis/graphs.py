@@ -129,6 +129,11 @@ class GraphReport:
         """Bytes accessed, as a multiple of the minimum."""
         return self.cost.bytes_accessed / self.minimum.bytes_accessed
 
+    @property
+    def fused_ratio(self) -> float:
+        """Bytes that move if element-wise work moves nothing, as a multiple of the minimum."""
+        return self.cost.fused_bytes / self.minimum.bytes_accessed
+
 
 def trace_xla(graph: Graph) -> Traced:
     """Trace a graph of `runtime.xla.XLARuntime`."""

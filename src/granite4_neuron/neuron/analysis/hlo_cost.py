@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import hlo_lint
-from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost, size_of
+from granite4_neuron.neuron.analysis.fused_bytes import fused_bytes
+from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost, kernel_name, size_of
 
 
 class ToolsMissing(UserError):
@@ -21,7 +22,7 @@ class ToolsMissing(UserError):
 class Cost:
     """Cost by XLA's analysis of a graph before optimisation: every operand and result of every instruction counts.
 
-    A kernel, which is a custom call, counts as `kernel_costs` says.
+    fused_bytes: see the module of this name. A kernel, which is a custom call, counts as `kernel_costs` says.
 
     Costs are added up like the graphs that they are of.
     """
@@ -29,16 +30,13 @@ class Cost:
     flops: float = 0.0
     bytes_accessed: float = 0.0
     instructions: int = 0
+    fused_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.bytes_accessed + other.bytes_accessed,
-            self.instructions + other.instructions,
-        )
+        return Cost(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(self.flops * times, self.bytes_accessed * times, self.instructions * times)
+        return Cost(*(each * times for each in astuple(self)))
 
     def __sub__(self, other: Cost) -> Cost:
         return self + other * -1
@@ -102,19 +100,16 @@ def count(proto: bytes) -> Cost:
 
     properties = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
     instructions = hlo_lint.instructions(module.to_string())
-    cost = Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions))
+    root = next(reversed(instructions.values()))
+    outputs = root.operands if root.opcode == "tuple" else (root.name,)
+    moved = fused_bytes(instructions, outputs)
+    cost = Cost(properties.get("flops", 0.0), properties.get("bytes accessed", 0.0), len(instructions), moved)
     reshapes = [each for each in instructions.values() if each.opcode == "reshape"]
-    cost -= Cost(0.0, 2.0 * sum(size_of(reshape.shapes[0]) for reshape in reshapes), 0)
-    for name, call in _kernels(instructions):
+    cost -= Cost(bytes_accessed=2.0 * sum(size_of(reshape.shapes[0]) for reshape in reshapes))
+    for call in (each for each in instructions.values() if each.opcode == "custom-call"):
         operands = [shape for operand in call.operands for shape in instructions[operand].shapes]
-        cost += Cost(*kernel_cost(name, operands, call.shapes))
+        cost += Cost(*kernel_cost(kernel_name(call), operands, call.shapes))
     return cost
-
-
-def _kernels(instructions: Mapping[str, hlo_lint.Instruction]) -> list[tuple[str, hlo_lint.Instruction]]:
-    """Return custom calls, by the operator that they call."""
-    calls = [instruction for instruction in instructions.values() if instruction.opcode == "custom-call"]
-    return [(re.search(r'custom_call_target="([^"]+)"', call.attributes)[1], call) for call in calls]
 
 
 def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+
+from granite4_neuron.neuron.analysis.hlo_lint import Instruction
 
 Shape = tuple[str, tuple[int, ...]]  # HLO's name of the dtype, dimensions
 # Of dtypes in HLO.
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+
+
+def kernel_name(call: Instruction) -> str:
+    """Return the operator that a custom call calls."""
+    return re.search(r'custom_call_target="([^"]+)"', call.attributes)[1]
 
 
 def kernel_cost(name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[float, float]:
