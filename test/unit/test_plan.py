@@ -13,9 +13,9 @@ from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.state import HybridState
-from granite4_neuron.neuron.analysis import graphs, hlo_cost, plan
+from granite4_neuron.neuron.analysis import hlo_cost, plan
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
-from granite4_neuron.neuron.analysis.plan import _temporaries as find_temporaries
+from granite4_neuron.neuron.analysis.plan import find_temporaries
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
 from test.support.checkpoints import small_config
 
@@ -27,13 +27,13 @@ TEMPORARIES = plan.Temporaries(prefill=2 * 10**9, decode=10**8, decode_of_a_sequ
 @pytest.fixture(autouse=True)
 def no_graphs(monkeypatch):
     """Leave the graphs out. They take a minute to trace and have a test of their own."""
-    monkeypatch.setattr(plan, "_temporaries", lambda *arguments: None)
+    monkeypatch.setattr(plan, "find_temporaries", lambda *arguments: None)
 
 
 @pytest.fixture(params=[None, TEMPORARIES], ids=["no graphs", "graphs"])
 def temporaries(request, no_graphs, monkeypatch):
     """Return the temporaries that the graphs report, if there are any."""
-    monkeypatch.setattr(plan, "_temporaries", lambda *arguments: request.param)
+    monkeypatch.setattr(plan, "find_temporaries", lambda *arguments: request.param)
     return request.param
 
 
@@ -128,7 +128,7 @@ def test_the_published_table(row):
 def test_the_published_sums(name, monkeypatch):
     """The sums include temporaries from the graphs. The small and the large model stand for the family."""
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it tells what a step needs")
-    monkeypatch.setattr(plan, "_temporaries", find_temporaries)
+    monkeypatch.setattr(plan, "find_temporaries", find_temporaries)
     (row,) = (row for row in TABLE if row[0] == name)
     result = planned(f"granite-4.0-{name}")
     assert f"{result.total / 1e9:.1f}" == row[5]
@@ -195,13 +195,12 @@ def test_temporaries_come_from_the_graphs():
     assert 0 < short.decode_of_a_sequence <= long.decode_of_a_sequence < 1.1 * short.decode_of_a_sequence
 
 
-def test_graphs_may_be_missing(monkeypatch):
+def test_graphs_may_be_missing():
     def missing(*arguments):
         raise hlo_cost.ToolsMissing("torch_xla is not installed")
         yield
 
-    monkeypatch.setattr(graphs, "report", missing)
-    assert find_temporaries(small_config(), 1, 100) is None
+    assert find_temporaries(small_config(), 1, 100, missing) is None
 
 
 def test_command(capsys, temporaries):
@@ -210,6 +209,7 @@ def test_command(capsys, temporaries):
     output = capsys.readouterr().out
     assert "It fits" in output and "To compile: 5 graphs: 1 context, 2 continuation, 2 token." in output
     assert len(re.findall("graph, estimated: .* code 0[.]1.*, DMA rings 0[.]0.*, collectives 0", output)) == 5
+    assert "with --kernels nki" in output
     assert "continuation 131,072" in output and "microcode, at most" in output
     assert ("unknown without torch_xla" in output) == (temporaries is None)
     assert main(["plan", "--model", "h-small", "--tp-degree", "2"]) == 1

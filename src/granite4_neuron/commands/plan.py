@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import INSTANCES
+from granite4_neuron.choices import INSTANCES, KERNELS
 from granite4_neuron.commands.options import (
     add_buckets,
     add_ranks_and_sequences,
@@ -181,9 +182,9 @@ def _plan_model(options: argparse.Namespace) -> int:
     table.add_row(f"KV cache of {batch_size} x {context:,} tokens", _gigabytes(batch_size * context * planned.token))
     table.add_row("logits", _gigabytes(batch_size * planned.logits))
     table.add_row("attention scores of a continued prompt", _gigabytes(context * planned.scores))
-    temporaries = planned.temporaries
-    known = "unknown without torch_xla and jax" if temporaries is None else _gigabytes(temporaries.of(batch_size))
-    table.add_row("other temporaries of a step", known)
+    alone = _of_step(planned.temporaries, batch_size, "torch_xla and jax")
+    with_kernels = _of_step(_temporaries_with_kernels(planned), batch_size, "NxD Inference")
+    table.add_row("other temporaries of a step", alone, f"with --kernels nki {with_kernels}")
     if planned.draft is not None:
         table.add_row(f"{escape(options.draft_model)}, with its graphs", _gigabytes(planned.draft.resident))
     table.add_section()
@@ -203,6 +204,23 @@ def _plan_model(options: argparse.Namespace) -> int:
         write(f"Also those of {options.draft_model}: {_counted(planned.draft)}.")
     write(planned.verdict())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
+
+
+def _temporaries_with_kernels(planned: plan.Plan) -> plan.Temporaries | None:
+    """Count the temporaries of NxD Inference's graphs with the NKI kernels; None where it is not."""
+    from granite4_neuron.neuron.analysis.plan import find_temporaries
+    from granite4_neuron.neuron.stand_ins import why_not_importable
+
+    if why_not_importable():
+        return None
+    from granite4_neuron.neuron.nxdi.graph_costs import report
+
+    with_kernels = partial(report, kernels=KERNELS["nki"])
+    return find_temporaries(planned.config, planned.tp_degree, planned.context, with_kernels)
+
+
+def _of_step(temporaries: plan.Temporaries | None, batch_size: int, needed: str) -> str:
+    return f"unknown without {needed}" if temporaries is None else _gigabytes(temporaries.of(batch_size))
 
 
 def _counted(planned: plan.Plan) -> str:

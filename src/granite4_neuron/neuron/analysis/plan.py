@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,8 +44,9 @@ class Plan:
 
     state: of a sequence of any length. token: keys and values of one token. logits: of one token of a sequence, over
     the whole vocabulary in float32, as a rank computes them and as gathered from all ranks. scores: per token of
-    context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs; None
-    without torch_xla. draft: of a draft model that is loaded too; a step's temporaries are those of the larger model.
+    context, in NxD Inference's attention while a prompt is continued. temporaries: of this package's own graphs,
+    without kernels; None without torch_xla. draft: of a draft model that is loaded too; a step's temporaries are those
+    of the larger model.
     """
 
     config: GraniteMoeHybridConfig
@@ -185,7 +186,7 @@ def plan(
         token=token_bytes(config, dtype.itemsize, tp_degree),
         logits=config.vocab_size * torch.float32.itemsize * 2,
         scores=heads * CONTINUATION_TOKENS * torch.float32.itemsize,
-        temporaries=_temporaries(config, tp_degree, context),
+        temporaries=find_temporaries(config, tp_degree, context),
         options=options,
         draft=draft,
     )
@@ -201,19 +202,35 @@ def check_ranks(instance: str, tp_degree: int) -> None:
         raise UserError(f"tp_degree is {tp_degree}; {instance} has {INSTANCES[instance]} logical cores of 24 GB.")
 
 
-def _temporaries(config: GraniteMoeHybridConfig, tp_degree: int, context: int) -> Temporaries | None:
+def find_temporaries(
+    config: GraniteMoeHybridConfig,
+    tp_degree: int,
+    context: int,
+    report: Callable[..., Iterator[graphs.GraphReport]] = graphs.report,
+) -> Temporaries | None:
     """Count graphs of one layer of each kind: layers run one after another and share their temporaries.
 
     The graphs are in float32, as is most of a step's arithmetic with any dtype; in bfloat16, XLA's CPU compiler would
     count float32 copies of weights.
+
+    Args:
+        report: `graphs.report`, or NxD Inference's `graph_costs.report` with kernels.
+
+    Returns:
+        None where torch_xla or jax is not installed.
     """
     kinds = tuple(dict.fromkeys(config.layer_types))
     layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)
     few, many = 1, 9
+
+    def largest(kind: str, batch_size: int) -> int:
+        """Return the temporaries of the first graph of a kind; those after it are not traced."""
+        reports = report(layers, torch.float32, tp_degree, batch_size, (min(PREFILL_TOKENS, context),), context)
+        return next(each for each in reports if each.graph.startswith(kind)).temporary_bytes
+
     try:
-        prefill, decode = graphs.report(layers, torch.float32, tp_degree, few, (min(PREFILL_TOKENS, context),), context)
-        (more,) = graphs.report(layers, torch.float32, tp_degree, many, (), context)
+        prefill, decode, more = largest("", few), largest("decode", few), largest("decode", many)
     except ToolsMissing:
         return None
-    per_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
-    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * per_sequence, per_sequence)
+    per_sequence = (more - decode) // (many - few)
+    return Temporaries(prefill, decode - few * per_sequence, per_sequence)
