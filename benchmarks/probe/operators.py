@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -10,7 +11,8 @@ from benchmarks.probe.device import compare
 from benchmarks.probe.process import Finding, Place
 from granite4_neuron.ops import TORCH, apply_rotary, rotary_tables
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
-from granite4_neuron.ops.xla import XLA, expert_path
+from granite4_neuron.ops.xla import XLA
+from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, with_capacity
 
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K, _VOCAB = 768, 2048, 64, 6, 4096
 _HEADS, _KV_HEADS, _HEAD_DIM = 12, 4, 64
@@ -78,12 +80,16 @@ def topk_softmax(place: Place) -> Iterator[Finding]:
 
 
 def fused_experts(place: Place, path: str) -> Iterator[Finding]:
-    tokens = {"chosen": 2, "all": 8, "blocks": 128}[path]
-    assert expert_path(tokens, _TOP_K, _EXPERTS).name == path
+    tokens, taken = {
+        CHOSEN: (2, ExpertPath(CHOSEN)),
+        ALL: (8, ExpertPath(ALL)),
+        BLOCKS: (128, with_capacity(128 * _TOP_K, 48)),
+    }[path]
     weights = _weight(_EXPERTS, 512, _HIDDEN), _weight(_EXPERTS, _HIDDEN, 256)
     chosen, experts = TORCH.topk_softmax(_randn(tokens, _EXPERTS), _TOP_K)
     arguments = _randn(tokens, _HIDDEN), *weights, chosen, experts.int()
-    yield compare(place, f"{tokens} tokens", XLA.fused_experts, TORCH.fused_experts, *arguments)
+    ours = partial(XLA.fused_experts, path=taken)
+    yield compare(place, f"{tokens} tokens", ours, TORCH.fused_experts, *arguments)
 
 
 def rotary(place: Place) -> Iterator[Finding]:

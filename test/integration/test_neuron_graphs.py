@@ -54,7 +54,7 @@ def bundled():
 
 def experts():
     """As many experts as h-small has: some steps fetch the chosen ones, some compute all, and some compute blocks."""
-    return small_config(layer_types=KINDS, num_local_experts=72, num_experts_per_tok=3)
+    return small_config(layer_types=KINDS, num_local_experts=72, num_experts_per_tok=3, intermediate_size=1024)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def most_indices(graph, config):
     most = tokens * max(config.num_key_value_heads, config.num_experts_per_tok)
     if not config.num_local_experts:
         return most
-    path = expert_path(tokens, config.num_experts_per_tok, config.num_local_experts)
+    path = expert_path(tokens, config.num_experts_per_tok, config.num_local_experts, config.intermediate_size)
     return max(most, path.capacity * max(config.num_local_experts, path.num_blocks))
 
 

@@ -125,18 +125,24 @@ class TestTopK:
 
 
 class TestPath:
-    """The path for h-small, which uses 10 of 72 experts for a token."""
+    """The path for h-small, which uses 10 of 72 experts of a width of 768 for a token, and for one rank of four."""
 
-    @pytest.mark.parametrize(("tokens", "name"), [(1, CHOSEN), (2, CHOSEN), (4, ALL), (64, ALL), (128, BLOCKS)])
-    def test_by_tokens(self, tokens, name):
-        assert expert_path(tokens, 10, 72).name == name
+    @pytest.mark.parametrize(
+        ("tokens", "whole", "quarter"),
+        [
+            *((1, CHOSEN, CHOSEN), (2, CHOSEN, CHOSEN), (4, ALL, ALL), (512, ALL, ALL)),
+            *((2048, BLOCKS, ALL), (8192, BLOCKS, BLOCKS)),
+        ],
+    )
+    def test_by_tokens(self, tokens, whole, quarter):
+        assert [expert_path(tokens, 10, 72, width).name for width in (768, 192)] == [whole, quarter]
 
-    @pytest.mark.parametrize(("tokens", "capacity"), [(128, 48), (512, 88), (2048, 176)])
+    @pytest.mark.parametrize(("tokens", "capacity"), [(1024, 496), (2048, 704), (8192, 1400)])
     def test_capacity(self, tokens, capacity):
-        path = expert_path(tokens, 10, 72)
+        path = expert_path(tokens, 10, 72, 768)
         assert path == with_capacity(tokens * 10, capacity)
         assert str(path) == f"{capacity} tokens per expert, {path.num_blocks} further blocks of {capacity}"
-        assert str(expert_path(1, 10, 72)) == "chosen experts"
+        assert str(expert_path(1, 10, 72, 768)) == "chosen experts"
 
     def test_it_is_the_one_that_is_taken(self):
         """`chosen` does not read experts that no token chose; the other paths do."""

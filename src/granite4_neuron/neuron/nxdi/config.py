@@ -95,7 +95,9 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         if self.expert_path == "nki":
             rows = "all rows at once" if tokens <= SLOT_TOKENS else "blocks of rows"
             return f"by an NKI kernel over {rows}, which reads each chosen one once"
-        path = expert_path(tokens, self.granite.num_experts_per_tok, self.granite.num_local_experts)
+        granite = self.granite
+        width = granite.rank_dimensions(self.neuron_config.tp_degree).intermediate_size
+        path = expert_path(tokens, granite.num_experts_per_tok, granite.num_local_experts, width)
         return f"{path}, in torch, as {path.reason}"
 
     def add_derived_config(self) -> None:

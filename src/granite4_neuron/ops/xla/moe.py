@@ -2,8 +2,8 @@
 
 Three paths give the same sums (`expert_path` chooses among them):
 
-* chosen: the weights of each choice are fetched. For so few tokens that this is less than all weights.
-* all: every expert for every token, with the weight 0 where it was not chosen. For few tokens otherwise.
+* chosen: the weights of each choice are fetched.
+* all: every expert for every token, with the weight 0 where it was not chosen.
 * blocks: every expert has room for a fixed number of tokens, its capacity. What goes beyond that is put into further
   blocks of as many, each of which fetches the weights of its expert. There are enough of them for every possible
   choice, so that no token is ever dropped.
@@ -23,11 +23,13 @@ CHOSEN, ALL, BLOCKS = "chosen", "all", "blocks"
 # Tokens that are counted at a time: a count of that many is exact in every dtype that a compiler may choose for a
 # product.
 _ROWS = 128
-# An expert's capacity is the geometric mean of its average load and of this, to the nearest multiple of the step. More
-# would cost FLOPs and less would cost bytes; so prefill of h-small stays within 1.6 times the least FLOPs.
-_USUAL_LOAD, _CAPACITY_STEP = 112, 8
+_CAPACITY_STEP = 8
+# What a Trainium2 core multiplies while it moves a number of 16 bits: 667 TFLOP/s and 2.9 TB/s of a chip.
+_PRODUCTS_PER_MOVE = 230
 # Fetched weights are read, written and read again.
 _FETCHED = 3
+# Rows of blocks are fetched and then written by the second product; each choice is fetched twice from those.
+_MOVES_OF_ROW, _MOVES_OF_CHOICE = _FETCHED + 1, 2 * _FETCHED
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class ExpertPath:
         """The reason for this path, to follow "as"."""
         return {
             CHOSEN: "so few tokens choose less than all weights",
-            ALL: "blocks would save too little",
-            BLOCKS: "that is the least arithmetic that drops no token",
+            ALL: "to arrange these tokens by expert would take longer than to multiply them with all",
+            BLOCKS: "that takes the least time and drops no token",
         }[self.name]
 
     def __str__(self) -> str:
@@ -58,20 +60,34 @@ class ExpertPath:
         return f"{self.capacity} tokens per expert, {self.num_blocks} further blocks of {self.capacity}"
 
 
-def expert_path(tokens: int, top_k: int, num_experts: int) -> ExpertPath:
-    """Choose the path for a step of `tokens` tokens that choose `top_k` of `num_experts` experts each.
+def expert_path(tokens: int, top_k: int, num_experts: int, intermediate_size: int) -> ExpertPath:
+    """Choose the path that takes the least time on a device, for `tokens` tokens that choose `top_k` experts each.
 
-    A large capacity is filled with padding, a small one makes many blocks, whose weights are copied. Blocks have to
-    save two fifths of the rows of all experts.
+    A step takes the time of what it moves or of what it multiplies, whichever is longer. All experts multiply most and
+    move least: only the weights. Blocks multiply less, but move rows of hidden_size numbers, which is much where ranks
+    share the experts' widths.
+
+    Args:
+        intermediate_size: of an expert, on one rank.
     """
     choices = tokens * top_k
-    if _FETCHED * choices < num_experts:
-        return ExpertPath(CHOSEN)
-    mean = math.sqrt(_USUAL_LOAD * choices / num_experts)
-    capacity = max(1, round(mean / _CAPACITY_STEP)) * _CAPACITY_STEP
-    path = with_capacity(choices, capacity)
-    rows = capacity * (num_experts + path.num_blocks)
-    return path if 5 * rows <= 3 * num_experts * tokens else ExpertPath(ALL)
+    # Here the further blocks' weights and the experts' own rows move as much.
+    best = math.sqrt(_FETCHED * choices * 3 * intermediate_size / (_MOVES_OF_ROW * num_experts))
+    capacity = max(1, round(best / _CAPACITY_STEP)) * _CAPACITY_STEP
+    paths = [ExpertPath(CHOSEN), ExpertPath(ALL), with_capacity(choices, capacity)]
+    times = [_time(path, tokens, choices, num_experts, intermediate_size) for path in paths]
+    return paths[times.index(min(times))]
+
+
+def _time(path: ExpertPath, tokens: int, choices: int, num_experts: int, intermediate_size: int) -> float:
+    """Estimate the time, in units of moving one expert's weights: 3 * intermediate_size * hidden_size numbers."""
+    if path.name == CHOSEN:
+        return _FETCHED * choices
+    if path.name == ALL:
+        return num_experts * max(1, tokens / _PRODUCTS_PER_MOVE)
+    rows = path.capacity * (num_experts + path.num_blocks)
+    moved_rows = (_MOVES_OF_ROW * rows + _MOVES_OF_CHOICE * choices) / (3 * intermediate_size)
+    return max(num_experts + _FETCHED * path.num_blocks + moved_rows, rows / _PRODUCTS_PER_MOVE)
 
 
 def with_capacity(choices: int, capacity: int) -> ExpertPath:
@@ -101,7 +117,7 @@ def fused_experts(
         input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size] and
             w2 [num_experts, intermediate_size, hidden_size].
     """
-    path = path or expert_path(*topk_ids.shape, num_experts=w1.shape[0])
+    path = path or expert_path(*topk_ids.shape, w1.shape[0], w2.shape[1 if input_first else 2])
     weights = _Weights(w1, w2, input_first)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
