@@ -1,4 +1,5 @@
-// Products of a tile of weights with any number of vectors: one sum per row and vector, in the order of the columns.
+// Products of a tile of weights with any number of vectors: sums per row and vector, in an order that depends on the
+// number of columns only.
 #pragma once
 
 #include "activation_panel.h"
@@ -90,15 +91,35 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
   for_each<TILES>([&](auto t) { for_each<COUNT>([&](auto v) { emit(t, v, sums[t * COUNT + v]); }); });
 }
 
-// acc[t * COUNT + v] = what `sum_steps` emits.
+// Columns whose products are added to one another; such sums are added up in turn. One sum over all columns would lose
+// more digits: its error grows with the square root of their number.
+constexpr int64_t SUMMED_COLUMNS = 128;
+
+// Accumulators that do not fit into registers beside the sums are added to in memory: the compiler would keep copies of
+// them there, and write both.
+template <typename Arithmetic, int COUNT, int TILES>
+inline void add_in_memory() {
+  if constexpr (2 * TILES * COUNT * Arithmetic::VECTORS >= REGISTERS) asm volatile("" ::: "memory");
+}
+
+// acc[t * COUNT + v] = the sums that `sum_steps` emits for SUMMED_COLUMNS at a time, one after another.
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_steps(
     const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
     typename Steps::Arithmetic::Accumulators* acc, Prefetch prefetch) {
-  sum_steps<Steps, COUNT, TILES>(
-      step, stride, x, columns, prefetch, [&](auto t, auto v, const auto& sum) {
-        for_each<Steps::Arithmetic::VECTORS>([&](auto i) { acc[t * COUNT + v][i] = sum[i]; });
-      });
+  using Arithmetic = typename Steps::Arithmetic;
+  constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : ActivationPanel<Arithmetic>::PLACES;
+  for (int v = 0; v < TILES * COUNT; v++) acc[v].fill(Vec(0.0f));
+  for (int64_t first = 0; first < columns; first += SUMMED_COLUMNS) {
+    int64_t steps = first / Arithmetic::COLUMNS;
+    sum_steps<Steps, COUNT, TILES>(
+        step + steps * Steps::STEP_BYTES, stride, x + steps * X_STEP, std::min(SUMMED_COLUMNS, columns - first),
+        prefetch, [&](auto t, auto v, const auto& sum) {
+          auto& total = acc[t * COUNT + v];
+          for_each<Arithmetic::VECTORS>([&](auto i) { total[i] = total[i] + sum[i]; });
+        });
+    add_in_memory<Arithmetic, COUNT, TILES>();
+  }
 }
 
 // The same of weights that have a scale for each row and group of columns: one group's sums after another's.
@@ -123,9 +144,7 @@ inline void multiply_scaled_groups(
       for_each<TILES>([&](auto t) { prefetch.template step<SCALE_BYTES>(t * stride); });
       prefetch.template advance<TILES>(SCALE_BYTES);
     }
-    // Accumulators that do not fit into registers beside the sums are added to in memory: the compiler would keep
-    // copies of them there, and write both.
-    if constexpr (2 * TILES * COUNT * Arithmetic::VECTORS >= REGISTERS) asm volatile("" ::: "memory");
+    add_in_memory<Arithmetic, COUNT, TILES>();
   }
 }
 

@@ -1,8 +1,8 @@
 // A packed matrix of weights: tiles of 32 rows, one after another, each contiguous in memory.
 //
 // A tile is a sequence of steps: a step has the values of all rows in one column, or in a pair of columns. A matmul
-// adds up each result in the order of the columns, in a lane of its own. So the sum is the same bit by bit for any
-// number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
+// adds up each result in a lane of its own, in an order that depends on the number of columns only. So the sum is the
+// same bit by bit for any number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
 #pragma once
 
 #include "common.h"
