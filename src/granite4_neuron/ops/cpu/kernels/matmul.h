@@ -195,6 +195,33 @@ struct LoadedSteps {
   }
 };
 
+// The same of weights in groups: each group's steps, and then its scales.
+template <typename Tiles>
+struct LoadedGroups : LoadedSteps<Tiles> {
+  using Steps = LoadedSteps<Tiles>;
+  using typename Steps::Arithmetic;
+  static constexpr int64_t GROUP = Tiles::GROUP, SCALES = GROUP / Arithmetic::COLUMNS * Steps::STEP_BYTES;
+  static constexpr int64_t GROUP_BYTES = SCALES + Steps::STEP_BYTES;
+
+  static typename Arithmetic::Accumulators group_scales(const char* group) {
+    typename Arithmetic::Accumulators scales;
+    for_each<Arithmetic::VECTORS>([&](auto i) {
+      scales[i] = Vec::loadu(reinterpret_cast<const float*>(group + SCALES) + i * LANES);
+    });
+    return scales;
+  }
+  static int64_t tile_bytes(int64_t columns) {
+    return (columns + GROUP - 1) / GROUP * GROUP_BYTES;
+  }
+  static void fill(const char* tile, int64_t columns, char* to) {
+    for (int64_t first = 0; first < columns; first += GROUP, tile += Tiles::GROUP_BYTES, to += GROUP_BYTES) {
+      Steps::fill(tile, std::min(GROUP, columns - first), to);
+      auto scales = Tiles::group_scales(tile);
+      std::memcpy(to + SCALES, &scales, sizeof(scales));
+    }
+  }
+};
+
 // finish(v, acc) for all vectors, with acc[v] as in `multiply_steps`. steps: those of `tile`, or what has been
 // made of them.
 template <typename Tiles, typename Steps, typename Finish>
@@ -226,7 +253,7 @@ inline void multiply_tile(
   };
   if constexpr (Tiles::LOADING_IS_WORK) {
     if (x.count > LARGE_BATCH) {
-      using Steps = LoadedSteps<Tiles>;
+      using Steps = std::conditional_t<HAS_GROUPS<Tiles>, LoadedGroups<Tiles>, LoadedSteps<Tiles>>;
       Scratch<char> steps(Steps::tile_bytes(columns));
       Steps::fill(tile, columns, steps.data());
       return multiply_vectors<Tiles, Steps>(tile, steps.data(), x, columns, finish);

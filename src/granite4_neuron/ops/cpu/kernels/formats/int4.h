@@ -88,7 +88,7 @@ struct Tiles {
   static constexpr int64_t STEP_BYTES = HALF * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr int64_t SCALES = GROUP / Arithmetic::COLUMNS * STEP_BYTES;
   static constexpr int64_t GROUP_BYTES = SCALES + TILE * sizeof(at::BFloat16);
-  static constexpr bool LOADING_IS_WORK = false;
+  static constexpr bool LOADING_IS_WORK = Arithmetic::COLUMNS == 1;
 
   template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
@@ -102,12 +102,25 @@ struct Tiles {
     }
 #endif
     if constexpr (Arithmetic::COLUMNS == 1) {
+#if defined(CPU_CAPABILITY_AVX512)
+      // The lookup takes the lowest four bits.
+      const __m512 table = _mm512_loadu_ps(FLOATS.data());
+      __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(step)));
+      return {_mm512_permutexvar_ps(bytes, table), _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table)};
+#elif defined(CPU_CAPABILITY_AVX2)
+      __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(step));
+      if constexpr (PART == 1) bytes = _mm_srli_epi16(bytes, 4);
+      __m128i numbers = _mm_sub_epi8(_mm_and_si128(bytes, _mm_set1_epi8(15)), _mm_set1_epi8(ZERO));
+      __m256i first = _mm256_cvtepi8_epi32(numbers), second = _mm256_cvtepi8_epi32(_mm_srli_si128(numbers, 8));
+      return {_mm256_cvtepi32_ps(first), _mm256_cvtepi32_ps(second)};
+#else
       int8_t values[PAIR];
       for (int64_t r = 0; r < PAIR; r++) {
         int64_t row = PART * PAIR + r;
         values[r] = static_cast<int8_t>((step[row % HALF] >> (row < HALF ? 0 : 4) & 15) - ZERO);
       }
       return {int8::load_int8(values), int8::load_int8(values + LANES)};
+#endif
     }
   }
 
@@ -168,10 +181,15 @@ struct Tiles {
     return column / GROUP * GROUP_BYTES + column % GROUP / STEP * STEP_BYTES + row % HALF * STEP + column % STEP;
   }
 
-  // -8 to 7 in bfloat16, the upper half of float32, twice.
+  static constexpr std::array<float, 16> FLOATS = [] {  // -8 to 7
+    std::array<float, 16> numbers{};
+    for (int i = 0; i < 16; i++) numbers[i] = static_cast<float>(i - ZERO);
+    return numbers;
+  }();
+  // The same in bfloat16, the upper half of float32, twice.
   static constexpr std::array<uint16_t, 32> NUMBERS = [] {
     std::array<uint16_t, 32> numbers{};
-    for (int i = 0; i < 32; i++) numbers[i] = std::bit_cast<uint32_t>(static_cast<float>(i % 16 - ZERO)) >> 16;
+    for (int i = 0; i < 32; i++) numbers[i] = std::bit_cast<uint32_t>(FLOATS[i % 16]) >> 16;
     return numbers;
   }();
 };
