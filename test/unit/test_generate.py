@@ -1,12 +1,15 @@
 import argparse
 import itertools
+import math
 
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -17,6 +20,7 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.commands.options import add_sampling, sampling_options
 from granite4_neuron.engine import GenerationStats
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
@@ -39,6 +43,9 @@ REFUSED = {
     "repetition_penalty": (dict(repetition_penalty=0.0), "penalty"),
     "stop": (dict(stop=["a", ""]), "stop is .* none of them empty"),
     "seed": (dict(seed=2**64, temperature=1.0), "seed"),
+    "min_tokens": (dict(min_tokens=9, max_tokens=8), "min_tokens is 9, and must be at most max_tokens, 8"),
+    "a huge stop token": (dict(stop_token_ids=[10**30]), "stop_token_ids is .* token ids"),
+    "no processors": (dict(logits_processors=["x"]), "logits_processors is .* a list of functions"),
 }
 
 
@@ -160,6 +167,55 @@ class TestSampling:
         assert ((counts > 0) <= (expected > 0)).all()
         assert (counts / 4000 - expected).abs().max() < 0.03
         assert 1 < (expected > 0).sum() < 20
+
+    @pytest.mark.parametrize("speculates", [False, True])
+    def test_no_stop_before_min_tokens(self, texting, ids, speculates):
+        """Stop tokens are banned, and nothing else is; transformers' processor on the free text is the judge."""
+        runtime, _ = texting
+        drafter = NgramDrafter() if speculates else None
+        free = tokens_of(runtime, ids[0], max_tokens=12, ignore_eos=True)[0]
+        options = dict(max_tokens=12, ignore_eos=True, stop_token_ids=set(free[:6]), drafter=drafter)
+        assert tokens_of(runtime, ids[0], **options)[0] == free[:1]
+        late = tokens_of(runtime, ids[0], min_tokens=5, **options)[0]
+        by_hand = [MinNewTokensLengthLogitsProcessor(len(ids[0]), 5, list(set(free[:6])))]
+        expected = tokens_of(runtime, ids[0], logits_processors=by_hand, **options)[0]
+        assert late == expected and not set(late[:5]) & set(free[:6])
+
+    def test_no_stop_string_before_min_tokens(self, texting, ids):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=16, ignore_eos=True)
+        free = generate(runtime, tokenizer, ids[0], **options)
+        stop = free.strip()[0]
+        assert generate(runtime, tokenizer, ids[0], stop=stop, **options) == free[: free.index(stop)]
+        assert generate(runtime, tokenizer, ids[0], stop=stop, min_tokens=16, **options) == free
+
+    def test_processors_of_transformers(self, texting, ids):
+        """They see tokens and scores as transformers' generate gives them, and change nothing but the choice."""
+        runtime, _ = texting
+        free = list(stream_generate(runtime, None, ids[0], max_tokens=6, ignore_eos=True, logprobs=3))
+        seen = []
+
+        def in_place(input_ids, scores):
+            seen.append((input_ids.tolist(), scores.shape, scores.dtype))
+            scores[:, free[0].token] = -math.inf
+            return scores
+
+        processors = [in_place, NoBadWordsLogitsProcessor([[free[0].logprob.top[1][0]]], eos_token_id=1)]
+        new = list(
+            stream_generate(
+                runtime, None, ids[0], max_tokens=6, ignore_eos=True, logprobs=3, logits_processors=processors
+            )
+        )
+        assert new[0].token == free[0].logprob.top[2][0] and new[0].logprob.top == free[0].logprob.top
+        assert seen[1] == ([[*ids[0], new[0].token]], (1, runtime.config.vocab_size), torch.float32)
+
+    def test_processors_come_before_the_temperature(self):
+        logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+        keep = lambda _, scores: scores.masked_fill(torch.arange(50) % 2 == 0, -math.inf)  # noqa: E731
+        params = SamplingParams(top_k=5, temperature=2.0, seed=1, logits_processors=[keep])
+        sampler = Sampler(params, 0)
+        odd = (logits.masked_fill(torch.arange(50) % 2 == 0, -math.inf)).topk(5).indices.tolist()
+        assert {sampler(logits, [1]) for _ in range(200)} == set(odd)
 
     def test_which_options_mean_sampling(self):
         def temperature(checkpoint, **options):

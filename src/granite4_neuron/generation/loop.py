@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, SamplingParams
+from granite4_neuron.engine import (
+    Engine,
+    GenerationStats,
+    PrefixCache,
+    PromptReport,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
 from granite4_neuron.engine.request import check_text, check_tokens
@@ -28,6 +36,9 @@ class GenerationResponse:
     text: the next piece of the sequence's text; may be empty while a character or a stop string is incomplete.
     finish_reason: "stop" (stop token or stop string) or "length" with the sequence's last token, else None.
     stats: of the whole call so far.
+    logprob: of the token, if `logprobs` asks for it.
+    prompt: with the sequence's first token: what the prefix cache had of its prompt, and the prompt's log-probabilities
+        if `prompt_logprobs` asks for them.
     """
 
     index: int
@@ -35,6 +46,8 @@ class GenerationResponse:
     text: str
     finish_reason: str | None
     stats: GenerationStats
+    logprob: TokenLogprob | None = None
+    prompt: PromptReport | None = None
 
 
 def stream_generate(
@@ -122,8 +135,8 @@ def _run(
             for output in outputs:
                 error = error or output.error
                 if output.token is not None:
-                    index = indices[output.id]
-                    yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
+                    new = output.token, output.text, output.finish_reason
+                    yield GenerationResponse(indices[output.id], *new, engine.stats, output.logprob, output.prompt)
     finally:  # the caller may stop early, and the prefix cache and the drafter outlive the engine
         for id in ids:
             engine.cancel(id)
