@@ -243,6 +243,19 @@ class TestErrors:
             client.models.retrieve("other/name")
 
 
+def test_langchain(server):
+    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    options = dict(model=MODEL, base_url=f"{server.address}/v1", api_key="none", max_retries=0, stream_usage=True)
+    chat = langchain_openai.ChatOpenAI(**options, temperature=0, max_tokens=9, metadata={"run": "1"})
+    text = chat.invoke([{"role": "developer", "content": "be brief"}, {**USER, "name": "me"}]).content
+    parts = list(chat.stream([{"role": "system", "content": "be brief"}, USER]))
+    assert "".join(part.content for part in parts) == text
+    assert sum(part.usage_metadata["output_tokens"] for part in parts if part.usage_metadata) == 9
+    with pytest.raises(openai.BadRequestError) as error:
+        chat.invoke("long " * 600)
+    assert error.value.code == "context_length_exceeded"
+
+
 class TestBrowsers:
     def test_origins(self, server):
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
