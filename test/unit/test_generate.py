@@ -1,7 +1,10 @@
 import argparse
 import itertools
 import math
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -17,14 +20,14 @@ from transformers import (
 )
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron import UserError, chat, generate, stream_generate
 from granite4_neuron.commands.options import add_sampling, sampling_options
-from granite4_neuron.engine import GenerationStats
+from granite4_neuron.engine import Engine, GenerationStats, slots
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens
+from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens, loop
 
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
@@ -32,6 +35,14 @@ REFUSED = {
     "empty": (dict(prompt=""), "the prompt is empty"),
     "none": (dict(prompt=[]), "there is no prompt"),
     "one of several empty": (dict(prompt=["a", ""]), "prompt 2 is empty"),
+    "of nothing": (dict(prompt=["a", []]), "prompt 2 is empty"),
+    "a number": (dict(prompt=3), "the prompt is of type int; give a text"),
+    "three axes": (dict(prompt=torch.zeros(1, 1, 1)), "the prompt has 3 axes"),
+    "numbers": (dict(prompt=torch.zeros(3)), "the prompt has 0.0 among its token ids"),
+    "no ids": (dict(prompt={"role": "user", "content": "x"}), "a conversation is a list of messages"),
+    "batches": (dict(prompt=[["a", "b"], ["c"]]), "a prompt of several is itself several"),
+    "half a conversation": (dict(prompt=[{"role": "user", "content": "x"}, "y"]), "each message must be"),
+    "no content": (dict(prompt=[{"role": "user"}]), "the message is of type NoneType"),
     "too long": (dict(prompt=[1] * 600), "the prompt has 600 tokens; .* at most 599"),
     "token id": (dict(prompt=[264]), "outside the vocabulary"),
     "negative token id": (dict(prompt=[-1]), "outside the vocabulary"),
@@ -135,6 +146,68 @@ class TestLoop:
         assert generate(runtime, tokenizer, tokenizer.encode(PROMPTS[0]), **options) == several[0]
         new = tokens_of(runtime, tokenizer.encode(PROMPTS[0]), **options)[0]
         assert tokenizer.decode(new, skip_special_tokens=True) == several[0]
+
+    def test_tensors_and_what_tokenizers_return(self, texting):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=6, ignore_eos=True)
+        several = [generate(runtime, tokenizer, prompt, **options) for prompt in PROMPTS]
+        ids = tokenizer.encode(PROMPTS[0])
+        for one in (torch.tensor(ids), np.array(ids), tokenizer(PROMPTS[0])):
+            assert generate(runtime, tokenizer, one, **options) == several[0]
+        for side in ("left", "right"):
+            padded = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side=side)
+            assert generate(runtime, tokenizer, padded, **options) == several
+        assert generate(runtime, tokenizer, tokenizer(PROMPTS), **options) == several
+        assert generate(runtime, tokenizer, torch.tensor([ids, ids]), **options) == [several[0]] * 2
+        mixed = [PROMPTS[1], torch.tensor([ids]), tokenizer(PROMPTS[2]), tokenizer.encode(PROMPTS[3])]
+        assert generate(runtime, tokenizer, mixed, **options) == [several[1], several[0], *several[2:]]
+
+    def test_conversations(self, texting):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=6, ignore_eos=True)
+        talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi<|end|>"}]
+        expected = generate(runtime, tokenizer, chat_prompt(tokenizer, "hi<|end|>", "be brief"), **options)
+        assert generate(runtime, tokenizer, talk, **options) == expected
+        assert chat(runtime, tokenizer, talk, **options) == expected
+        answers = chat(runtime, tokenizer, [talk, "hi"], **options)
+        assert answers == [expected, generate(runtime, tokenizer, chat_prompt(tokenizer, "hi"), **options)]
+        templated = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True)
+        assert chat(runtime, tokenizer, templated, **options) == generate(runtime, tokenizer, templated, **options)
+
+    def test_logits_and_hidden_states_as_documented(self, texting, texting_folder, ids, monkeypatch):
+        page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
+        [code] = re.findall(r"```python\n(from granite4_neuron.runtime.*?)```", page, re.DOTALL)
+        monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 100)
+        names = dict(torch=torch, runtime=texting[0], tokens=ids[2])
+        exec(code, names)
+        with torch.inference_mode():
+            reference = Reference.from_pretrained(texting_folder).eval()
+            expected = reference(torch.tensor([ids[2]]), use_cache=False, output_hidden_states=True)
+        assert len(ids[2]) > 200
+        for found, wanted in ((names["logits"], expected.logits), (names["hidden_states"], expected.hidden_states[-1])):
+            assert found.shape == wanted[0].shape and (found - wanted[0]).abs().max() < 1e-4
+
+    def test_many_prompts_queue(self, texting, monkeypatch):
+        """They run in as many slots as there is memory for, and each is continued as if it were alone."""
+        runtime, _ = texting
+        made = []
+
+        class Recorded(Engine):
+            def __init__(self, runtime, num_sequences, **options):
+                made.append(num_sequences)
+                super().__init__(runtime, num_sequences, **options)
+
+        monkeypatch.setattr(loop, "Engine", Recorded)
+        options = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=3)
+        prompts = [[number % 200 + 5, 7, 9] for number in range(2000)]
+        state = runtime.allocate(1, 7)
+        needed = sum(tensor.nbytes for tensor in state.slot_views(1).values())
+        assert sum(map(len, tokens_of(runtime, prompts, **{**options, "max_tokens": 1}))) == 2000
+        monkeypatch.setattr(slots, "available_bytes", lambda: 2 * 3 * needed + 1)
+        texts = tokens_of(runtime, prompts[:20], **options)
+        monkeypatch.undo()
+        assert made == [loop.MOST_SEQUENCES, 3]
+        assert texts == tokens_of(runtime, prompts[:20], **options)
 
     @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())
     def test_bad_input_is_refused_before_anything_runs(self, texting, arguments, message):

@@ -81,7 +81,7 @@ class ConversationEncoder:
                 message to be continued; or it takes too much time or memory.
         """
         for message in messages:
-            check_text(message["content"], "the message")
+            check_text(message.get("content"), "the message")
         used = set().union(*(message["content"] for message in messages))
         unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
         mark, end = next(unused), next(unused)
