@@ -3,6 +3,7 @@ import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -208,6 +209,11 @@ class TestLoop:
         monkeypatch.undo()
         assert made == [loop.MOST_SEQUENCES, 3]
         assert texts == tokens_of(runtime, prompts[:20], **options)
+
+    def test_slots_of_a_model_that_keeps_its_own_state(self):
+        runtime = SimpleNamespace(own_slots=5)
+        assert [slots.slots_that_fit(runtime, most, 9) for most in (3, 8)] == [3, 5]
+        assert slots.slots_that_fit(runtime, 8, 9, set_aside=(4, 5)) == 3
 
     @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())
     def test_bad_input_is_refused_before_anything_runs(self, texting, arguments, message):
