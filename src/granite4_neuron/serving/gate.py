@@ -63,7 +63,8 @@ class Gate:
             return RequestError(
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
             )
-        if self._service.api_key is None or scope["path"] == "/health":
+        # The page has a field for the key; a browser does not send it when it opens the page.
+        if self._service.api_key is None or scope["path"] in ("/health", "/"):
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):

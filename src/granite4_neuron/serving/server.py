@@ -40,6 +40,7 @@ class Server(uvicorn.Server):
         hosts: that requests may name; None for any.
         max_body: limit of a request's body in bytes.
         allowed_origins: web pages that may use the server; "*" for all.
+        has_page: whether there is a chat for people at /.
         shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
     """
@@ -59,11 +60,13 @@ class Server(uvicorn.Server):
         shutdown_timeout: float,
         on_start: Callable[[int], None],
         allowed_origins: Sequence[str] = (),
+        has_page: bool = True,
     ):
         metrics = Metrics(engine, cache)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
-        self.service = Service(model, thread, maker, texts, metrics, api_key, hosts, max_body, allowed_origins)
+        limits_of_clients = api_key, hosts, max_body, allowed_origins
+        self.service = Service(model, thread, maker, texts, metrics, *limits_of_clients, has_page)
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False

@@ -20,6 +20,7 @@ class Service:
     hosts: that requests may name; None for any.
     max_body: limit of a request's body in bytes.
     allowed_origins: web pages that may use the server; "*" for all.
+    has_page: whether there is a chat for people at /.
     is_ending: whether new requests are refused.
     """
 
@@ -32,4 +33,5 @@ class Service:
     hosts: frozenset[str] | None
     max_body: int
     allowed_origins: Sequence[str] = ()
+    has_page: bool = True
     is_ending: bool = False
