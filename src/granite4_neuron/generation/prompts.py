@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
@@ -128,9 +129,10 @@ def _of_encoding(encoding: Mapping[str, object]) -> tuple[list[list[int]], bool]
     mask = encoding.get("attention_mask")
     if mask is None:
         return rows, are_several
-    kept, _ = split(mask)
-    pairs = zip(rows, kept, strict=True)
-    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in pairs], are_several
+    masks, _ = split(mask)
+    if list(map(len, masks)) != list(map(len, rows)):
+        raise UserError("the prompt's attention_mask and input_ids differ in shape.")
+    return [list(itertools.compress(*pair)) for pair in zip(rows, masks, strict=True)], are_several
 
 
 def _rows(ids: torch.Tensor | np.ndarray) -> tuple[list[list[int]], bool]:
