@@ -21,6 +21,7 @@ from granite4_neuron import generate, load
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
@@ -331,10 +332,11 @@ class TestCpuMode:
         ours, tokenizer = load(dtype=torch.float32)
         slots = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
         runtime = NeuronRuntime(nxdi.cpu_model(bundled_checkpoint(), **slots), ours.generation_config)
-        prompts, options = [TEXTS[0], "A", TEXTS[1] * 8], dict(max_tokens=40, temperature=0)
+        # One more than there are slots: it waits.
+        prompts, options = [TEXTS[0], "A", TEXTS[1] * 8, "B"], dict(max_tokens=40, temperature=0)
         assert generate(runtime, tokenizer, prompts, **options) == generate(ours, tokenizer, prompts, **options)
         with pytest.raises(UserError, match="compiled for 3 sequences of 256 tokens, and 4 of"):
-            generate(runtime, tokenizer, [*prompts, "B"], **options)
+            Engine(runtime, 4)
         with pytest.raises(UserError, match="must be compiled with is_continuous_batching"):
             NeuronRuntime(nxdi.cpu_model(bundled_checkpoint()), ours.generation_config)
 

@@ -21,6 +21,7 @@ from granite4_neuron.engine import Engine
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
+from granite4_neuron.serving.no_effect import FieldsWithoutEffect
 from granite4_neuron.serving.protocol import CompletionBody, GenerationBody
 from test.support.serving import MODEL, serving
 
@@ -196,6 +197,7 @@ class TestSampling:
         assert {name: getattr(first, name) for name in options | additions} == options | additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
+        assert not FieldsWithoutEffect.model_fields.keys() & SAMPLING_OPTIONS.keys()
         assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 

@@ -49,6 +49,9 @@ ENORMOUS = {
     "fields": ("completions", {f"{number:x}": 1 for number in range(350_000)}, PARTS),
     "fewer fields": ("completions", {"prompt": "a"} | {f"{n}": 1 for n in range(30_000)}, "0 is a field that this"),
     "biases": ("completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(1025)}}, "by token id, 1024 at"),
+    "stop tokens": ("completions", {"prompt": "a", "stop_token_ids": [5] * 500_000}, "stop_token_ids: list should"),
+    "tokens of a text": ("../detokenize", {"tokens": [5] * 500_000}, "tokens has 500000 token ids; this model's"),
+    "tokens of a huge number": ("../detokenize", b'{"tokens": [' + b"9" * 4_000_000 + b"]}", "not a request in JSON"),
 }
 
 
@@ -73,6 +76,13 @@ def test_others_are_answered_meanwhile(server, path, body, message):
     assert answers[0].status_code == 400 and message in answers[0].json()["error"]["message"]
 
 
+def test_others_are_answered_while_a_long_text_is_encoded(server):
+    answers = []
+    body = {"prompt": "é1 " * 30_000, "return_token_strs": True}
+    check_others(server, lambda: answers.append(httpx.post(f"{server.address}/tokenize", json=body, timeout=300)))
+    assert answers[0].status_code == 200 and answers[0].json()["count"] > 100_000
+
+
 def test_others_are_answered_during_a_body_of_single_bytes(server):
     """h11 takes seconds for as many chunks as fit into one read of a socket."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -92,7 +102,7 @@ def test_texts_may_have_any_punctuation(server):
     """Only text outside strings counts as lists and names."""
     prompt = '[{"a\\": 1, \\\\' * 4_000
     answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60)
-    assert answer.status_code == 400 and "with one new token at least" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "at least one new one must fit" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

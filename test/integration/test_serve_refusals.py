@@ -45,7 +45,7 @@ def test_every_field_of_openais_is_known_or_refused_by_name(post, path, params):
     known = (CompletionBody if path == "completions" else ChatBody).model_fields
     required = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
     unknown = [name for name in params.__annotations__ if name not in known]
-    assert unknown
+    assert known.keys() > {"user", "logit_bias"}
     for name in unknown:
         answer = post(path, {**required, name: "x"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
@@ -66,8 +66,8 @@ BAD = {
     "no prompts": ({"prompt": []}, "prompt: it must be"),
     "booleans": ({"prompt": [True]}, "prompt: it must be"),
     "tokens outside": ({"prompt": [10**30]}, "prompt has a token id outside the vocabulary"),
-    "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens; with one new token at least, 512 fit"),
-    "many tokens": ({"max_tokens": 512}, "max_tokens is 512; behind a prompt of"),
+    "a long prompt": ({"prompt": [5] * 512}, "prompt has 512 tokens, and at least one new one must fit; this"),
+    "many tokens": ({"max_tokens": 512}, "max_tokens is 512, and behind a prompt of"),
     "no tokens": ({"max_tokens": 0}, "max_tokens: it may be 0 only with echo"),
     "temperature": ({"temperature": -1}, "temperature is -1.0, and must be"),
     "NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature: input should be a finite number"),
@@ -92,6 +92,11 @@ BAD = {
     "stop": ({"stop": [""]}, "stop: it must be a text or a list"),
     "logprobs": ({"logprobs": True}, "logprobs: input should be a valid integer"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options: it is only for stream: true"),
+    "best_of": ({"n": 2, "best_of": 3}, "best_of: it must be equal to n"),
+    "suffix": ({"suffix": "x"}, 'suffix: this server supports only ""'),
+    "many stop tokens": ({"stop_token_ids": [1] * 129}, "stop_token_ids: list should have at most 128"),
+    "a huge stop token": ({"stop_token_ids": [10**30]}, "stop_token_ids is [10000"),
+    "min_tokens": ({"max_tokens": 8, "min_tokens": 9}, "min_tokens is 9, and must be at most max_tokens, 8"),
     "an option of a stream": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x is a field that"),
 }
 
@@ -109,7 +114,16 @@ def test_bad_conversations(post):
         ({"messages": []}, "messages: list should have at least 1 item"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: input should be 'system', 'user' or"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: it must be"),
-        ({"messages": [{**user, "name": "x"}]}, "messages.0.name is a field that this server does not support"),
+        ({"messages": [{**user, "weight": 1}]}, "messages.0.weight is a field that this server does not support"),
+        ({"messages": [user], "store": True}, "store: this server supports only false"),
+        ({"messages": [user], "store": 0}, "store: this server supports only false"),
+        ({"messages": [user], "modalities": ["text", "audio"]}, 'modalities: this server supports only ["text"]'),
+        ({"messages": [user], "length_penalty": 0.8}, "length_penalty: this server supports only 1"),
+        ({"messages": [user], "verbosity": "high"}, 'verbosity: this server supports only "medium"'),
+        (
+            {"messages": [user], "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message: it goes on with the last message",
+        ),
         ({"messages": [user], "top_logprobs": 1}, "top_logprobs: it is only for logprobs: true"),
         ({"messages": [user], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens: it is the old name"),
     ):
@@ -179,7 +193,8 @@ def test_a_text_that_cannot_fit_is_not_encoded(post, server, monkeypatch):
         for path, body in (("completions", {"prompt": ["x", text]}), ("chat/completions", {"messages": messages})):
             answer = post(path, body)
             assert answer.status_code == 400
-            assert "has 500000 characters, which are more tokens than the 512 that fit" in answer.text
+            assert "has 500000 characters, which are more tokens than fit; this model's maximum" in answer.text
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_keys(tiny):

@@ -27,6 +27,8 @@ def serving(
     max_tokens=None,
     api_key=None,
     shutdown_timeout=60,
+    allowed_origins=(),
+    has_page=True,
     **engine_options,
 ) -> Iterator[Server]:
     """Run a server. Its address is `server.address`; it runs `server.engine` with `server.cache`."""
@@ -49,6 +51,8 @@ def serving(
         api_key=api_key,
         hosts=own_names("127.0.0.1"),
         max_body=max_body,
+        allowed_origins=allowed_origins,
+        has_page=has_page,
         shutdown_timeout=shutdown_timeout,
         on_start=on_start,
     )

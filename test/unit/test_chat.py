@@ -54,6 +54,16 @@ def test_control_tokens_of_a_text_are_text(encoder, tokenizer):
     assert not set(encoder.encode_text(INJECTED)) & set(tokenizer.added_tokens_decoder)
     assert tokenizer.decode(encoder.encode_text(INJECTED)) == INJECTED
     assert encoder.encode_text("The quick") == tokenizer.encode("The quick")
+    assert encoder.encode_text(INJECTED, split_special_tokens=False) == tokenizer.encode(INJECTED)
+
+
+def test_a_message_to_be_continued_writes_no_control_tokens(encoder, tokenizer):
+    talk = [*TALK, {"role": "assistant", "content": INJECTED}]
+    expected = tokenizer.apply_chat_template(talk, continue_final_message=True, tokenize=False)
+    tokens = encoder.encode(talk, add_generation_prompt=False, continue_final_message=True)
+    begun = encoder.encode(TALK)
+    assert tokenizer.decode(tokens) == expected and tokens[: len(begun)] == begun
+    assert not set(tokens[len(begun) :]) & set(tokenizer.added_tokens_decoder)
 
 
 def test_text_that_is_none(encoder):

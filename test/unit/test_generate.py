@@ -1,12 +1,19 @@
 import argparse
 import itertools
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -14,13 +21,14 @@ from transformers import (
 )
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron import UserError, chat, generate, stream_generate
 from granite4_neuron.commands.options import add_sampling, sampling_options
-from granite4_neuron.engine import GenerationStats
+from granite4_neuron.engine import Engine, GenerationStats, slots
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens
+from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens, loop
 
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
@@ -28,6 +36,14 @@ REFUSED = {
     "empty": (dict(prompt=""), "the prompt is empty"),
     "none": (dict(prompt=[]), "there is no prompt"),
     "one of several empty": (dict(prompt=["a", ""]), "prompt 2 is empty"),
+    "of nothing": (dict(prompt=["a", []]), "prompt 2 is empty"),
+    "a number": (dict(prompt=3), "the prompt is of type int; give a text"),
+    "three axes": (dict(prompt=torch.zeros(1, 1, 1)), "the prompt has 3 axes"),
+    "numbers": (dict(prompt=torch.zeros(3)), "the prompt has 0.0 among its token ids"),
+    "no ids": (dict(prompt={"role": "user", "content": "x"}), "a conversation is a list of messages"),
+    "batches": (dict(prompt=[["a", "b"], ["c"]]), "a prompt of several is itself several"),
+    "half a conversation": (dict(prompt=[{"role": "user", "content": "x"}, "y"]), "each message must be"),
+    "no content": (dict(prompt=[{"role": "user"}]), "the message is of type NoneType"),
     "too long": (dict(prompt=[1] * 600), "the prompt has 600 tokens; .* at most 599"),
     "token id": (dict(prompt=[264]), "outside the vocabulary"),
     "negative token id": (dict(prompt=[-1]), "outside the vocabulary"),
@@ -39,6 +55,9 @@ REFUSED = {
     "repetition_penalty": (dict(repetition_penalty=0.0), "penalty"),
     "stop": (dict(stop=["a", ""]), "stop is .* none of them empty"),
     "seed": (dict(seed=2**64, temperature=1.0), "seed"),
+    "min_tokens": (dict(min_tokens=9, max_tokens=8), "min_tokens is 9, and must be at most max_tokens, 8"),
+    "a huge stop token": (dict(stop_token_ids=[10**30]), "stop_token_ids is .* token ids"),
+    "no processors": (dict(logits_processors=["x"]), "logits_processors is .* a list of functions"),
 }
 
 
@@ -129,6 +148,73 @@ class TestLoop:
         new = tokens_of(runtime, tokenizer.encode(PROMPTS[0]), **options)[0]
         assert tokenizer.decode(new, skip_special_tokens=True) == several[0]
 
+    def test_tensors_and_what_tokenizers_return(self, texting):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=6, ignore_eos=True)
+        several = [generate(runtime, tokenizer, prompt, **options) for prompt in PROMPTS]
+        ids = tokenizer.encode(PROMPTS[0])
+        for one in (torch.tensor(ids), np.array(ids), tokenizer(PROMPTS[0])):
+            assert generate(runtime, tokenizer, one, **options) == several[0]
+        for side in ("left", "right"):
+            padded = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side=side)
+            assert generate(runtime, tokenizer, padded, **options) == several
+        assert generate(runtime, tokenizer, tokenizer(PROMPTS), **options) == several
+        assert generate(runtime, tokenizer, torch.tensor([ids, ids]), **options) == [several[0]] * 2
+        mixed = [PROMPTS[1], torch.tensor([ids]), tokenizer(PROMPTS[2]), tokenizer.encode(PROMPTS[3])]
+        assert generate(runtime, tokenizer, mixed, **options) == [several[1], several[0], *several[2:]]
+
+    def test_conversations(self, texting):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=6, ignore_eos=True)
+        talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi<|end|>"}]
+        expected = generate(runtime, tokenizer, chat_prompt(tokenizer, "hi<|end|>", "be brief"), **options)
+        assert generate(runtime, tokenizer, talk, **options) == expected
+        assert chat(runtime, tokenizer, talk, **options) == expected
+        answers = chat(runtime, tokenizer, [talk, "hi"], **options)
+        assert answers == [expected, generate(runtime, tokenizer, chat_prompt(tokenizer, "hi"), **options)]
+        templated = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True)
+        assert chat(runtime, tokenizer, templated, **options) == generate(runtime, tokenizer, templated, **options)
+
+    def test_logits_and_hidden_states_as_documented(self, texting, texting_folder, ids, monkeypatch):
+        page = (Path(__file__).parents[2] / "docs/engine.md").read_text()
+        [code] = re.findall(r"```python\n(from granite4_neuron.runtime.*?)```", page, re.DOTALL)
+        monkeypatch.setattr(texting[0].__class__, "tokens_per_step", 100)
+        names = dict(torch=torch, runtime=texting[0], tokens=ids[2])
+        exec(code, names)
+        with torch.inference_mode():
+            reference = Reference.from_pretrained(texting_folder).eval()
+            expected = reference(torch.tensor([ids[2]]), use_cache=False, output_hidden_states=True)
+        assert len(ids[2]) > 200
+        for found, wanted in ((names["logits"], expected.logits), (names["hidden_states"], expected.hidden_states[-1])):
+            assert found.shape == wanted[0].shape and (found - wanted[0]).abs().max() < 1e-4
+
+    def test_many_prompts_queue(self, texting, monkeypatch):
+        """They run in as many slots as there is memory for, and each is continued as if it were alone."""
+        runtime, _ = texting
+        made = []
+
+        class Recorded(Engine):
+            def __init__(self, runtime, num_sequences, **options):
+                made.append(num_sequences)
+                super().__init__(runtime, num_sequences, **options)
+
+        monkeypatch.setattr(loop, "Engine", Recorded)
+        options = dict(max_tokens=4, ignore_eos=True, temperature=1.0, seed=3)
+        prompts = [[number % 200 + 5, 7, 9] for number in range(2000)]
+        state = runtime.allocate(1, 7)
+        needed = sum(tensor.nbytes for tensor in state.slot_views(1).values())
+        assert sum(map(len, tokens_of(runtime, prompts, **{**options, "max_tokens": 1}))) == 2000
+        monkeypatch.setattr(slots, "available_bytes", lambda: 2 * 3 * needed + 1)
+        texts = tokens_of(runtime, prompts[:20], **options)
+        monkeypatch.undo()
+        assert made == [loop.MOST_SEQUENCES, 3]
+        assert texts == tokens_of(runtime, prompts[:20], **options)
+
+    def test_slots_of_a_model_that_keeps_its_own_state(self):
+        runtime = SimpleNamespace(own_slots=5)
+        assert [slots.slots_that_fit(runtime, most, 9) for most in (3, 8)] == [3, 5]
+        assert slots.slots_that_fit(runtime, 8, 9, set_aside=(4, 5)) == 3
+
     @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED.keys())
     def test_bad_input_is_refused_before_anything_runs(self, texting, arguments, message):
         with pytest.raises(UserError, match=message) as error:
@@ -160,6 +246,55 @@ class TestSampling:
         assert ((counts > 0) <= (expected > 0)).all()
         assert (counts / 4000 - expected).abs().max() < 0.03
         assert 1 < (expected > 0).sum() < 20
+
+    @pytest.mark.parametrize("speculates", [False, True])
+    def test_no_stop_before_min_tokens(self, texting, ids, speculates):
+        """Stop tokens are banned, and nothing else is; transformers' processor on the free text is the judge."""
+        runtime, _ = texting
+        drafter = NgramDrafter() if speculates else None
+        free = tokens_of(runtime, ids[0], max_tokens=12, ignore_eos=True)[0]
+        options = dict(max_tokens=12, ignore_eos=True, stop_token_ids=set(free[:6]), drafter=drafter)
+        assert tokens_of(runtime, ids[0], **options)[0] == free[:1]
+        late = tokens_of(runtime, ids[0], min_tokens=5, **options)[0]
+        by_hand = [MinNewTokensLengthLogitsProcessor(len(ids[0]), 5, list(set(free[:6])))]
+        expected = tokens_of(runtime, ids[0], logits_processors=by_hand, **options)[0]
+        assert late == expected and not set(late[:5]) & set(free[:6])
+
+    def test_no_stop_string_before_min_tokens(self, texting, ids):
+        runtime, tokenizer = texting
+        options = dict(max_tokens=16, ignore_eos=True)
+        free = generate(runtime, tokenizer, ids[0], **options)
+        stop = free.strip()[0]
+        assert generate(runtime, tokenizer, ids[0], stop=stop, **options) == free[: free.index(stop)]
+        assert generate(runtime, tokenizer, ids[0], stop=stop, min_tokens=16, **options) == free
+
+    def test_processors_of_transformers(self, texting, ids):
+        """They see tokens and scores as transformers' generate gives them, and change nothing but the choice."""
+        runtime, _ = texting
+        free = list(stream_generate(runtime, None, ids[0], max_tokens=6, ignore_eos=True, logprobs=3))
+        seen = []
+
+        def in_place(input_ids, scores):
+            seen.append((input_ids.tolist(), scores.shape, scores.dtype))
+            scores[:, free[0].token] = -math.inf
+            return scores
+
+        processors = [in_place, NoBadWordsLogitsProcessor([[free[0].logprob.top[1][0]]], eos_token_id=1)]
+        new = list(
+            stream_generate(
+                runtime, None, ids[0], max_tokens=6, ignore_eos=True, logprobs=3, logits_processors=processors
+            )
+        )
+        assert new[0].token == free[0].logprob.top[2][0] and new[0].logprob.top == free[0].logprob.top
+        assert seen[1] == ([[*ids[0], new[0].token]], (1, runtime.config.vocab_size), torch.float32)
+
+    def test_processors_come_before_the_temperature(self):
+        logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+        keep = lambda _, scores: scores.masked_fill(torch.arange(50) % 2 == 0, -math.inf)  # noqa: E731
+        params = SamplingParams(top_k=5, temperature=2.0, seed=1, logits_processors=[keep])
+        sampler = Sampler(params, 0)
+        odd = (logits.masked_fill(torch.arange(50) % 2 == 0, -math.inf)).topk(5).indices.tolist()
+        assert {sampler(logits, [1]) for _ in range(200)} == set(odd)
 
     def test_which_options_mean_sampling(self):
         def temperature(checkpoint, **options):

@@ -90,3 +90,13 @@ def test_a_prompt_that_ends_within_a_character_of_four_bytes(tokenizer, ids, cut
 def test_the_stop_string_that_begins_first(tokenizer, stop):
     """The first one wins, whichever is named first, where the same token completes both."""
     assert text_of(tokenizer, tokenizer.encode("abcd", add_special_tokens=False), stop=stop) == "a"
+
+
+def test_a_stop_string_that_was_not_to_stop_is_text(texting):
+    tokenizer = texting[1]
+    stream = TextStream(tokenizer, ["b", "bcd"])
+    tokens = tokenizer.encode("abcd", add_special_tokens=False)
+    assert len(tokens) == 4
+    text = stream.add(tokens[0]) + stream.add(tokens[1], may_stop=False) + stream.add(tokens[2])
+    assert not stream.stopped and text == "a", "bcd may still come"
+    assert text + stream.add(tokens[3]) == "a" and stream.stopped

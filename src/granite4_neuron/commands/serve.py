@@ -61,6 +61,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     address.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model for clients (default: the last part of --model)"
     )
+    address.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may use the server from a browser, such as https://example.org; * for all",
+    )
+    address.add_argument("--no-page", action="store_true", help="do not show a chat at http://HOST:PORT/")
     limits = serve.add_argument_group("limits")
     limits.add_argument(
         "--max-num-seqs", type=at_least(1), default=8, metavar="N", help="texts at a time (default: %(default)s)"
@@ -138,6 +146,8 @@ def run(options: argparse.Namespace) -> int:
             # A client with the key may use any name for the server, such as that of a proxy.
             hosts=None if is_open or key is not None else own_names(options.host),
             max_body=max_body,
+            allowed_origins=options.allowed_origins,
+            has_page=not options.no_page,
             shutdown_timeout=options.shutdown_timeout,
             on_start=lambda port: write(f"Serving {model} at http://{in_url(options.host)}:{port}/v1"),
         )

@@ -54,7 +54,7 @@ class Request(SamplingParams):
 
         Raises:
             UserError: an empty prompt, a token outside the vocabulary, a snapshot outside the prompt, or more
-                log-probabilities than tokens.
+                log-probabilities than tokens; or `min_tokens` is above `max_tokens`.
         """
         check_tokens(self.tokens, vocab_size, which)
         if any(not 0 < length <= len(self.tokens) for length in self.snapshots_at):
@@ -63,6 +63,8 @@ class Request(SamplingParams):
             )
         if self.logit_bias:
             check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
+        if (self.min_tokens or 0) > self.max_tokens:
+            raise UserError(f"min_tokens is {self.min_tokens}, and must be at most max_tokens, {self.max_tokens}.")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be from 0 to {vocab_size}.")
@@ -216,7 +218,8 @@ class RunningSequence:
         if token in self.request.stop_token_ids:
             reason = "stop"
         else:
-            text = self.text.add(token)
+            new_tokens = len(self.tokens) - len(self.request.tokens)
+            text = self.text.add(token, may_stop=new_tokens > (self.request.min_tokens or 0))
             if self.text.stopped:
                 reason = "stop"
             elif len(self.tokens) == self.limit:

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -36,6 +37,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._processors = _logits_processors(params, prompt_length)
+        self._copies = bool(params.logits_processors)  # which may write to the scores; the logits are others' too
         self._is_greedy = params.temperature == 0
         self._generator = torch.Generator()
         if params.seed is None:
@@ -75,7 +77,9 @@ class Sampler:
 
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result."""
-        return self._processors(torch.tensor([tokens]), logits[None])[0] if self._processors else logits
+        if not self._processors:
+            return logits
+        return self._processors(torch.tensor([tokens]), logits[None].clone() if self._copies else logits[None])[0]
 
 
 class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
@@ -119,6 +123,9 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
     A request's biases and penalties come first, because they are added to the model's own logits.
     """
     processors = LogitsProcessorList()
+    if params.min_tokens and params.stop_token_ids:
+        stops = list(params.stop_token_ids)
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
         biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
         processors.append(SequenceBiasLogitsProcessor(biases))
@@ -127,6 +134,7 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
     if params.repetition_penalty not in (None, 1):
         processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    processors += params.logits_processors
     if params.temperature == 0:
         return processors
     if params.temperature not in (None, 1):

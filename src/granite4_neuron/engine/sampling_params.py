@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
@@ -81,6 +82,10 @@ def option(is_valid: Callable[[Any], bool], requirement: str, *, default: Any = 
 _warper = partial(option, from_checkpoint=True, turns_on_sampling=True)
 
 
+def _are_ids(value: object) -> bool:
+    return are_whole(value) and all(0 <= id < 2**63 for id in value)
+
+
 def _are_texts(value: object) -> bool:
     texts = [value] if isinstance(value, str) else value
     return is_list(texts) and all(isinstance(text, str) and text for text in texts)
@@ -99,6 +104,10 @@ def _are_biases(value: object) -> bool:
 
 def _is_penalty(value: object) -> bool:
     return is_number(value) and -2 <= value <= 2
+
+
+def _are_callable(value: object) -> bool:
+    return is_list(value) and all(map(callable, value))
 
 
 def _is_num_logprobs(value: object) -> bool:
@@ -120,6 +129,10 @@ class SamplingParams:
     seed: of the sequence's random numbers; None for different ones each time.
     stop: strings that end the text and are not part of it, or one such string.
     stop_token_ids: tokens that end the sequence.
+    min_tokens: before so many new tokens none of `stop_token_ids` is chosen, and no string of `stop` ends the text.
+    logits_processors: classes of transformers, or functions, that are called with the tokens so far, [1, tokens] int64,
+        and the scores of the next one, [1, vocab_size] float32, and return new scores. They run after biases and
+        penalties and before the temperature, as in transformers' generate, and must depend on their arguments only.
     logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
     prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
 
@@ -147,7 +160,11 @@ class SamplingParams:
     stop: str | Sequence[str] | None = option(
         _are_texts, "a text or a list of texts, none of them empty", convert=_to_texts
     )
-    stop_token_ids: Collection[int] | None = option(are_whole, "a list or a set of token ids", convert=frozenset)
+    stop_token_ids: Collection[int] | None = option(_are_ids, "a list or a set of token ids", convert=frozenset)
+    min_tokens: int | None = option(lambda value: is_whole(value) and value >= 0, "a whole number of at least 0")
+    logits_processors: Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] | None = option(
+        _are_callable, "a list of functions of tokens and scores", convert=tuple
+    )
     logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
     prompt_logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
 

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from granite4_neuron.available_memory import available_bytes
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.runtime.interface import Runtime
+
+
+def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequence[int] = ()) -> int:
+    """Return how many sequences of `max_length` tokens can run at a time, 1 to `most`: half of the available memory is
+    for them, if the runtime does not keep the state itself.
+
+    Args:
+        set_aside: as of `Slots`.
+    """
+    if runtime.own_slots:
+        return max(1, min(most, runtime.own_slots, *(slot - 1 for slot in set_aside)))
+    available = available_bytes()
+    if available is None:
+        return most
+    return max(1, min(most, available // 2 // _bytes_of(runtime, max_length)))
 
 
 class Slots:
@@ -43,9 +59,6 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
-        config, itemsize = runtime.config, runtime.dtype.itemsize
-        self._sequence_bytes = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
-        self._token_bytes = token_bytes(config, itemsize)
         self._allocate()
 
     def check(self, length: int) -> None:
@@ -93,4 +106,11 @@ class Slots:
 
     def _bytes(self, length: int) -> int:
         """Return the bytes that a slot has taken for a sequence of this length; 0 before its first one."""
-        return self._sequence_bytes + length * self._token_bytes if length else 0
+        return _bytes_of(self._runtime, length) if length else 0
+
+
+def _bytes_of(runtime: Runtime, length: int) -> int:
+    """Return the bytes of state and cache of a sequence of this length."""
+    config, itemsize = runtime.config, runtime.dtype.itemsize
+    state = sequence_bytes(config, itemsize, state_itemsize=runtime.state_dtype.itemsize)
+    return state + length * token_bytes(config, itemsize)

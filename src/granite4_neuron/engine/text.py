@@ -35,13 +35,19 @@ class TextStream:
             self._decode(token)
         self._of_prompt = len(self._undecoded)
 
-    def add(self, token: int) -> str:
-        """Add tokens; return the text that is now certain, and set `stopped` when a stop string is complete."""
+    def add(self, token: int, may_stop: bool = True) -> str:
+        """Add a token; return the text that is now certain, and set `stopped` when a stop string is complete.
+
+        Without `may_stop`, a stop string that the token completes is text.
+        """
         if self._tokenizer is None:
             return ""
+        before = len(self._held)
         self._held += self._decode(token)
-        ends = [at for at in (self._held.find(text) for text in self._stop) if at >= 0]
-        if ends:
+        # Only what ends in the new text: an earlier one was not to stop.
+        found = (self._held.find(text, max(0, before - len(text) + 1)) for text in self._stop)
+        ends = [at for at in found if at >= 0]
+        if ends and may_stop:
             self.stopped = True
             self._held = self._held[: min(ends)]
             return self.finish()

@@ -7,6 +7,7 @@ from granite4_neuron.generation.conversation import Conversation, Turn
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,
+    chat,
     end_of_sequence_tokens,
     generate,
     stream_generate,
@@ -19,6 +20,7 @@ __all__ = [
     "GenerationStats",
     "Turn",
     "bundled_checkpoint",
+    "chat",
     "chat_prompt",
     "end_of_sequence_tokens",
     "generate",

@@ -31,8 +31,8 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | Non
 class ConversationEncoder:
     """Encodes conversations with a tokenizer's chat template, and texts from other people.
 
-    Only the template writes control tokens: in messages and texts, their spelling is ordinary text. A template that
-    cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
+    In a conversation only the template writes control tokens: in messages, their spelling is ordinary text. A template
+    that cuts pieces out of a message could still assemble the spelling of one; none of the family's templates does.
 
     Raises:
         UserError: at the first conversation, if the tokenizer has no chat template.
@@ -48,30 +48,55 @@ class ConversationEncoder:
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self._renderer = chat_template.Renderer()
 
-    def encode_text(self, text: str) -> list[int]:
-        """Encode a text, with the tokens that the tokenizer adds to every text; control tokens in it are text."""
-        check_text(text, "the prompt")
-        return self._encode_as_text(text, add_special_tokens=True)
+    def encode_text(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = True) -> list[int]:
+        """Encode a text.
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Encode a conversation up to the assistant's next answer.
+        Args:
+            add_special_tokens: also give the tokens that the tokenizer adds to every text.
+            split_special_tokens: take the spelling of a control token as ordinary text.
+
+        Raises:
+            UserError: it is not text.
+        """
+        check_text(text, "the prompt")
+        if split_special_tokens:
+            return self._encode_as_text(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Encode a conversation.
 
         Args:
             messages: each with a "role" and a "content".
+            add_generation_prompt: end with the beginning of the assistant's next answer.
+            continue_final_message: end with the last message's text, without what the template writes after it.
 
         Raises:
-            UserError: the tokenizer has no chat template; the template refuses the messages or fails; or it takes too
-                much time or memory.
+            UserError: the tokenizer has no chat template; the template refuses the messages or fails, or leaves out the
+                message to be continued; or it takes too much time or memory.
         """
         for message in messages:
-            check_text(message["content"], "the message")
-        contents = "".join(message["content"] for message in messages)
-        if not self._control_pattern.search(contents):
-            return self._tokenizer.encode(self._render(messages), add_special_tokens=False)
-        used = set(contents)
-        mark = next(chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
+            check_text(message.get("content"), "the message")
+        used = set().union(*(message["content"] for message in messages))
+        unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
+        mark, end = next(unused), next(unused)
         hidden = [{**message, "content": self._hide(message["content"], mark)} for message in messages]
-        return self._encode_rendered(self._render(hidden), mark)
+        if continue_final_message:
+            hidden[-1]["content"] += f"{end} "  # the space shows whether the template strips messages
+        text = self._render(hidden, add_generation_prompt)
+        if continue_final_message:
+            text, found, after = text.rpartition(end)
+            if not found:
+                raise UserError("this checkpoint's chat template does not write the last message's end.")
+            text = text if after.startswith(" ") else text.rstrip()
+        if not self._control_pattern.search("".join(message["content"] for message in messages)):
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encode_rendered(text, mark)
 
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
@@ -98,13 +123,13 @@ class ConversationEncoder:
                 end = match.end()
         return tokens
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         variables = {
             **self._tokenizer.special_tokens_map,
             "messages": list(messages),
             "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return self._renderer.render(_template(self._tokenizer), variables)

@@ -8,15 +8,24 @@ from dataclasses import dataclass, replace
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request, SamplingParams
+from granite4_neuron.engine import (
+    Engine,
+    GenerationStats,
+    PrefixCache,
+    PromptReport,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
-from granite4_neuron.engine.request import check_text, check_tokens
-from granite4_neuron.engine.sampling_params import is_list
+from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.prompts import Prompt, encode, is_tokens, split
 from granite4_neuron.runtime.interface import Runtime
 
-Prompt = str | Sequence[int]
+# At a time: each takes memory for its state.
+MOST_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,9 @@ class GenerationResponse:
     text: the next piece of the sequence's text; may be empty while a character or a stop string is incomplete.
     finish_reason: "stop" (stop token or stop string) or "length" with the sequence's last token, else None.
     stats: of the whole call so far.
+    logprob: of the token, if `logprobs` asks for it.
+    prompt: with the sequence's first token: what the prefix cache had of its prompt, and the prompt's log-probabilities
+        if `prompt_logprobs` asks for them.
     """
 
     index: int
@@ -35,6 +47,8 @@ class GenerationResponse:
     text: str
     finish_reason: str | None
     stats: GenerationStats
+    logprob: TokenLogprob | None = None
+    prompt: PromptReport | None = None
 
 
 def stream_generate(
@@ -55,8 +69,10 @@ def stream_generate(
     Args:
         runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
             text.
-        prompt: a text, a list of token ids, or a list of these. Prompts may differ in length; each is continued as if
-            it were alone.
+        prompt: a text; token ids, as a list, a tensor with one axis, or a tokenizer's BatchEncoding; a conversation, as
+            a list of messages, each with a "role" and a "content"; or a list of these, or token ids with two axes.
+            Prompts may differ in length; each is continued as if it were alone. As many run at a time as memory has
+            room for, and `MOST_SEQUENCES` at most; the others wait in order.
         max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
@@ -64,30 +80,32 @@ def stream_generate(
             computed once. Later calls can use the same cache.
         drafter, draft_tokens: proposes tokens, and the most at a time. Accepted drafts make texts faster and do not
             change them.
-        options: sampling options such as `temperature`, `top_p`, `seed` and `stop`, see `engine.SamplingParams`. Prompt
-            number i uses seed + i.
+        options: sampling options such as `temperature`, `top_p`, `seed`, `stop`, `logprobs` and `logits_processors`,
+            see `engine.SamplingParams`. Prompt number i uses seed + i.
 
     Raises:
         UserError: a prompt is empty or longer than the model's limit, or an option is outside its range. After the last
             token also if the model's logits were not finite for one of the prompts, which ends that prompt early.
     """
     params = SamplingParams(**options)
-    texts_or_tokens = _as_list(prompt)
-    if tokenizer is None and not (ignore_eos and all(map(is_list, texts_or_tokens))):
+    singles, _ = split(prompt)
+    if tokenizer is None and not (ignore_eos and all(map(is_tokens, singles))):
         raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
     if not ignore_eos:
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         params = replace(params, stop_token_ids=params.stop_token_ids | eos)
-    prompts = _encode(tokenizer, texts_or_tokens, runtime.config.vocab_size, runtime.max_length)
+    prompts = encode(tokenizer, singles, runtime.config.vocab_size, runtime.max_length)
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [
         Request(tokens, max_tokens, snapshots_at=shared[index], **vars(params.with_seed_offset(index)))
         for index, tokens in enumerate(prompts)
     ]
+    max_length = min(max(map(len, prompts)) + max_tokens, runtime.max_length)
+    set_aside = () if prefix_cache is None else prefix_cache.slots
     engine = Engine(
         runtime,
-        len(prompts),
-        max_length=max(map(len, prompts)) + max_tokens,
+        slots_that_fit(runtime, min(len(prompts), MOST_SEQUENCES), max_length, set_aside),
+        max_length=max_length,
         tokenizer=tokenizer,
         prompts_first=True,
         prefix_cache=prefix_cache,
@@ -102,10 +120,24 @@ def generate(
     runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], **options
 ) -> str | list[str]:
     """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`."""
-    texts = [""] * len(_as_list(prompt))
-    for response in stream_generate(runtime, tokenizer, prompt, **options):
+    singles, are_several = split(prompt)
+    texts = [""] * len(singles)
+    for response in stream_generate(runtime, tokenizer, singles, **options):
         texts[response.index] += response.text
-    return texts if _is_several(prompt) else texts[0]
+    return texts if are_several else texts[0]
+
+
+def chat(
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, messages: Prompt | Sequence[Prompt], **options
+) -> str | list[str]:
+    """Return the model's answer to a conversation, or a list for several.
+
+    Arguments are those of `stream_generate`, except that a text is a user's only message.
+    """
+    singles, are_several = split(messages)
+    prompts = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in singles]
+    answers = generate(runtime, tokenizer, prompts, **options)
+    return answers if are_several else answers[0]
 
 
 def _run(
@@ -122,8 +154,8 @@ def _run(
             for output in outputs:
                 error = error or output.error
                 if output.token is not None:
-                    index = indices[output.id]
-                    yield GenerationResponse(index, output.token, output.text, output.finish_reason, engine.stats)
+                    new = output.token, output.text, output.finish_reason
+                    yield GenerationResponse(indices[output.id], *new, engine.stats, output.logprob, output.prompt)
     finally:  # the caller may stop early, and the prefix cache and the drafter outlive the engine
         for id in ids:
             engine.cancel(id)
@@ -145,36 +177,6 @@ def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
             if is_shared and length - lengths[number][-1] >= SHORTEST_SHARED:
                 lengths[number].append(length)
     return [frozenset(prompt_lengths[1:]) for prompt_lengths in lengths]
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerFast | None, prompts: Sequence[Prompt], vocab_size: int, limit: int
-) -> list[list[int]]:
-    if not prompts:
-        raise UserError("there is no prompt; give at least one.")
-    encoded = []
-    for number, tokens in enumerate(prompts, start=1):
-        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-        if isinstance(tokens, str):
-            check_text(tokens, which)
-            tokens = tokenizer.encode(tokens)
-        check_tokens(tokens, vocab_size, which)
-        if len(tokens) >= limit:
-            raise UserError(
-                f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, as "
-                f"this model's longest sequence is {limit}."
-            )
-        encoded.append(list(tokens))
-    return encoded
-
-
-def _is_several(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """Return whether a prompt is a list of prompts, and not one."""
-    return is_list(prompt) and (len(prompt) == 0 or isinstance(prompt[0], str) or is_list(prompt[0]))
-
-
-def _as_list(prompt: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    return prompt if _is_several(prompt) else [prompt]
 
 
 def end_of_sequence_tokens(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig) -> frozenset[int]:

@@ -35,6 +35,10 @@ class TokenTexts:
         """Return the text of several tokens together."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def names(self, tokens: Sequence[int]) -> list[str | None]:
+        """Return the spelling of each token in the vocabulary; None for one that it does not have."""
+        return [self._tokenizer.id_to_token(token) for token in tokens]
+
     def bytes(self, token: int) -> list[int] | None:
         """Return the token's text in UTF-8; None if it is not a whole character."""
         text = self._tokenizer.decode([token], skip_special_tokens=False)
@@ -80,7 +84,11 @@ class Answer(ABC):
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream, with the usage."""
-        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self._usage()}
+        return {**self._head, "object": self._chunk_kind, "choices": [], "usage": self.usage()}
+
+    def usage_so_far(self, index: int) -> dict[str, Any]:
+        """Return the usage of one sequence that has begun, as vLLM's continuous_usage_stats do."""
+        return self._usage([index], [index])
 
     def whole(self) -> dict[str, Any]:
         """Return the whole response, once all sequences have ended."""
@@ -88,19 +96,26 @@ class Answer(ABC):
             {"index": index, **self._all(index, outputs), "finish_reason": outputs[-1].finish_reason}
             for index, outputs in enumerate(self._outputs)
         ]
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """Return the usage; a prompt counts once for all its choices."""
-        firsts = range(0, len(self._requests), self._choices)
-        prompt_tokens = sum(len(self._requests[index].tokens) for index in firsts)
-        completion_tokens = sum(map(self._new_tokens, self._outputs))
+        return self._usage(range(0, len(self._requests), self._choices), range(len(self._requests)))
+
+    def finish_reasons(self) -> list[str | None]:
+        """Return each sequence's finish reason; None for one that has not ended."""
+        return [outputs[-1].finish_reason if outputs else None for outputs in self._outputs]
+
+    def _usage(self, prompts: Sequence[int], texts: Sequence[int]) -> dict[str, Any]:
+        prompt_tokens = sum(len(self._requests[index].tokens) for index in prompts)
+        completion_tokens = sum(self._new_tokens(self._outputs[index]) for index in texts)
+        reports = [outputs[0].prompt for outputs in map(self._outputs.__getitem__, prompts) if outputs]
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(self._outputs[index][0].prompt.cached_tokens for index in firsts)
+                "cached_tokens": sum(report.cached_tokens for report in reports if report is not None)
             },
         }
 

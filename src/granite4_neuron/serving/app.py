@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
-from granite4_neuron.serving.address import without_port
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
-from granite4_neuron.serving.engine_thread import Batch, EngineThread, Generation
+from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
-from granite4_neuron.serving.metrics import Metrics
-from granite4_neuron.serving.protocol import Body, ChatBody, CompletionBody, GenerationBody, parse
-from granite4_neuron.serving.sequences import SequenceMaker
+from granite4_neuron.serving.gate import LOG, PATHS, Gate
+from granite4_neuron.serving.page import page
+from granite4_neuron.serving.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse,
+)
+from granite4_neuron.serving.request_log import HEADER
+from granite4_neuron.serving.service import Service
 
-_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+Result = TypeVar("Result")
 
-
-@dataclass
-class Service:
-    """State that all routes share.
-
-    model: the name that clients use.
-    api_key: that clients must send; None for none.
-    hosts: that requests may name; None for any.
-    max_body: limit of a request's body in bytes.
-    is_ending: whether new requests are refused.
-    """
-
-    model: str
-    engine: EngineThread
-    maker: SequenceMaker
-    texts: TokenTexts
-    metrics: Metrics
-    api_key: str | None
-    hosts: frozenset[str] | None
-    max_body: int
-    is_ending: bool = False
+_MODEL = "/v1/models/{name:path}"
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -70,11 +58,26 @@ def make_app(service: Service) -> ASGIApp:
         app.add_exception_handler(kind, _error_response)
     routes = _Routes(service)
     app.add_route("/v1/models", routes.models, methods=["GET"])
+    app.add_route(_MODEL, routes.model, methods=["GET"])
     app.add_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_route("/tokenize", routes.tokenize, methods=["POST"])
+    app.add_route("/detokenize", routes.detokenize, methods=["POST"])
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
-    return _Gate(app, service)
+    if service.has_page:
+        app.add_route("/", page, methods=["GET"])
+    gate = Gate(app, service)
+    if not service.allowed_origins:
+        return gate
+    # Outside of the gate: a browser asks without the key, and reads refusals only if they name its page.
+    return CORSMiddleware(
+        gate,
+        allow_origins=service.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[HEADER.decode()],
+    )
 
 
 class _Routes:
@@ -83,8 +86,27 @@ class _Routes:
         self._started = int(time.time())
 
     async def models(self, _: HTTPRequest) -> Response:
-        model = {"id": self._service.model, "object": "model", "created": self._started, "owned_by": "granite4-neuron"}
-        return json_response({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HTTPRequest) -> Response:
+        if not http.path_params["name"]:
+            raise HTTPException(404)
+        self._check_model(http.path_params["name"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, object]:
+        return {
+            "id": self._service.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "granite4-neuron",
+            "max_model_len": self._service.maker.limits.max_length,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._service.model):
+            message = f"there is no model {name}; this is {self._service.model}."
+            raise RequestError(404, message, "model", code="model_not_found")
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.is_ending or not self._service.engine.is_alive:
@@ -102,16 +124,37 @@ class _Routes:
         body, requests = await self._prepared(http, ChatBody, self._service.maker.chat_requests)
         return await self._answer(http, body, ChatAnswer(*self._parts(requests), body), requests)
 
+    async def tokenize(self, http: HTTPRequest) -> Response:
+        _, response = await self._prepared(http, TokenizeBody, self._tokenized)
+        return response
+
+    def _tokenized(self, body: TokenizeBody) -> Response:
+        maker = self._service.maker
+        if body.messages:
+            tokens = maker.chat_tokens(body)
+        else:
+            tokens = maker.text_tokens(body.prompt, body.add_special_tokens is not False, body.split_special_tokens)
+        answer = {"count": len(tokens), "max_model_len": maker.limits.max_length, "tokens": tokens}
+        names = self._service.texts.names(tokens) if body.return_token_strs else None
+        return json_response({**answer, "token_strs": names})
+
+    async def detokenize(self, http: HTTPRequest) -> Response:
+        _, response = await self._prepared(http, DetokenizeBody, self._detokenized)
+        return response
+
+    def _detokenized(self, body: DetokenizeBody) -> Response:
+        self._service.maker.check_tokens(body.tokens)
+        return json_response({"prompt": self._service.texts.texts(body.tokens)})
+
     async def _prepared(
-        self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], list[Request]]
-    ) -> tuple[Body, list[Request]]:
-        """Parse the body; return it and the sequences that it asks for."""
+        self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], Result]
+    ) -> tuple[Body, Result]:
+        """Parse the body; return it and what is made of it."""
         content = await self._read(http)
 
-        def prepare() -> tuple[Body, list[Request]]:
+        def prepare() -> tuple[Body, Result]:
             body = parse(kind, content, self._service.maker.limits.num_tokens)
-            if body.model not in (None, self._service.model):
-                raise RequestError(404, f"there is no model {body.model}; this is {self._service.model}.", "model")
+            self._check_model(body.model)
             return body, make(body)
 
         return await asyncio.to_thread(prepare)
@@ -137,6 +180,8 @@ class _Routes:
     ) -> Response:
         """Return the whole response, or a stream that starts with the first token."""
         generation = self._service.engine.submit(requests)
+        log = http.scope[LOG]
+        log.generation, log.answer = generation, answer
         is_handed_on = False
         try:
             if not body.stream:
@@ -145,7 +190,7 @@ class _Routes:
             first = await _unless_gone(http.receive, anext(batches))
             _raise_errors(first)
             is_handed_on = True
-            events = _events(first, batches, answer, body.wants_usage)
+            events = _events(first, batches, answer, body)
             return _EventStream(events, on_end=lambda: self._service.engine.end(generation))
         finally:
             if not is_handed_on:
@@ -158,12 +203,16 @@ class _Routes:
         return await asyncio.to_thread(lambda: json_response(answer.whole()))
 
 
-async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, wants_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    first: Batch, batches: AsyncIterator[Batch], answer: Answer, body: GenerationBody
+) -> AsyncIterator[str]:
     """Yield the events of a stream; an error is the last one."""
 
     def event(index: int, outputs: list[Output]) -> str:
         chunk = answer.chunk(index, outputs)
-        return to_json({**chunk, "usage": None} if wants_usage else chunk)
+        if body.wants_usage:
+            chunk["usage"] = answer.usage_so_far(index) if body.wants_continuous_usage else None
+        return to_json(chunk)
 
     try:
         async for batch in _chained(first, batches):
@@ -172,7 +221,7 @@ async def _events(first: Batch, batches: AsyncIterator[Batch], answer: Answer, w
                 # A text's first event may have all of the prompt's log-probabilities.
                 is_long = outputs[0].prompt is not None
                 yield await asyncio.to_thread(event, index, outputs) if is_long else event(index, outputs)
-        if wants_usage:
+        if body.wants_usage:
             yield to_json(answer.usage_chunk())
         yield "[DONE]"
     except RequestError as error:
@@ -218,9 +267,6 @@ class _EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-Result = TypeVar("Result")
-
-
 async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
     """Return the result of the work, or cancel it if the client disconnects.
 
@@ -247,49 +293,10 @@ async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Gate:
-    """Runs before all routes: checks host and API key, and counts responses by path and status."""
-
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        path = scope["path"] if scope["path"] in _PATHS else "other"
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._service.metrics.answered(path, message["status"])
-            await send(message)
-
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            return await refusal.response(scope, receive, counted)
-        return await self._app(scope, receive, counted)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
-        headers, hosts = dict(scope["headers"]), self._service.hosts
-        host = headers.get(b"host", b"").decode("latin-1")
-        if host and hosts is not None and without_port(host) not in hosts:
-            return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
-        if self._service.is_ending and scope["method"] == "POST":
-            return RequestError(
-                503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
-            )
-        if self._service.api_key is None or scope["path"] == "/health":
-            return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):
-            return None
-        return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")
-
-
 async def _error_response(_: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
         wrong = "there is no such path" if error.status_code == 404 else "the path has no such method"
-        return RequestError(error.status_code, f"{wrong}; there are {', '.join(_PATHS)}.", None, error.headers).response
+        return RequestError(error.status_code, f"{wrong}; there are {', '.join(PATHS)}.", None, error.headers).response
     return (error if isinstance(error, RequestError) else RequestError(400, str(error))).response

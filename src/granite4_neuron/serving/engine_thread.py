@@ -31,6 +31,7 @@ class Generation:
         self.started = time.perf_counter()
         self.unfinished = len(requests)
         self.ids: list[int] = []  # from `Engine.add`; only the engine's thread uses them
+        self.first_time: float | None = None  # when the first token of any came
         self.last_times: dict[int, float] = {}  # when each sequence's latest tokens came
         self.batches: asyncio.Queue[Batch | Exception] = asyncio.Queue()
 
@@ -148,6 +149,7 @@ class EngineThread:
         for generation, batch in batches.items():
             if generation not in self._live:
                 continue
+            generation.first_time = generation.first_time or now
             self._metrics.observe(generation.started, generation.last_times, [index for index, _ in batch], now)
             generation.unfinished -= sum(output.finish_reason is not None for _, output in batch)
             generation.batches.put_nowait(batch)

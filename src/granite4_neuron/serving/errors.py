@@ -18,20 +18,29 @@ class RequestError(Exception):
     message: one sentence. Its middle is left out if it quotes something very long.
     field: the field of the request's body that is wrong, if any.
     headers: additional headers of the response.
+    code: OpenAI's name for the error, if clients look for it.
     """
 
-    def __init__(self, status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        code: str | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.message = _cut(message)
         self.field = None if field is None else _cut(field)
         self.headers = headers
+        self.code = code
 
     @property
     def body(self) -> dict[str, object]:
         """The error in the form of OpenAI's API."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": None}}
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
     @property
     def response(self) -> Response:

@@ -1,6 +1,7 @@
 """The bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
 
-Any other field is refused by name. A null field counts as absent.
+Fields without an effect are accepted, see `no_effect`. Any other field is refused by name. A null field counts as
+absent.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from pydantic_core import ErrorDetails
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.no_effect import ChatFieldsWithoutEffect, CompletionFieldsWithoutEffect
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 2048
 MAX_BIASES = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1000  # characters
 MAX_PARTS = 2**15  # lists, objects, names and texts of a body
 
@@ -67,6 +70,10 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
+def _role(value: Any) -> Any:
+    return "system" if value == "developer" else value  # its newer name
+
+
 def _is_text_part(part: Any) -> bool:
     is_right = isinstance(part, dict) and part.keys() == {"type", "text"}
     return is_right and part["type"] == "text" and isinstance(part["text"], str)
@@ -102,11 +109,29 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Message(_Strict):
-    role: Literal["system", "user", "assistant"]
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = Field(None, exclude=True)  # the family's templates do not write it
+
+
+class ConversationBody(_Strict):
+    """A conversation, and how it becomes a prompt."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _one_way_to_go_on(self) -> ConversationBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _Conflict(
+                "continue_final_message", "it goes on with the last message, and add_generation_prompt with a new one."
+            )
+        return self
 
 
 class GenerationBody(_Strict):
@@ -125,6 +150,8 @@ class GenerationBody(_Strict):
     seed: int | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MAX_STOP_TOKENS)
+    min_tokens: int | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -147,17 +174,31 @@ class GenerationBody(_Strict):
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every event of the stream has the usage so far."""
+        return self.wants_usage and self.stream_options.continuous_usage_stats
 
-class CompletionBody(GenerationBody):
-    """The body of /v1/completions."""
+
+class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
+    """The body of /v1/completions.
+
+    add_special_tokens: whether the tokenizer adds its special tokens to a text.
+    split_special_tokens: whether the spelling of a control token in a text is ordinary text.
+    """
 
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = None
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> CompletionBody:
+        if self.best_of not in (None, self.n):
+            raise _Conflict("best_of", "it must be equal to n: this server returns all texts that it generates.")
         if self.max_tokens == 0 and not self.echo:
             raise _Conflict("max_tokens", "it may be 0 only with echo: true.")
         return self
@@ -168,10 +209,9 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -190,11 +230,37 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class TokenizeBody(ConversationBody):
+    """The body of /tokenize, as vLLM's: a text, with `CompletionBody`'s options, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field([], min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    split_special_tokens: bool = False
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> TokenizeBody:
+        if (self.prompt is None) != bool(self.messages):
+            raise _Conflict("prompt", "give either a prompt or messages.")
+        if self.messages and self.add_special_tokens:
+            raise _Conflict("add_special_tokens", "it is only for a prompt.")
+        return self
+
+
+class DetokenizeBody(_Strict):
+    """The body of /detokenize, as vLLM's."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
 class _Conflict(ValueError):
     """Fields that contradict each other. Arguments: the field to name, and the message."""
 
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:
@@ -240,7 +306,8 @@ def _refusal(error: ErrorDetails) -> RequestError:
     elif isinstance(reason, UserError):
         message = str(reason)
     if error["type"] == "extra_forbidden":
-        return RequestError(400, f"{field} is a field that this server does not support; leave it out.", field)
+        message = f"{field} is a field that this server does not support; leave it out."
+        return RequestError(400, message, field, code="unsupported_parameter")
     if field is None:
         return RequestError(400, f"the body is not a request in JSON ({message.rstrip('.')}).")
     if message.startswith(f"{field} is "):

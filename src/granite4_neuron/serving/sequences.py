@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Request
+from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, ConversationBody, GenerationBody
 
 # New tokens of a completion that does not say how many, as with OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -68,8 +69,11 @@ class SequenceMaker:
                 or too long, or more new tokens are asked for than there is room for.
         """
         self._check_number(len(body.prompt) * body.n)
-        self._check_characters("prompt", *(prompt for prompt in body.prompt if isinstance(prompt, str)))
-        prompts = [self._encoder.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                self._check_characters("prompt", prompt)
+        how = body.add_special_tokens, body.split_special_tokens
+        prompts = [self.text_tokens(prompt, *how) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
@@ -82,37 +86,65 @@ class SequenceMaker:
         room for.
         """
         self._check_number(body.n)
-        messages = [message.model_dump() for message in body.messages]
-        self._check_characters("messages", "".join(message["content"] for message in messages))
-        tokens = self._encoder.encode(messages)
+        tokens = self.chat_tokens(body)
         asked = body.max_completion_tokens or body.max_tokens
         return self._requests(body, tokens, "messages", self._max_tokens(len(tokens), "messages", asked), False)
+
+    def text_tokens(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        """Encode a text; see `ConversationEncoder.encode_text`.
+
+        Raises:
+            RequestError, UserError: it is too long, or not text.
+        """
+        self._check_characters("prompt", text)
+        return self._encoder.encode_text(text, add_special_tokens, split_special_tokens)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Check token ids that are to become a text.
+
+        Raises:
+            RequestError, UserError: there are none or too many, or one is outside the vocabulary.
+        """
+        if len(tokens) > self.limits.max_length:
+            raise self._too_long(f"tokens has {len(tokens)} token ids", "tokens")
+        check_tokens(tokens, self._vocab_size, "tokens")
+
+    def chat_tokens(self, body: ConversationBody) -> list[int]:
+        """Encode a conversation.
+
+        Raises:
+            RequestError, UserError: it is too long, or the chat template does not take it.
+        """
+        messages = [message.model_dump() for message in body.messages]
+        self._check_characters("messages", "".join(message["content"] for message in messages))
+        continues = body.continue_final_message
+        adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+        return self._encoder.encode(messages, add_generation_prompt=adds, continue_final_message=continues)
 
     def _check_number(self, asked: int) -> None:
         most = self.limits.num_sequences
         if asked > most:
             raise RequestError(400, f"the request asks for {asked} texts; this server takes {most} at most.")
 
-    def _check_characters(self, which: str, *texts: str) -> None:
-        """Refuse texts that are too long for any tokens before encoding them: a megabyte would take seconds.
+    def _check_characters(self, which: str, text: str) -> None:
+        """Refuse a text that is too long for any tokens before encoding it: a megabyte would take seconds.
 
         Raises:
-            RequestError: 400, a text is too long.
+            RequestError: 400, the text is too long.
         """
-        longest = self.limits.max_length
-        for text in texts:
-            if self._longest_token is not None and len(text) > longest * self._longest_token:
-                raise RequestError(
-                    400,
-                    f"{which} has {len(text)} characters, which are more tokens than the {longest} that fit.",
-                    which,
-                )
+        if self._longest_token is not None and len(text) > self.limits.max_length * self._longest_token:
+            raise self._too_long(f"{which} has {len(text)} characters, which are more tokens than fit", which)
+
+    def _too_long(self, what: str, field: str) -> RequestError:
+        # Clients look for the code, or for these words, to tell this error from others.
+        longest = f"this model's maximum context length is {self.limits.max_length} tokens (--max-model-len)"
+        return RequestError(400, f"{what}; {longest}.", field, code="context_length_exceeded")
 
     def _requests(
         self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int, reports_prompt: bool
     ) -> list[Request]:
         options = body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
-            stop_token_ids=() if body.ignore_eos else self._stop_token_ids,
+            stop_token_ids={*body.stop_token_ids, *(() if body.ignore_eos else self._stop_token_ids)},
             logprobs=body.num_logprobs,
             prompt_logprobs=body.num_logprobs if reports_prompt else None,
         )
@@ -131,14 +163,15 @@ class SequenceMaker:
         """
         longest, most = self.limits.max_length, self.limits.max_tokens
         if prompt_length >= longest:
-            raise RequestError(
-                400, f"{which} has {prompt_length} tokens; with one new token at least, {longest} fit.", which
-            )
+            raise self._too_long(f"{which} has {prompt_length} tokens, and at least one new one must fit", which)
         room = min(longest - prompt_length, most or longest)
         if asked is not None and asked > room:
-            raise RequestError(
-                400,
-                f"max_tokens is {asked}; behind a prompt of {prompt_length} tokens at most {room} new ones fit.",
+            if room == most:
+                raise RequestError(
+                    400, f"max_tokens is {asked}; this server allows {most} (--max-tokens).", "max_tokens"
+                )
+            raise self._too_long(
+                f"max_tokens is {asked}, and behind a prompt of {prompt_length} tokens at most {room} new ones fit",
                 "max_tokens",
             )
         if asked is None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.answers import TokenTexts
-from granite4_neuron.serving.app import Service, make_app
+from granite4_neuron.serving.app import make_app
 from granite4_neuron.serving.connection import Connection
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
+from granite4_neuron.serving.service import Service
 
 LAST_WORDS_SECONDS = 1
 POLL_SECONDS = 0.1  # as uvicorn
@@ -38,6 +39,8 @@ class Server(uvicorn.Server):
         api_key: that clients must send; None for none.
         hosts: that requests may name; None for any.
         max_body: limit of a request's body in bytes.
+        allowed_origins: web pages that may use the server; "*" for all.
+        has_page: whether there is a chat for people at /.
         shutdown_timeout: how long it finishes them, in seconds; then they get an error.
         on_start: called with the port once clients can connect.
     """
@@ -56,11 +59,14 @@ class Server(uvicorn.Server):
         max_body: int,
         shutdown_timeout: float,
         on_start: Callable[[int], None],
+        allowed_origins: Sequence[str] = (),
+        has_page: bool = True,
     ):
         metrics = Metrics(engine, cache)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
-        self.service = Service(model, thread, maker, texts, metrics, api_key, hosts, max_body)
+        limits_of_clients = api_key, hosts, max_body, allowed_origins
+        self.service = Service(model, thread, maker, texts, metrics, *limits_of_clients, has_page)
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False

@@ -1,0 +1,141 @@
+"""What people give as prompts: texts, token ids and conversations, one or several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.engine.request import check_text, check_tokens
+from granite4_neuron.engine.sampling_params import is_list
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.chat import ConversationEncoder
+
+Messages = Sequence[Mapping[str, str]]
+# A mapping is a tokenizer's BatchEncoding.
+Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[str, object]
+
+_KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
+
+
+def split(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """Return the single prompts, and whether there were several: a list of prompts, or token ids with two axes.
+
+    Raises:
+        UserError: it is no prompt.
+    """
+    if isinstance(prompt, Mapping):
+        return _of_encoding(prompt)
+    if isinstance(prompt, (torch.Tensor, np.ndarray)):
+        return _rows(prompt)
+    if isinstance(prompt, str):
+        return [prompt], False
+    if not is_list(prompt):
+        raise UserError(f"the prompt is of type {type(prompt).__name__}; give {_KINDS}.")
+    if prompt and (_is_message(prompt[0]) or not _is_prompt(prompt[0])):
+        return [prompt], False
+    return [_single(each) for each in prompt], True
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast | None, prompts: Sequence[Prompt], vocab_size: int, limit: int
+) -> list[list[int]]:
+    """Return the tokens of prompts from `split`.
+
+    Args:
+        vocab_size: that token ids must be within.
+        limit: of a sequence, one new token included.
+
+    Raises:
+        UserError: there is no prompt, or one is empty, too long, or not what it must be.
+    """
+    if not prompts:
+        raise UserError("there is no prompt; give at least one.")
+    encoded = []
+    with closing(_Encoder(tokenizer)) as encoder:
+        for number, prompt in enumerate(prompts, start=1):
+            which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+            tokens = encoder.tokens(prompt, which)
+            check_tokens(tokens, vocab_size, which)
+            if len(tokens) >= limit:
+                raise UserError(
+                    f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, "
+                    f"as this model's longest sequence is {limit}."
+                )
+            encoded.append(list(tokens))
+    return encoded
+
+
+def is_tokens(prompt: Prompt) -> bool:
+    """Return whether a prompt from `split` is token ids already."""
+    return not isinstance(prompt, str) and not _is_conversation(prompt)
+
+
+class _Encoder:
+    """Encodes texts and conversations. What conversations need is made for the first of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None):
+        self._tokenizer = tokenizer
+        self._conversations: ConversationEncoder | None = None
+
+    def tokens(self, prompt: Prompt, which: str) -> Sequence[int]:
+        if isinstance(prompt, str):
+            check_text(prompt, which)
+            return self._tokenizer.encode(prompt)
+        if not _is_conversation(prompt):
+            return prompt
+        if not all(map(_is_message, prompt)):
+            raise UserError(f'{which} is not a conversation: each message must be a dictionary with a "role".')
+        if self._conversations is None:
+            self._conversations = ConversationEncoder(self._tokenizer)
+        return self._conversations.encode(prompt)
+
+    def close(self) -> None:
+        if self._conversations is not None:
+            self._conversations.close()
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, (str, Mapping, torch.Tensor, np.ndarray)) or is_list(value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
+
+
+def _is_conversation(prompt: Prompt) -> bool:
+    return is_list(prompt) and bool(prompt) and _is_message(prompt[0])
+
+
+def _single(prompt: Prompt) -> Prompt:
+    if is_list(prompt) and not prompt:
+        return prompt
+    singles, are_several = split(prompt)
+    # A tokenizer's tensors have two axes even for one text.
+    if len(singles) != 1 or (are_several and not isinstance(prompt, (Mapping, torch.Tensor, np.ndarray))):
+        raise UserError(f"a prompt of several is itself several; give {_KINDS}.")
+    return singles[0]
+
+
+def _of_encoding(encoding: Mapping[str, object]) -> tuple[list[list[int]], bool]:
+    """Return the token ids of a BatchEncoding without its padding."""
+    if "input_ids" not in encoding:
+        raise UserError("the prompt is a dictionary without input_ids; a conversation is a list of messages.")
+    rows, are_several = split(encoding["input_ids"])
+    mask = encoding.get("attention_mask")
+    if mask is None:
+        return rows, are_several
+    masks, _ = split(mask)
+    if list(map(len, masks)) != list(map(len, rows)):
+        raise UserError("the prompt's attention_mask and input_ids differ in shape.")
+    return [list(itertools.compress(*pair)) for pair in zip(rows, masks, strict=True)], are_several
+
+
+def _rows(ids: torch.Tensor | np.ndarray) -> tuple[list[list[int]], bool]:
+    if ids.ndim not in (1, 2):
+        raise UserError(f"the prompt has {ids.ndim} axes; token ids have one, or two for several prompts.")
+    return (ids.tolist(), True) if ids.ndim == 2 else ([ids.tolist()], False)

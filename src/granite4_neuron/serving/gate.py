@@ -1,0 +1,72 @@
+"""What comes before all routes."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from granite4_neuron.serving.address import without_port
+from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.request_log import HEADER, RequestLog
+from granite4_neuron.serving.service import Service
+
+PATHS = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/metrics",
+)
+LOG = "granite4_neuron.log"  # a request's `RequestLog` in its scope
+
+
+class Gate:
+    """Runs before all routes: checks host and API key, gives each request an id, and counts and logs responses by path
+    and status.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"] if scope["path"] in PATHS else "other"
+        log = scope[LOG] = RequestLog(path, dict(scope["headers"]).get(HEADER, b""))
+        status = None
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._service.metrics.answered(path, status)
+                message = {**message, "headers": [*message["headers"], (HEADER, log.id.encode())]}
+            await send(message)
+
+        refusal = self._refusal(scope)
+        try:
+            await (self._app if refusal is None else refusal.response)(scope, receive, counted)
+        finally:
+            if scope["method"] == "POST":
+                log.write(status)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        headers, hosts = dict(scope["headers"]), self._service.hosts
+        host = headers.get(b"host", b"").decode("latin-1")
+        if host and hosts is not None and without_port(host) not in hosts:
+            return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
+        if self._service.is_ending and scope["method"] == "POST":
+            return RequestError(
+                503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
+            )
+        # The page has a field for the key; a browser does not send it when it opens the page.
+        if self._service.api_key is None or scope["path"] in ("/health", "/"):
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._service.api_key.encode()):
+            return None
+        return RequestError(401, "give the server's API key, as Authorization: Bearer KEY.")

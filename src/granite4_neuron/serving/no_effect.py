@@ -1,0 +1,59 @@
+"""Fields of a body that change no text. Clients send them, so they are accepted."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator
+
+from granite4_neuron.errors import UserError
+
+
+def _only(*allowed: Any) -> Any:
+    """Return a field that may be one of these values, which say what the server does anyway."""
+
+    def check(value: Any) -> Any:
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+            raise UserError(f"this server supports only {' or '.join(map(json.dumps, allowed))}.")
+        return value
+
+    return Annotated[Any, BeforeValidator(check)]
+
+
+class FieldsWithoutEffect(BaseModel):
+    """Of both kinds of requests: OpenAI's, vLLM's and llama-server's."""
+
+    # For the operator of a service.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    # The prefix cache changes no text, and is there anyway.
+    cache_prompt: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: _only(False) = None
+    use_beam_search: _only(False) = None
+    length_penalty: _only(1) = None  # of a beam search
+    include_stop_str_in_output: _only(False) = None
+    skip_special_tokens: _only(True) = None
+    spaces_between_special_tokens: _only(True) = None
+
+
+class ChatFieldsWithoutEffect(FieldsWithoutEffect):
+    """Of chats."""
+
+    # The models do not reason before they answer.
+    reasoning_effort: _only("none", "minimal", "low", "medium", "high", "xhigh") = None
+    include_reasoning: bool | None = None
+    modalities: _only(["text"]) = None
+    verbosity: _only("medium") = None
+    echo: _only(False) = None
+    add_special_tokens: _only(False) = None
+
+
+class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
+    """Of completions."""
+
+    suffix: _only("") = None

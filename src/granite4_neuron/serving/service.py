@@ -1,0 +1,37 @@
+"""What all routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from granite4_neuron.serving.answers import TokenTexts
+from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.sequences import SequenceMaker
+
+
+@dataclass
+class Service:
+    """State that all routes share.
+
+    model: the name that clients use.
+    api_key: that clients must send; None for none.
+    hosts: that requests may name; None for any.
+    max_body: limit of a request's body in bytes.
+    allowed_origins: web pages that may use the server; "*" for all.
+    has_page: whether there is a chat for people at /.
+    is_ending: whether new requests are refused.
+    """
+
+    model: str
+    engine: EngineThread
+    maker: SequenceMaker
+    texts: TokenTexts
+    metrics: Metrics
+    api_key: str | None
+    hosts: frozenset[str] | None
+    max_body: int
+    allowed_origins: Sequence[str] = ()
+    has_page: bool = True
+    is_ending: bool = False
