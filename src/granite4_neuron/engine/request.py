@@ -205,7 +205,7 @@ class RunningSequence:
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
     def append(self, token: int, logits: torch.Tensor) -> Output:
-        """Add a token that was chosen from logits [vocab_size]."""
+        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
             prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.errors import UserError
 
 MAX_LOGPROBS = 20
@@ -122,6 +123,8 @@ class SamplingParams:
     stop_token_ids: tokens that end the sequence.
     logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
     prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
+    constraint: limits which tokens may follow, before any other option changes logits and before log-probabilities of
+        new tokens are taken (see `engine.Constraint`). Each sequence advances a copy of it.
 
     An option that is None has the checkpoint's value, if there is one (see `with_defaults`), or no effect.
 
@@ -150,6 +153,9 @@ class SamplingParams:
     stop_token_ids: Collection[int] | None = option(are_whole, "a list or a set of token ids", convert=frozenset)
     logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
     prompt_logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+    constraint: Constraint | None = option(  # noqa: RUF009 (it is dataclasses.field)
+        lambda value: hasattr(value, "fork") and hasattr(value, "mask"), "a constraint, with the methods of one"
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
