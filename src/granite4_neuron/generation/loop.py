@@ -58,7 +58,7 @@ def stream_generate(
         prompt: a text, a list of token ids, or a list of these. Prompts may differ in length; each is continued as if
             it were alone.
         max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
-        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
+        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens, unless a constraint says where to end.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
         prefix_cache: of this runtime. Prompts start from their cached prefixes, and a prefix of several prompts is
             computed once. Later calls can use the same cache.
@@ -75,7 +75,7 @@ def stream_generate(
     texts_or_tokens = _as_list(prompt)
     if tokenizer is None and not (ignore_eos and all(map(is_list, texts_or_tokens))):
         raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
-    if not ignore_eos:
+    if tokenizer is not None and (not ignore_eos or params.constraint is not None):
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         params = replace(params, stop_token_ids=params.stop_token_ids | eos)
     prompts = _encode(tokenizer, texts_or_tokens, runtime.config.vocab_size, runtime.max_length)

@@ -126,6 +126,8 @@ class GenerationBody(_Strict):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_stop)] = []
     ignore_eos: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
