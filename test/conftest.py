@@ -31,6 +31,7 @@ ONCE = (
     "test/integration/test_serve_process.py",
     "test/integration/test_serve_refusals.py",
     "test/integration/test_serve_structured.py",
+    "test/integration/test_serve_tools.py",
     "test/integration/test_soak.py",
     "test/integration/test_tensor_parallel.py",
     "test/integration/test_torch_device.py",
@@ -58,6 +59,7 @@ ONCE = (
     "test/unit/test_structured_outputs.py",
     "test/unit/test_text.py",
     "test/unit/test_tokenizer_growth.py",
+    "test/unit/test_tool_calls.py",
     "test/unit/test_vllm_operators.py",
     "test/unit/test_weight_plan.py",
 )

@@ -8,6 +8,7 @@ This module imports little, and no torch: its process is there in a tenth of a s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -28,10 +29,15 @@ class GrammarFailed(Exception):
 
 
 class GrammarProcess(LimitedProcess):
-    """Converts grammars to llguidance's format, and compiles each for a try. Several threads may share one."""
+    """Converts grammars to llguidance's format, and compiles each for a try. Several threads may share one.
 
-    def __init__(self) -> None:
+    Args:
+        special_tokens: of the vocabulary, to which a grammar may refer.
+    """
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
         super().__init__("grammar_process", _SECONDS, _MEMORY_BYTES)
+        self._special_tokens = list(special_tokens)
 
     def convert(self, kind: str, text: str) -> str:
         """Return a grammar in llguidance's format that `new_matcher` compiles within the limits.
@@ -43,7 +49,7 @@ class GrammarProcess(LimitedProcess):
             GrammarFailed: it is not a grammar, allows no text, or takes more than 2 seconds or 512 MiB.
         """
         try:
-            answer = self.ask({"kind": kind, "text": text})
+            answer = self.ask({"kind": kind, "text": text, "special_tokens": self._special_tokens})
         except ProcessEnded as error:
             raise GrammarFailed(str(error)) from None
         if "error" in answer:
@@ -74,25 +80,26 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
     """Answer a `GrammarProcess`, in its process."""
     try:
         grammar = llguidance.grammar_from(question["kind"], question["text"])
-        new_matcher(_byte_tokenizer(), grammar)
+        new_matcher(byte_tokenizer(tuple(question["special_tokens"])), grammar)
     except (ValueError, GrammarFailed) as error:
         return {"error": str(error)}
     return {"grammar": grammar}
 
 
 @cache
-def _byte_tokenizer() -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), slices=[])
+def byte_tokenizer(special_tokens: tuple[str, ...]) -> llguidance.LLTokenizer:
+    """Return a tokenizer that is quickly there, for trying grammars."""
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special_tokens)), slices=[])
 
 
 class _Bytes:
-    """A vocabulary that spells every text: a token for each byte, and an end."""
+    """A vocabulary that spells every text: a token for each byte, an end, and special tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, special_tokens: Sequence[str]) -> None:
         self.eos_token_id = _END
         self.bos_token_id = None
-        self.special_token_ids = [_END]
-        self.tokens = [*(bytes([byte]) for byte in range(_END)), b"<|end|>"]
+        self.special_token_ids = [*range(_END, _END + 1 + len(special_tokens))]
+        self.tokens = [*(bytes([byte]) for byte in range(_END)), b"", *(token.encode() for token in special_tokens)]
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)

@@ -38,7 +38,7 @@ def encoder(tokenizer):
 def test_a_conversation_equals_transformers(encoder, tokenizer):
     expected = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
     assert encoder.encode(TALK) == expected
-    marked = encoder._render(TALK)
+    marked = encoder._render({"messages": TALK})
     assert encoder._encode_rendered(marked, "\U000f0001") == expected, "also piece by piece"
 
 

@@ -157,7 +157,7 @@ class Engine:
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)
         request = request.with_defaults(self.runtime.generation_config)
-        text = TextStream(self._tokenizer, request.stop, request.tokens)
+        text = TextStream(self._tokenizer, request.stop, request.tokens, request.skip_special_tokens)
         sequence = RunningSequence(next(self._ids), request, limit, text)
         self._waiting.append(sequence)
         return sequence.id

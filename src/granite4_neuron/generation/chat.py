@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import chat_template
 from granite4_neuron.engine.request import check_text
+from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
@@ -53,25 +55,38 @@ class ConversationEncoder:
         check_text(text, "the prompt")
         return self._encode_as_text(text, add_special_tokens=True)
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode a conversation up to the assistant's next answer.
 
         Args:
-            messages: each with a "role" and a "content".
+            messages: each with a "role" and a "content"; of an assistant also with "tool_calls", whose arguments are
+                objects.
+            tools: as OpenAI describes them: {"type": "function", "function": {"name", "description", "parameters"}}.
+            documents: to answer from. IBM's templates show each as JSON, such as {"doc_id", "title", "text"}.
+            options: further variables of the template.
 
         Raises:
-            UserError: the tokenizer has no chat template; the template refuses the messages or fails; or it takes too
-                much time or memory.
+            UserError: the tokenizer has no chat template; the template refuses the messages or fails; it takes too
+                much time or memory; or an option has the name of a variable that is set here.
         """
         for message in messages:
             check_text(message["content"], "the message")
-        contents = "".join(message["content"] for message in messages)
-        if not self._control_pattern.search(contents):
-            return self._tokenizer.encode(self._render(messages), add_special_tokens=False)
-        used = set(contents)
+        variables = {**(options or {}), "messages": list(messages), "tools": tools, "documents": documents}
+        texts = "".join(texts_of(variables))
+        check_text(texts, "the conversation")
+        self._check_options(options or {})
+        if not self._control_pattern.search(texts):
+            return self._tokenizer.encode(self._render(variables), add_special_tokens=False)
+        used = set(texts)
         mark = next(chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
-        hidden = [{**message, "content": self._hide(message["content"], mark)} for message in messages]
-        return self._encode_rendered(self._render(hidden), mark)
+        return self._encode_rendered(self._render(_changed(variables, lambda text: self._hide(text, mark))), mark)
 
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
@@ -98,18 +113,40 @@ class ConversationEncoder:
                 end = match.end()
         return tokens
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        variables = {
-            **self._tokenizer.special_tokens_map,
-            "messages": list(messages),
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        taken = {"messages", "tools", "documents", "add_generation_prompt", *self._tokenizer.special_tokens_map}
+        for name in sorted(options.keys() & taken):
+            raise UserError(f"{name} is a variable of the chat template that has its value already; leave it out.")
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        fixed = dict(tools=None, documents=None, add_generation_prompt=True)
+        given = {**self._tokenizer.special_tokens_map, **fixed, **variables}
         try:
-            return self._renderer.render(_template(self._tokenizer), variables)
+            return self._renderer.render(_template(self._tokenizer), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield all texts of a value in JSON, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield name
+            yield from texts_of(each)
+    elif is_list(value):
+        for each in value:
+            yield from texts_of(each)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a value in JSON with all of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _changed(each, change) for name, each in value.items()}
+    return [_changed(each, change) for each in value] if is_list(value) else value
 
 
 def _template(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -16,7 +16,7 @@ from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 _MOST_CHARACTERS = 2**16  # of a grammar
 _NAMES: Mapping[Kind, str] = {
@@ -24,6 +24,7 @@ _NAMES: Mapping[Kind, str] = {
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "lark": "the grammar",
 }
 # Between the parts of JSON. Without a bound, a small model may write spaces for ever.
 _WHITESPACE = r"[ \n\t]{1,40}"
@@ -69,7 +70,8 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
-        self._process = GrammarProcess()
+        added = tokenizer.added_tokens_decoder.values()
+        self._process = GrammarProcess([token.content for token in added if token.special])
         self._failure: str | None = None
         try:
             end = tokenizer.eos_token_id
@@ -84,9 +86,9 @@ class Grammars:
         follow. JSON has at most 40 spaces and newlines in a row.
 
         Args:
-            kind: "json", "regex", "choice" or "grammar".
+            kind: "json", "regex", "choice", "grammar" or "lark".
             value: a JSON schema as a text or an object; a regular expression in Rust's syntax; texts of which the
-                text is one; or a grammar in Lark's or GBNF's syntax.
+                text is one; a grammar in Lark's or GBNF's syntax; or one in Lark's.
 
         Raises:
             UserError: the value is wrong or too long, has something that llguidance does not support, or takes too much

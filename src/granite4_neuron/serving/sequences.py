@@ -10,12 +10,15 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine import Request
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
+from granite4_neuron.generation.chat import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from granite4_neuron.serving.structured import Structure, structure_of
+from granite4_neuron.serving.tools import structure_of_calls
 
 # New tokens of a completion that does not say how many, as with OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -53,6 +56,8 @@ class SequenceMaker:
         self._vocab_size = runtime.config.vocab_size
         self._grammars = Grammars(tokenizer, self._vocab_size)
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._marks_calls_specially = {OPEN, CLOSE} <= special
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
@@ -88,12 +93,22 @@ class SequenceMaker:
         room for.
         """
         self._check_number(body.n)
-        messages = [message.model_dump() for message in body.messages]
-        self._check_characters("messages", "".join(message["content"] for message in messages))
-        tokens = self._encoder.encode(messages)
+        parts = body.template_variables()
+        for name, part in parts.items():
+            self._check_characters(name, "".join(texts_of(part)))
+        tokens = self._encoder.encode(**parts)
         max_tokens = self._max_tokens(len(tokens), "messages", body.max_completion_tokens or body.max_tokens)
-        options = self._options(body, structure_of(body.response_format, body.structured_outputs))
-        return self._requests(Request(tokens, max_tokens, **options), "messages", body.n)
+        options = self._options(body, self._chat_structure(body))
+        shows_marks = body.may_call_tools and self._marks_calls_specially
+        request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
+        return self._requests(request, "messages", body.n)
+
+    def _chat_structure(self, body: ChatBody) -> Structure | None:
+        answer = structure_of(body.response_format, body.structured_outputs)
+        if not body.may_call_tools:
+            return answer
+        several = body.parallel_tool_calls
+        return structure_of_calls(body.tools, body.tool_choice, several, answer, self._marks_calls_specially)
 
     def _check_number(self, asked: int) -> None:
         most = self.limits.num_sequences
