@@ -6,7 +6,6 @@ read them. The model is random, and calls tools because a grammar makes it.
 import json
 from typing import ClassVar, Literal
 
-import jsonschema
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -14,6 +13,7 @@ pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 from pydantic import BaseModel, Field
 

@@ -4,7 +4,6 @@ import json
 import re
 from contextlib import closing
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -17,6 +16,8 @@ from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model, run, tokens_of
 from test.support.schemas import SCHEMAS
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 VOCAB = 264  # two more than the tokenizer has
 END = 1
