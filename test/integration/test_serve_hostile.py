@@ -61,6 +61,29 @@ ENORMOUS = {
         {"prompt": "a", "structured_outputs": {"json": {"type": "integer", "multipleOf": 99_999_989}}},
         "it takes more than 2 seconds or 0.5 GiB",
     ),
+    "tools": ("chat/completions", many('{"type":"function","function":{"name":"a"}}', 60_000, "tools"), PARTS),
+    "fewer tools": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}] * 9_000},
+        "tools.0.function: field required",
+    ),
+    "a document": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "a" * 4_000_000}]},
+        "documents has 4000004 characters",
+    ),
+    "arguments": (
+        "chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "[" * 4_000_000}}],
+                }
+            ]
+        },
+        "it must be a text with an object in JSON",
+    ),
     "deep lists": (
         "completions",
         b'{"prompt": "a", "structured_outputs": {"json": {"enum": ' + b"[" * 30_000 + b"]" * 30_000 + b"}}}",

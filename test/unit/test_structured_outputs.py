@@ -194,8 +194,13 @@ def test_options_of_the_library_are_not_the_requests(runtime, tokenizer, grammar
         grammars.constraint("json", {"uniqueItems": True, "x-guidance": {"lenient": True}})
 
 
-def test_a_tokenizer_that_grammars_cannot_use(tokenizer):
-    with closing(Grammars(tokenizer, 100)) as grammars, pytest.raises(UserError, match="does not work with grammars"):
+@pytest.mark.parametrize(
+    "vocab_size, end, reason", [(100, "<|end|>", "vocab size too small"), (VOCAB, None, "no end-of-")]
+)
+def test_a_tokenizer_that_grammars_cannot_use(tokenizer, vocab_size, end, reason):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)
+    tokenizer.eos_token = end
+    with closing(Grammars(tokenizer, vocab_size)) as grammars, pytest.raises(UserError, match=f"grammars .*{reason}"):
         grammars.constraint("choice", ["a"])
 
 

@@ -73,8 +73,10 @@ class Grammars:
         added = tokenizer.added_tokens_decoder.values()
         self._process = GrammarProcess([token.content for token in added if token.special])
         self._failure: str | None = None
+        end = tokenizer.eos_token_id
         try:
-            end = tokenizer.eos_token_id
+            if end is None:  # llguidance would guess one
+                raise ValueError("it has no end-of-sequence token")
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end)
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."

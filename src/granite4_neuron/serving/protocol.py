@@ -92,7 +92,7 @@ class StreamOptions(Strict):
 class Message(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content)] = ""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -177,10 +177,10 @@ class ChatBody(GenerationBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    documents: list[dict[str, Any]] = Field([], max_length=MAX_DOCUMENTS)
+    documents: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_DOCUMENTS)
     chat_template_kwargs: dict[str, Any] = Field({})
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
