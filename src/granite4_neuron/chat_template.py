@@ -3,40 +3,31 @@
 A template is a program that came with a download. jinja2's sandbox keeps it from the rest of the process; it does not
 keep it from running forever, or from building a text as large as the memory.
 
-This module imports nothing of the package, nor torch: its process is there in a tenth of a second.
+This module imports little, and no torch: its process is there in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import math
-import resource
-import subprocess
-import sys
-import threading
-import time
 from typing import Any
+
+from granite4_neuron.limited_process import LimitedProcess, ProcessEnded
 
 _SECONDS = 3
 _MEMORY_BYTES = 2**30
 _MOST_CHARACTERS = 2**24
-_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import granite4_neuron.chat_template as t; t.main()"
 
 
 class TemplateFailed(Exception):
     """The template did not give a text; the message says why."""
 
 
-class Renderer:
-    """Runs templates, one at a time, in a process that starts with the first one and stays until it is closed.
-
-    Several threads may share one.
-    """
+class Renderer(LimitedProcess):
+    """Runs templates, one at a time. Several threads may share one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        super().__init__("chat_template", _SECONDS, _MEMORY_BYTES)
 
     def render(self, template: str, variables: dict[str, Any]) -> str:
         """Render a template with its variables, as transformers' `apply_chat_template` does.
@@ -47,68 +38,17 @@ class Renderer:
         Raises:
             TemplateFailed: it refuses them, is wrong, or takes more than 3 seconds or 1 GiB.
         """
-        with self._lock:
-            answer = self._ask(json.dumps({"template": template, "variables": variables}))
+        try:
+            answer = self.ask({"template": template, "variables": variables})
+        except ProcessEnded as error:
+            raise TemplateFailed(str(error)) from None
         if "error" in answer:
             raise TemplateFailed(answer["error"])
         return answer["text"]
 
-    def close(self) -> None:
-        """End the process, even while it renders; a later rendering starts another."""
-        # A rendering that was asked for before may start a process at any time until its answer is there.
-        while not self._lock.acquire(timeout=0.05):
-            process = self._process
-            if process is not None:
-                process.kill()
-        try:
-            if self._process is not None:
-                self._process.kill()
-                self._process.communicate()
-                self._process = None
-        finally:
-            self._lock.release()
 
-    def _ask(self, question: str) -> dict[str, str]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = _start()
-        process = self._process
-        # The limit in the process is of the processor's time; this one is for a template that waits.
-        timer = threading.Timer(6 * _SECONDS, process.kill)
-        timer.start()
-        answer = None
-        try:
-            process.stdin.write(question + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-        except (ValueError, BrokenPipeError):  # it was killed by a limit
-            raise TemplateFailed(f"it takes more than {_SECONDS} seconds or {_MEMORY_BYTES // 2**30} GiB") from None
-        finally:
-            timer.cancel()
-            if answer is None:  # after Ctrl-C, its late answer would be taken for the next one
-                process.kill()
-                process.wait()
-        return answer
-
-
-def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path)]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    # A session of its own: Ctrl-C in the terminal is not meant for it.
-    return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)
-
-
-def main() -> None:
-    """Serve a `Renderer`: read a request from each line of standard input, and write an answer to a line of standard
-    output.
-    """
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    for line in sys.stdin:
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + _SECONDS, most))
-        print(json.dumps(_answer(json.loads(line))), flush=True)
-
-
-def _answer(question: dict[str, Any]) -> dict[str, str]:
+def answer(question: dict[str, Any]) -> dict[str, str]:
+    """Answer a `Renderer`, in its process."""
     try:
         text = _rendered(question["template"], question["variables"])
     except Exception as error:  # the template is an arbitrary program: it may raise anything

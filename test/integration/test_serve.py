@@ -198,6 +198,7 @@ class TestSampling:
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}
         assert not FieldsWithoutEffect.model_fields.keys() & SAMPLING_OPTIONS.keys()
+        others |= {"response_format", "structured_outputs"}  # for `constraint`
         assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 

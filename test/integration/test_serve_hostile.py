@@ -48,6 +48,47 @@ ENORMOUS = {
     "messages": ("chat/completions", many('{"role": "user", "content": ""}', 2_049, "messages"), "at most 2048 items"),
     "fields": ("completions", {f"{number:x}": 1 for number in range(350_000)}, PARTS),
     "fewer fields": ("completions", {"prompt": "a"} | {f"{n}": 1 for n in range(30_000)}, "0 is a field that this"),
+    "a schema": (
+        "completions",
+        {
+            "prompt": "a",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a" * 4_000_000}}},
+        },
+        "the JSON schema has 4,000",
+    ),
+    "a costly schema": (
+        "completions",
+        {"prompt": "a", "structured_outputs": {"json": {"type": "integer", "multipleOf": 99_999_989}}},
+        "it takes more than 2 seconds or 0.5 GiB",
+    ),
+    "tools": ("chat/completions", many('{"type":"function","function":{"name":"a"}}', 60_000, "tools"), PARTS),
+    "fewer tools": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}] * 9_000},
+        "tools.0.function: field required",
+    ),
+    "a document": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "documents": [{"text": "a" * 4_000_000}]},
+        "documents has 4000004 characters",
+    ),
+    "arguments": (
+        "chat/completions",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "[" * 4_000_000}}],
+                }
+            ]
+        },
+        "it must be a text with an object in JSON",
+    ),
+    "deep lists": (
+        "completions",
+        b'{"prompt": "a", "structured_outputs": {"json": {"enum": ' + b"[" * 30_000 + b"]" * 30_000 + b"}}}",
+        "recursion limit",
+    ),
     "biases": ("completions", {"prompt": "a", "logit_bias": {str(n): 1 for n in range(1025)}}, "by token id, 1024 at"),
     "stop tokens": ("completions", {"prompt": "a", "stop_token_ids": [5] * 500_000}, "stop_token_ids: list should"),
     "tokens of a text": ("../detokenize", {"tokens": [5] * 500_000}, "tokens has 500000 token ids; this model's"),

@@ -2,6 +2,7 @@
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import json
+import re
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_bad_conversations(post):
     user = {"role": "user", "content": "x"}
     for body, message in (
         ({"messages": []}, "messages: list should have at least 1 item"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: input should be 'system', 'user' or"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: input should be 'system', 'user', "),
+        ({"messages": [{"role": "user"}]}, "messages.0: it must have a content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: it must be"),
         ({"messages": [{**user, "weight": 1}]}, "messages.0.weight is a field that this server does not support"),
         ({"messages": [user], "store": True}, "store: this server supports only false"),
@@ -193,7 +195,9 @@ def test_a_text_that_cannot_fit_is_not_encoded(post, server, monkeypatch):
         for path, body in (("completions", {"prompt": ["x", text]}), ("chat/completions", {"messages": messages})):
             answer = post(path, body)
             assert answer.status_code == 400
-            assert "has 500000 characters, which are more tokens than fit; this model's maximum" in answer.text
+            assert re.search(
+                "has 5000[0-9]{2} characters, which are more tokens than fit; this model's maximum", answer.text
+            )
             assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron import UserError, chat_template
+from granite4_neuron import UserError, limited_process
 from granite4_neuron.chat_template import Renderer, TemplateFailed
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
 
@@ -38,7 +38,7 @@ def encoder(tokenizer):
 def test_a_conversation_equals_transformers(encoder, tokenizer):
     expected = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
     assert encoder.encode(TALK) == expected
-    marked = encoder._render(TALK)
+    marked = encoder._render({"messages": TALK, "add_generation_prompt": True})
     assert encoder._encode_rendered(marked, "\U000f0001") == expected, "also piece by piece"
 
 
@@ -121,8 +121,8 @@ def test_closing_does_not_wait_for_a_template(is_late, monkeypatch):
             self._process.wait()
             return super()._ask(question)
 
-    def start():
-        processes.append(start_process())
+    def start(*limits):
+        processes.append(start_process(*limits))
         return processes[-1]
 
     def render():
@@ -130,8 +130,8 @@ def test_closing_does_not_wait_for_a_template(is_late, monkeypatch):
             renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
         failures.append(failure)
 
-    start_process = chat_template._start
-    monkeypatch.setattr(chat_template, "_start", start)
+    start_process = limited_process._start
+    monkeypatch.setattr(limited_process, "_start", start)
     with closing(Renderer()) as renderer:
         renderer.render("x", {})
         if is_late:

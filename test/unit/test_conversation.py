@@ -75,7 +75,7 @@ def test_answers_that_are_text_make_the_prompt_that_transformers_makes(new, text
     conversation = new("Be brief.")
     replies = iter(["fine", "thanks", "what for"])
     script = []
-    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.__call__", lambda self, logits, tokens: script.pop(0))
+    monkeypatch.setattr("granite4_neuron.engine.sampling.Sampler.choose", lambda self, logits, tokens: script.pop(0))
     for message in ("How are you?", "Good.", "Bye"):
         expected = spelled(tokenizer, conversation, message)
         script += [*tokenizer.encode(next(replies)), END]

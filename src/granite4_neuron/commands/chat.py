@@ -8,6 +8,7 @@ from contextlib import closing
 
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
+from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
     add_arithmetic,
     add_backend,
@@ -42,6 +43,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     chat.add_argument(
         "--max-length", type=at_least(2), metavar="N", help="of the conversation, in tokens (default: the model's)"
     )
+    add_json_schema(chat)
     add_sampling(chat)
     chat.add_argument(
         "--prefix-cache",
@@ -68,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         (),
         options.max_tokens,
         stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
+        constraint=constraint(options, runtime, tokenizer),
         **sampling_options(options),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
     EXAMPLES,
     add_arithmetic,
@@ -48,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
     )
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    add_json_schema(generate)
     add_sampling(generate)
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
@@ -81,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
             prefix_cache=cache,
             drafter=drafts,
             draft_tokens=draft_tokens,
+            constraint=constraint(options, runtime, tokenizer),
             **sampling_options(options),
         ):
             stats = response.stats

@@ -1,5 +1,6 @@
 """Continuous batching: the choice of tokens for each step, and of slots in a runtime's state."""
 
+from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine
 from granite4_neuron.engine.logprobs import TokenLogprob
@@ -10,6 +11,7 @@ from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache, spare_slots
 
 __all__ = [
+    "Constraint",
     "DraftModel",
     "Engine",
     "GenerationStats",

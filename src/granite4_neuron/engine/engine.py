@@ -157,7 +157,7 @@ class Engine:
         limit = min(len(request.tokens) + request.max_tokens, self.max_length)
         self._slots.check(limit)
         request = request.with_defaults(self.runtime.generation_config)
-        text = TextStream(self._tokenizer, request.stop, request.tokens)
+        text = TextStream(self._tokenizer, request.stop, request.tokens, request.skip_special_tokens)
         sequence = RunningSequence(next(self._ids), request, limit, text)
         self._waiting.append(sequence)
         return sequence.id
@@ -306,7 +306,8 @@ class Engine:
         if self._drafter is None:
             return [[] for _ in sequences]
         requests = [DraftRequest(each.id, each.tokens, self._max_drafts(each), each.sampler) for each in sequences]
-        return self._drafter.propose(requests)
+        drafts = self._drafter.propose(requests)
+        return [each.sampler.allowed(its_drafts) for each, its_drafts in zip(sequences, drafts, strict=True)]
 
     def _max_drafts(self, sequence: RunningSequence) -> int:
         """Return how many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
@@ -357,13 +358,14 @@ class Engine:
         outputs = []
         for token_logits, draft in itertools.zip_longest(logits, drafts):
             try:
-                token = sequence.sampler(token_logits, sequence.tokens)
+                allowed = sequence.sampler.mask(token_logits)
+                token = sequence.sampler.choose(allowed, sequence.tokens)
             except UserError as error:  # the logits are not finite; other sequences must not notice
                 is_requests_fault = isinstance(error, NoTokenLeft)
                 text = sequence.text.finish()
                 return [*outputs, Output(sequence.id, None, text, "error", str(error), is_requests_fault)]
             self.stats.generated_tokens += 1
-            outputs.append(sequence.append(token, token_logits))
+            outputs.append(sequence.append(token, allowed))
             if token != draft or outputs[-1].finish_reason is not None:
                 break
         return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token under the model's logits, before any sampling option.
+    """The log-probability of a token under the model's logits, among the tokens that the sequence's constraint allows,
+    before any other sampling option.
 
     logprob: natural logarithm of the probability.
-    top: the requested number of top tokens with their log-probabilities, likeliest first.
+    top: the requested number of top tokens with their log-probabilities, likeliest first; fewer if a constraint forbids
+        all others.
     """
 
     token: int
@@ -32,5 +35,6 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) ->
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     values, ids = (tensor.tolist() for tensor in logprobs.topk(num_top))
-    tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
+    pairs = [zip(*top, strict=True) for top in zip(ids, values, strict=True)]
+    tops = [[(id, value) for id, value in top if value > -math.inf] for top in pairs]
     return [TokenLogprob(*fields) for fields in zip(tokens, chosen, tops, strict=True)]

@@ -36,6 +36,7 @@ class Request(SamplingParams):
     max_tokens: new tokens at most.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
         and an engine with a prefix cache keeps a snapshot. None for none.
+    skip_special_tokens: whether special tokens are no part of the text.
 
     Stop strings need an engine with a tokenizer.
 
@@ -48,6 +49,7 @@ class Request(SamplingParams):
     )
     max_tokens: int = option(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1", default=256)
     snapshots_at: Collection[int] | None = option(are_whole, "a list or a set of whole numbers", convert=frozenset)
+    skip_special_tokens: bool = option(lambda value: isinstance(value, bool), "true or false", default=True)
 
     def check(self, vocab_size: int, which: str = "the prompt") -> None:
         """Check what depends on the vocabulary and on the prompt; messages call the prompt `which`.
@@ -207,7 +209,7 @@ class RunningSequence:
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
     def append(self, token: int, logits: torch.Tensor) -> Output:
-        """Add a token that was chosen from logits [vocab_size]."""
+        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
             prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)

@@ -38,6 +38,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._processors = _logits_processors(params, prompt_length)
         self._copies = bool(params.logits_processors)  # which may write to the scores; the logits are others' too
+        self._constraint = None if params.constraint is None else params.constraint.fork()
         self._is_greedy = params.temperature == 0
         self._generator = torch.Generator()
         if params.seed is None:
@@ -46,16 +47,38 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
-        """Choose the token to append.
+        """Choose the token to append by the model's logits; see `mask` and `choose`."""
+        return self.choose(self.mask(logits), tokens)
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [vocab_size] with -inf for tokens that the constraint forbids; without one, the same tensor.
+
+        Raises:
+            NoTokenLeft: it forbids all.
+        """
+        return logits if self._constraint is None else self._constraint.mask(logits)
+
+    def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the first of some drafts, up to one that the constraint forbids."""
+        return drafts if self._constraint is None else drafts[: self._constraint.count_allowed(drafts)]
+
+    def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
+        """Choose the token to append, and advance the constraint by it.
 
         Args:
-            logits: [vocab_size], float32.
+            logits: [vocab_size], float32, from `mask`.
             tokens: the sequence so far, prompt included.
 
         Raises:
             NoTokenLeft: the logits are finite, but not after the options have been applied.
             UserError: the logits are not finite.
         """
+        token = self._choose(logits, tokens)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        return token
+
+    def _choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         scores = self._scores(logits, tokens)
         likeliest = _argmax(scores)
         if not math.isfinite(scores[likeliest]):
@@ -70,9 +93,10 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def fork(self) -> Sampler:
-        """Return a copy that chooses the same tokens and does not advance this one's random numbers."""
+        """Return a copy that chooses the same tokens and advances neither random numbers nor constraint of this one."""
         forked = copy.copy(self)
         forked._generator = self._generator.clone_state()
+        forked._constraint = None if self._constraint is None else self._constraint.fork()
         return forked
 
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from granite4_neuron.engine.constraint import Constraint
 from granite4_neuron.errors import UserError
 
 MAX_LOGPROBS = 20
@@ -135,6 +136,8 @@ class SamplingParams:
         penalties and before the temperature, as in transformers' generate, and must depend on their arguments only.
     logprobs: report the log-probability of each new token and of this many top tokens; None for no report.
     prompt_logprobs: the same for the prompt's tokens. The whole prompt is then run, whatever a prefix cache has.
+    constraint: limits which tokens may follow, before any other option changes logits and before log-probabilities of
+        new tokens are taken (see `engine.Constraint`). Each sequence advances a copy of it.
 
     An option that is None has the checkpoint's value, if there is one (see `with_defaults`), or no effect.
 
@@ -167,6 +170,9 @@ class SamplingParams:
     )
     logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
     prompt_logprobs: int | None = option(_is_num_logprobs, f"a whole number from 0 to {MAX_LOGPROBS}")
+    constraint: Constraint | None = option(  # noqa: RUF009 (it is dataclasses.field)
+        lambda value: hasattr(value, "fork") and hasattr(value, "mask"), "a constraint, with the methods of one"
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):

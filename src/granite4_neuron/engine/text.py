@@ -22,11 +22,19 @@ class TextStream:
         tokenizer: a fast tokenizer, or None for no text.
         stop: strings that end the text; the text ends before the first of them.
         prompt: the tokens before the text.
+        skip_special_tokens: whether special tokens are no part of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, stop: Sequence[str], prompt: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast | None,
+        stop: Sequence[str],
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ):
         self._tokenizer = tokenizer and tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._skips_special = skip_special_tokens
+        self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = stop
         self._held = ""
         self._undecoded: list[int] = []  # tokens that the decoder keeps until they make whole characters
@@ -51,12 +59,12 @@ class TextStream:
             self.stopped = True
             self._held = self._held[: min(ends)]
             return self.finish()
-        return self._give_out(len(self._held) - self._possible_start())
+        return self._give_out(len(self._held) - possible_start(self._held, self._stop))
 
     def finish(self) -> str:
         """Return the text that was held back; call it when no token follows."""
         if len(self._undecoded) > self._of_prompt:
-            self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=True)
+            self._held += self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skips_special)
         self._undecoded = []
         return self._give_out(len(self._held))
 
@@ -87,12 +95,13 @@ class TextStream:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
-    def _possible_start(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
-        lengths = (
-            length
-            for text in self._stop
-            for length in range(1, min(len(text), len(self._held) + 1))
-            if self._held.endswith(text[:length])
-        )
-        return max(lengths, default=0)
+
+def possible_start(text: str, searched: Sequence[str]) -> int:
+    """Return the length of the longest suffix of a text that begins, and does not end, one of the searched texts."""
+    lengths = (
+        length
+        for each in searched
+        for length in range(1, min(len(each), len(text) + 1))
+        if text.endswith(each[:length])
+    )
+    return max(lengths, default=0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import chat_template
 from granite4_neuron.engine.request import check_text
+from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
@@ -65,36 +67,49 @@ class ConversationEncoder:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
         """Encode a conversation.
 
         Args:
-            messages: each with a "role" and a "content".
+            messages: each with a "role" and a "content"; of an assistant also with "tool_calls", whose arguments are
+                objects.
+            tools: as OpenAI describes them: {"type": "function", "function": {"name", "description", "parameters"}}.
+            documents: to answer from. IBM's templates show each as JSON, such as {"doc_id", "title", "text"}.
+            chat_template_kwargs: further variables of the template.
             add_generation_prompt: end with the beginning of the assistant's next answer.
             continue_final_message: end with the last message's text, without what the template writes after it.
 
         Raises:
             UserError: the tokenizer has no chat template; the template refuses the messages or fails, or leaves out the
-                message to be continued; or it takes too much time or memory.
+                message to be continued; it takes too much time or memory; or a further variable has the name of one
+                that is set here.
         """
         for message in messages:
             check_text(message.get("content"), "the message")
-        used = set().union(*(message["content"] for message in messages))
+        variables = {**(chat_template_kwargs or {}), "messages": list(messages), "tools": tools, "documents": documents}
+        texts = "".join(texts_of(variables))
+        check_text(texts, "the conversation")
+        self._check_variables(chat_template_kwargs or {})
+        used = set(texts)
         unused = (chr(code) for code in range(_FIRST_PRIVATE_CHARACTER, 0x110000) if chr(code) not in used)
         mark, end = next(unused), next(unused)
-        hidden = [{**message, "content": self._hide(message["content"], mark)} for message in messages]
+        hidden = _changed(variables, lambda text: self._hide(text, mark))
         if continue_final_message:
-            hidden[-1]["content"] += f"{end} "  # the space shows whether the template strips messages
-        text = self._render(hidden, add_generation_prompt)
+            hidden["messages"][-1]["content"] += f"{end} "  # the space shows whether the template strips messages
+        text = self._render({**hidden, "add_generation_prompt": add_generation_prompt})
         if continue_final_message:
             text, found, after = text.rpartition(end)
             if not found:
                 raise UserError("this checkpoint's chat template does not write the last message's end.")
             text = text if after.startswith(" ") else text.rstrip()
-        if not self._control_pattern.search("".join(message["content"] for message in messages)):
+        if not self._control_pattern.search(texts):
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_rendered(text, mark)
 
@@ -123,18 +138,39 @@ class ConversationEncoder:
                 end = match.end()
         return tokens
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        variables = {
-            **self._tokenizer.special_tokens_map,
-            "messages": list(messages),
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        taken = {"messages", "tools", "documents", "add_generation_prompt", *self._tokenizer.special_tokens_map}
+        for name in sorted(variables.keys() & taken):
+            raise UserError(f"{name} is a variable of the chat template that has its value already; leave it out.")
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        given = {**self._tokenizer.special_tokens_map, **variables}
         try:
-            return self._renderer.render(_template(self._tokenizer), variables)
+            return self._renderer.render(_template(self._tokenizer), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield all texts of a value in JSON, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield name
+            yield from texts_of(each)
+    elif is_list(value):
+        for each in value:
+            yield from texts_of(each)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a value in JSON with all of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(name): _changed(each, change) for name, each in value.items()}
+    return [_changed(each, change) for each in value] if is_list(value) else value
 
 
 def _template(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -74,7 +74,7 @@ def stream_generate(
             Prompts may differ in length; each is continued as if it were alone. As many run at a time as memory has
             room for, and `MOST_SEQUENCES` at most; the others wait in order.
         max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
-        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
+        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens, unless a constraint says where to end.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
         prefix_cache: of this runtime. Prompts start from their cached prefixes, and a prefix of several prompts is
             computed once. Later calls can use the same cache.
@@ -91,7 +91,7 @@ def stream_generate(
     singles, _ = split(prompt)
     if tokenizer is None and not (ignore_eos and all(map(is_tokens, singles))):
         raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
-    if not ignore_eos:
+    if tokenizer is not None and (not ignore_eos or params.constraint is not None):
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         params = replace(params, stop_token_ids=params.stop_token_ids | eos)
     prompts = encode(tokenizer, singles, runtime.config.vocab_size, runtime.max_length)

@@ -6,13 +6,14 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine import Output, PromptReport, Request, TokenLogprob
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody
+from granite4_neuron.serving.tool_answers import CallsOfAnswer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -79,7 +80,7 @@ class Answer(ABC):
         """Return the chunk of a stream for new outputs of a sequence."""
         is_first = len(outputs) == len(self._outputs[index])
         choice = {"index": index, **self._delta(index, outputs, is_first)}
-        choice["finish_reason"] = outputs[-1].finish_reason
+        choice["finish_reason"] = self._finish_reason(choice, outputs)
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -92,10 +93,9 @@ class Answer(ABC):
 
     def whole(self) -> dict[str, Any]:
         """Return the whole response, once all sequences have ended."""
-        choices = [
-            {"index": index, **self._all(index, outputs), "finish_reason": outputs[-1].finish_reason}
-            for index, outputs in enumerate(self._outputs)
-        ]
+        choices = [{"index": index, **self._all(index, outputs)} for index, outputs in enumerate(self._outputs)]
+        for choice, outputs in zip(choices, self._outputs, strict=True):
+            choice["finish_reason"] = self._finish_reason(choice, outputs)
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -121,6 +121,9 @@ class Answer(ABC):
 
     def _new_tokens(self, outputs: Sequence[Output]) -> int:
         return len(outputs)
+
+    def _finish_reason(self, choice: Mapping[str, Any], outputs: Sequence[Output]) -> str | None:
+        return outputs[-1].finish_reason
 
     @abstractmethod
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
@@ -192,15 +195,24 @@ class ChatAnswer(Answer):
 
     def __init__(self, texts: TokenTexts, model: str, requests: Sequence[Request], body: ChatBody):
         super().__init__(texts, model, requests, body.n)
+        self._calls = [CallsOfAnswer() for _ in requests] if body.may_call_tools else None
 
     def _all(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
         text = "".join(output.text for output in outputs)
-        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logprobs(index, outputs)}
+        said = {"content": text} if self._calls is None else self._calls[index].message(text)
+        return {"message": {"role": "assistant", **said}, "logprobs": self._logprobs(index, outputs)}
 
     def _delta(self, index: int, outputs: Sequence[Output], is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant"} if is_first else {}
         text = "".join(output.text for output in outputs)
-        return {"delta": {**role, "content": text}, "logprobs": self._logprobs(index, outputs)}
+        is_last = outputs[-1].finish_reason is not None
+        said = {"content": text} if self._calls is None else self._calls[index].delta(text, is_last)
+        return {"delta": {**role, **said}, "logprobs": self._logprobs(index, outputs)}
+
+    def _finish_reason(self, choice: Mapping[str, Any], outputs: Sequence[Output]) -> str | None:
+        reason = outputs[-1].finish_reason
+        has_calls = self._calls is not None and self._calls[choice["index"]].number > 0
+        return "tool_calls" if reason == "stop" and has_calls else reason
 
     def _logprobs(self, index: int, outputs: Sequence[Output]) -> dict[str, Any] | None:
         if self._requests[index].logprobs is None:

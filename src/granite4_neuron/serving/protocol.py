@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     ValidationError,
@@ -25,6 +24,8 @@ from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTION
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.no_effect import ChatFieldsWithoutEffect, CompletionFieldsWithoutEffect
+from granite4_neuron.serving.strict import Conflict, Strict
+from granite4_neuron.serving.tools import MAX_DOCUMENTS, MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 2048
@@ -92,49 +93,72 @@ def _is_token_id(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 20
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        given = {name: value for name, value in values.items() if value is not None}
-        # One that is not supported is enough for a refusal; an error for each of very many would take seconds.
-        for name in [name for name in given if name not in cls.model_fields][1:]:
-            del given[name]
-        return given
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Message(_Strict):
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content)]
-    name: str | None = Field(None, exclude=True)  # the family's templates do not write it
+class Message(Strict):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_content)] = ""
+    tool_calls: Annotated[list[ToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
+    name: str | None = None  # the family's templates do not write it
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise UserError("it must have a content, which only an assistant's message with tool_calls may lack.")
+        if self.tool_calls and self.role != "assistant":
+            raise UserError("only an assistant's message may have tool_calls.")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise UserError('a message of the role "tool", and no other, must have a tool_call_id.')
+        return self
+
+    def described(self) -> dict[str, Any]:
+        """Return it as the chat template gets it."""
+        more = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        calls = {"tool_calls": [call.model_dump() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": self.role, "content": self.content, **calls, **more}
 
 
-class ConversationBody(_Strict):
+class ConversationBody(Strict):
     """A conversation, and how it becomes a prompt."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=MAX_TOOLS)
+    documents: Annotated[list[dict[str, Any]], FailFast()] = Field([], max_length=MAX_DOCUMENTS)
+    chat_template_kwargs: dict[str, Any] = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _one_way_to_go_on(self) -> ConversationBody:
         if self.continue_final_message and self.add_generation_prompt:
-            raise _Conflict(
+            raise Conflict(
                 "continue_final_message", "it goes on with the last message, and add_generation_prompt with a new one."
             )
         return self
 
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the chat template gets."""
+        return self.tools
 
-class GenerationBody(_Strict):
+    def template_variables(self) -> dict[str, Any]:
+        """Return what the chat template gets, as arguments of `ConversationEncoder.encode`."""
+        begins_answer = self.add_generation_prompt
+        return dict(
+            messages=[message.described() for message in self.messages],
+            tools=[tool.described() for tool in self.shown_tools] or None,
+            documents=self.documents or None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=not self.continue_final_message if begins_answer is None else begins_answer,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+class GenerationBody(Strict):
     """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
 
     model: str | None = None
@@ -146,13 +170,15 @@ class GenerationBody(_Strict):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
     seed: int | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[list[str], BeforeValidator(_stop)] = []
+    stop: Annotated[list[str], BeforeValidator(_stop)] = Field([])
     stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MAX_STOP_TOKENS)
     min_tokens: int | None = None
     ignore_eos: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -166,7 +192,7 @@ class GenerationBody(_Strict):
     @model_validator(mode="after")
     def _stream_options_of_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise _Conflict("stream_options", "it is only for stream: true.")
+            raise Conflict("stream_options", "it is only for stream: true.")
         return self
 
     @property
@@ -198,9 +224,9 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> CompletionBody:
         if self.best_of not in (None, self.n):
-            raise _Conflict("best_of", "it must be equal to n: this server returns all texts that it generates.")
+            raise Conflict("best_of", "it must be equal to n: this server returns all texts that it generates.")
         if self.max_tokens == 0 and not self.echo:
-            raise _Conflict("max_tokens", "it may be 0 only with echo: true.")
+            raise Conflict("max_tokens", "it may be 0 only with echo: true.")
         return self
 
     @property
@@ -212,6 +238,8 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
 class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     """The body of /v1/chat/completions."""
 
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -219,10 +247,31 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     @model_validator(mode="after")
     def _fit_together(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _Conflict("top_logprobs", "it is only for logprobs: true.")
+            raise Conflict("top_logprobs", "it is only for logprobs: true.")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise _Conflict("max_tokens", "it is the old name of max_completion_tokens; give one of them.")
+            raise Conflict("max_tokens", "it is the old name of max_completion_tokens; give one of them.")
+        self._check_tool_choice()
         return self
+
+    def _check_tool_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise Conflict("tools", "each must have a name of its own.")
+        chosen = self.tool_choice
+        if chosen == "required" and not names:
+            raise Conflict("tool_choice", "it needs tools.")
+        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
+            raise Conflict("tool_choice", f"there is no tool {chosen.function.name} in tools.")
+
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the answer may have calls of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """See `ConversationBody.shown_tools`."""
+        return self.tools if self.may_call_tools else []
 
     @property
     def num_logprobs(self) -> int | None:
@@ -243,21 +292,17 @@ class TokenizeBody(ConversationBody):
     @model_validator(mode="after")
     def _one_prompt(self) -> TokenizeBody:
         if (self.prompt is None) != bool(self.messages):
-            raise _Conflict("prompt", "give either a prompt or messages.")
+            raise Conflict("prompt", "give either a prompt or messages.")
         if self.messages and self.add_special_tokens:
-            raise _Conflict("add_special_tokens", "it is only for a prompt.")
+            raise Conflict("add_special_tokens", "it is only for a prompt.")
         return self
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     """The body of /detokenize, as vLLM's."""
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast()]
-
-
-class _Conflict(ValueError):
-    """Fields that contradict each other. Arguments: the field to name, and the message."""
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -301,7 +346,7 @@ def _refusal(error: ErrorDetails) -> RequestError:
     field = ".".join(map(str, error["loc"])) or None
     reason = error.get("ctx", {}).get("error")
     message = error["msg"].rstrip(".") + "."
-    if isinstance(reason, _Conflict):
+    if isinstance(reason, Conflict):
         field, message = reason.args
     elif isinstance(reason, UserError):
         message = str(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -11,10 +12,15 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
+from granite4_neuron.generation.chat import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
+from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, ConversationBody, GenerationBody
+from granite4_neuron.serving.structured import Structure, structure_of
+from granite4_neuron.serving.tools import structure_of_calls
 
 # New tokens of a completion that does not say how many, as with OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -50,7 +56,10 @@ class SequenceMaker:
     def __init__(self, runtime: Runtime, tokenizer: PreTrainedTokenizerFast, limits: Limits):
         self._encoder = ConversationEncoder(tokenizer)
         self._vocab_size = runtime.config.vocab_size
+        self._grammars = Grammars(tokenizer, self._vocab_size)
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._marks_calls_specially = {OPEN, CLOSE} <= special
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
@@ -58,6 +67,7 @@ class SequenceMaker:
 
     def close(self) -> None:
         self._encoder.close()
+        self._grammars.close()
 
     def completion_requests(self, body: CompletionBody) -> list[Request]:
         """Make requests: for each prompt in turn, one per choice.
@@ -74,11 +84,13 @@ class SequenceMaker:
                 self._check_characters("prompt", prompt)
         how = body.add_special_tokens, body.split_special_tokens
         prompts = [self.text_tokens(prompt, *how) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        options = self._options(body, structure_of(body.response_format, body.structured_outputs))
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
             max_tokens = self._max_tokens(len(tokens), which, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
-            requests += self._requests(body, tokens, which, max_tokens, body.echo)
+            reports = dict(prompt_logprobs=body.num_logprobs if body.echo else None)
+            requests += self._requests(Request(tokens, max_tokens, **options, **reports), which, body.n)
         return requests
 
     def chat_requests(self, body: ChatBody) -> list[Request]:
@@ -87,8 +99,18 @@ class SequenceMaker:
         """
         self._check_number(body.n)
         tokens = self.chat_tokens(body)
-        asked = body.max_completion_tokens or body.max_tokens
-        return self._requests(body, tokens, "messages", self._max_tokens(len(tokens), "messages", asked), False)
+        max_tokens = self._max_tokens(len(tokens), "messages", body.max_completion_tokens or body.max_tokens)
+        options = self._options(body, self._chat_structure(body))
+        shows_marks = body.may_call_tools and self._marks_calls_specially
+        request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
+        return self._requests(request, "messages", body.n)
+
+    def _chat_structure(self, body: ChatBody) -> Structure | None:
+        answer = structure_of(body.response_format, body.structured_outputs)
+        if not body.may_call_tools:
+            return answer
+        several = body.parallel_tool_calls
+        return structure_of_calls(body.tools, body.tool_choice, several, answer, self._marks_calls_specially)
 
     def text_tokens(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
         """Encode a text; see `ConversationEncoder.encode_text`.
@@ -115,11 +137,10 @@ class SequenceMaker:
         Raises:
             RequestError, UserError: it is too long, or the chat template does not take it.
         """
-        messages = [message.model_dump() for message in body.messages]
-        self._check_characters("messages", "".join(message["content"] for message in messages))
-        continues = body.continue_final_message
-        adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        return self._encoder.encode(messages, add_generation_prompt=adds, continue_final_message=continues)
+        parts = body.template_variables()
+        for name, part in parts.items():
+            self._check_characters(name, "".join(texts_of(part)))
+        return self._encoder.encode(**parts)
 
     def _check_number(self, asked: int) -> None:
         most = self.limits.num_sequences
@@ -140,17 +161,23 @@ class SequenceMaker:
         longest = f"this model's maximum context length is {self.limits.max_length} tokens (--max-model-len)"
         return RequestError(400, f"{what}; {longest}.", field, code="context_length_exceeded")
 
-    def _requests(
-        self, body: GenerationBody, tokens: Sequence[int], which: str, max_tokens: int, reports_prompt: bool
-    ) -> list[Request]:
-        options = body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
-            stop_token_ids={*body.stop_token_ids, *(() if body.ignore_eos else self._stop_token_ids)},
+    def _options(self, body: GenerationBody, structure: Structure | None) -> dict[str, Any]:
+        """Return the sampling options of a body whose texts have a structure, or none. A structured text ends where it
+        is complete, also with `ignore_eos`.
+
+        Raises:
+            RequestError: 400, the structure does not compile.
+        """
+        never_ends = body.ignore_eos and structure is None
+        return body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
+            stop_token_ids={*body.stop_token_ids, *(() if never_ends else self._stop_token_ids)},
             logprobs=body.num_logprobs,
-            prompt_logprobs=body.num_logprobs if reports_prompt else None,
+            constraint=None if structure is None else structure.constraint(self._grammars),
         )
-        request = Request(tokens, max_tokens, **options)
+
+    def _requests(self, request: Request, which: str, choices: int) -> list[Request]:
         request.check(self._vocab_size, which)
-        return [request.with_seed_offset(number) for number in range(body.n)]
+        return [request.with_seed_offset(number) for number in range(choices)]
 
     def _max_tokens(self, prompt_length: int, which: str, asked: int | None, default: int | None = None) -> int:
         """Return how many new tokens to generate. For 0, one token is generated and not shown.

@@ -1,0 +1,32 @@
+"""What a sequence may say. A grammar is one; the engine knows only this interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Constraint(Protocol):
+    """Decides after each token which tokens may follow, end-of-sequence tokens among them.
+
+    The engine advances a copy of its own by each token that it chooses, and never by a draft. So nothing has to be
+    rolled back.
+    """
+
+    def fork(self) -> Constraint:
+        """Return a copy that advances by itself."""
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return a copy of logits [vocab_size] in which those of tokens that may not follow are -inf.
+
+        Raises:
+            NoTokenLeft: no token may follow, or finding out takes too much.
+        """
+
+    def accept(self, token: int) -> None:
+        """Advance by a token that may follow."""
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens may follow, one after another."""

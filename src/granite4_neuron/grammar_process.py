@@ -1,0 +1,105 @@
+"""Compiles grammars in a process of its own, with bounds on its time and memory.
+
+A grammar may come from a stranger. llguidance has limits, but a short one, such as the multiples of a large number,
+still takes minutes, or so much memory that Rust ends the whole process.
+
+This module imports little, and no torch: its process is there in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import llguidance
+
+from granite4_neuron.limited_process import LimitedProcess, ProcessEnded
+
+_SECONDS = 2
+_MEMORY_BYTES = 2**29
+# A state takes 1 to 2 kB, and llguidance's default is four times as many. A verbose error of a large grammar takes a
+# second to write.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=2**16, verbose_errors=False)
+_END = 256  # after the bytes
+
+
+class GrammarFailed(Exception):
+    """There is no such grammar; the message says why."""
+
+
+class GrammarProcess(LimitedProcess):
+    """Converts grammars to llguidance's format, and compiles each for a try. Several threads may share one.
+
+    Args:
+        special_tokens: of the vocabulary, to which a grammar may refer.
+    """
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        super().__init__("grammar_process", _SECONDS, _MEMORY_BYTES)
+        self._special_tokens = list(special_tokens)
+
+    def convert(self, kind: str, text: str) -> str:
+        """Return a grammar in llguidance's format that `new_matcher` compiles within the limits.
+
+        Args:
+            kind: of `llguidance.grammar_from`.
+
+        Raises:
+            GrammarFailed: it is not a grammar, allows no text, or takes more than 2 seconds or 512 MiB.
+        """
+        try:
+            answer = self.ask({"kind": kind, "text": text, "special_tokens": self._special_tokens})
+        except ProcessEnded as error:
+            raise GrammarFailed(str(error)) from None
+        if "error" in answer:
+            raise GrammarFailed(answer["error"])
+        return answer["grammar"]
+
+
+def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """Compile a grammar, and compute the mask of the first token, which fills caches that its copies share.
+
+    Raises:
+        GrammarFailed: it does not compile.
+    """
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarFailed(error_of(matcher))
+    return matcher
+
+
+def error_of(matcher: llguidance.LLMatcher) -> str:
+    """Return what is wrong with a matcher, in one line."""
+    return matcher.get_error().strip().partition("\n")[0]
+
+
+def answer(question: dict[str, Any]) -> dict[str, str]:
+    """Answer a `GrammarProcess`, in its process."""
+    try:
+        grammar = llguidance.grammar_from(question["kind"], question["text"])
+        new_matcher(byte_tokenizer(tuple(question["special_tokens"])), grammar)
+    except (ValueError, GrammarFailed) as error:
+        return {"error": str(error)}
+    return {"grammar": grammar}
+
+
+@cache
+def byte_tokenizer(special_tokens: tuple[str, ...]) -> llguidance.LLTokenizer:
+    """Return a tokenizer that is quickly there, for trying grammars."""
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special_tokens)), slices=[])
+
+
+class _Bytes:
+    """A vocabulary that spells every text: a token for each byte, an end, and special tokens."""
+
+    def __init__(self, special_tokens: Sequence[str]) -> None:
+        self.eos_token_id = _END
+        self.bos_token_id = None
+        self.special_token_ids = [*range(_END, _END + 1 + len(special_tokens))]
+        self.tokens = [*(bytes([byte]) for byte in range(_END)), b"", *(token.encode() for token in special_tokens)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)

@@ -1,0 +1,87 @@
+"""The fields of a request's body that limit its text: OpenAI's response_format and vLLM's structured_outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
+from granite4_neuron.serving.errors import RequestError
+
+_ANY_OBJECT = {"type": "object"}
+_SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a text must follow.
+
+    field: of the body, which asks for it.
+    kind, value: as in `Grammars.constraint`.
+    """
+
+    field: str
+    kind: Kind
+    value: Any
+
+    def constraint(self, grammars: Grammars) -> GrammarConstraint:
+        """Compile it.
+
+        Raises:
+            RequestError: 400, it does not compile; see `Grammars.constraint`.
+        """
+        try:
+            return grammars.constraint(self.kind, self.value)
+        except UserError as error:
+            raise RequestError(400, f"{self.field}: {error}", self.field) from None
+
+
+def structure_of(
+    response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
+) -> Structure | None:
+    """Return what the two fields ask for; None for any text.
+
+    Raises:
+        RequestError: 400, a field is wrong, or both ask for something.
+    """
+    formats = [_of_response_format(response_format or {"type": "text"}), _of_structured_outputs(structured_outputs)]
+    asked = [each for each in formats if each is not None]
+    if len(asked) == 2:
+        raise RequestError(400, "response_format and structured_outputs exclude each other; give one of them.")
+    return asked[0] if asked else None
+
+
+def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
+    field, kind = "response_format", value.get("type")
+    if value == {"type": "text"}:
+        return None
+    if value == {"type": "json_object"}:
+        return Structure(field, "json", _ANY_OBJECT)
+    described = value.get("json_schema")
+    is_right = value.keys() == {"type", "json_schema"} and kind == "json_schema" and isinstance(described, dict)
+    if not is_right or not isinstance(described.get("schema"), dict) or described.keys() - _SCHEMA_FIELDS:
+        raise RequestError(
+            400,
+            f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, or {{"type": "json_schema", '
+            f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added.',
+            field,
+        )
+    return Structure(field, "json", described["schema"])
+
+
+def _of_structured_outputs(value: Mapping[str, Any] | None) -> Structure | None:
+    if value is None:
+        return None
+    given = {name: each for name, each in value.items() if each is not None}
+    if given == {"json_object": True}:
+        return Structure("structured_outputs", "json", _ANY_OBJECT)
+    if len(given) != 1 or given.keys() - {"json", "regex", "choice", "grammar"}:
+        raise RequestError(
+            400,
+            "structured_outputs: it must have one of json, regex, choice, grammar and json_object: true.",
+            "structured_outputs",
+        )
+    [(kind, each)] = given.items()
+    return Structure("structured_outputs", kind, each)

@@ -1,0 +1,189 @@
+"""Structured outputs of the server, judged by OpenAI's and LangChain's clients and by jsonschema."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+
+from pydantic import BaseModel, Field
+
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.runtime.cpu import CPURuntime
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model
+from test.support.serving import MODEL, serving
+
+USER = {"role": "user", "content": "Who is it?"}
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=12)
+    kind: Literal["a", "b"]
+    ages: list[int] = Field(max_length=3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder)
+    model = engine_model(vocab_size=264, eos_token_id=1, max_position_embeddings=2048)
+    return CPURuntime(model, GenerationConfig(top_k=None)), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with serving(*tiny, max_length=2048, drafter=NgramDrafter(1, 3)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny):
+    """Return biases with which a random model comes to an end."""
+    ids = map(tiny[1].convert_tokens_to_ids, '"}],')
+    return {**{str(token): 4 for token in ids}, "1": 20}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def post(server):
+    def send(path, **body):
+        return httpx.post(f"{server.address}/v1/{path}", json=body, timeout=60)
+
+    return send
+
+
+class TestClients:
+    def test_openai_parses(self, client, hasty):
+        for seed in range(4):
+            options = dict(temperature=1, seed=seed, logit_bias=hasty)
+            answer = client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Person, **options)
+            assert isinstance(answer.choices[0].message.parsed, Person)
+            assert answer.choices[0].finish_reason == "stop"
+
+    def test_openai_parses_a_stream(self, client, hasty):
+        options = dict(temperature=1, seed=1, logit_bias=hasty)
+        with client.chat.completions.stream(model=MODEL, messages=[USER], response_format=Person, **options) as stream:
+            events = [event.type for event in stream]
+            found = stream.get_final_completion().choices[0].message
+        assert isinstance(found.parsed, Person) and events.count("content.delta") > 10
+        whole = client.chat.completions.parse(model=MODEL, messages=[USER], response_format=Person, **options)
+        assert found.content == whole.choices[0].message.content
+
+    @pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+    def test_langchain(self, server, hasty, method):
+        model = langchain_openai.ChatOpenAI(
+            model=MODEL, base_url=f"{server.address}/v1", api_key="none", temperature=1, seed=2, logit_bias=hasty
+        )
+        schema = Person if method == "json_schema" else None
+        answer = model.with_structured_output(schema, method=method).invoke("Who is it?")
+        assert isinstance(answer, Person if method == "json_schema" else dict)
+
+
+FORMATS = {
+    "json": (dict(json=Person.model_json_schema()), lambda text: Person.model_validate_json(text)),
+    "json as text": (dict(json=json.dumps(Person.model_json_schema())), lambda text: Person.model_validate_json(text)),
+    "any object": (dict(json_object=True, regex=None), lambda text: isinstance(json.loads(text), dict)),
+    "regex": (dict(regex="[a-f]{3,9}!"), lambda text: re.fullmatch("[a-f]{3,9}!", text)),
+    "choice": (dict(choice=["yes", "no, never", "né 😀"]), lambda text: text in ("yes", "no, never", "né 😀")),
+    "grammar": (dict(grammar='start: "(" /[a-z]/ ")"'), lambda text: re.fullmatch(r"\([a-z]\)", text)),
+}
+
+
+@pytest.mark.parametrize("structure, check", FORMATS.values(), ids=FORMATS.keys())
+def test_completions(post, hasty, structure, check):
+    """Several prompts and choices, with log-probabilities and ignore_eos."""
+    body = dict(prompt=["x", "yz"], n=2, temperature=1, seed=1, logit_bias=hasty, max_tokens=500, logprobs=4)
+    answer = post("completions", **body, structured_outputs=structure, ignore_eos=True).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "stop" and check(choice["text"])
+        for token, value, top in zip(
+            *(choice["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+        ):
+            assert value <= 0 and 1 <= len(top) <= 5 and top[token] == value
+
+
+def test_at_once_as_alone(post, hasty):
+    """Structured and free texts, streamed and whole, together and one by one."""
+    bodies = [
+        dict(prompt="x" * number, temperature=1, seed=number, logit_bias=hasty, max_tokens=90, **structure)
+        for number, structure in enumerate(
+            [*(dict(structured_outputs=structure) for structure, _ in FORMATS.values()), {}, {}], start=1
+        )
+    ]
+
+    def streamed(body):
+        lines = post("completions", **body, stream=True).text.splitlines()
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    alone = [post("completions", **body).json()["choices"][0]["text"] for body in bodies]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(streamed, bodies)) == alone
+
+
+def test_a_schema_of_this_size_is_served(post, hasty):
+    properties = {f"property {number}": {"enum": [number, "é"]} for number in range(100)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)[:9]}
+    body = dict(messages=[USER], temperature=1, seed=1, logit_bias=hasty, max_tokens=1900)
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    [choice] = post("chat/completions", **body, response_format=format).json()["choices"]
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+
+
+REFUSED = {
+    "format": (dict(response_format={"type": "xml"}), 'response_format: it must be {"type": "text"}'),
+    "no schema": (dict(response_format={"type": "json_schema"}), "response_format: it must be"),
+    "a field beside the schema": (
+        dict(response_format={"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}),
+        "response_format: it must be",
+    ),
+    "schema": (
+        dict(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}),
+        "response_format: the JSON schema cannot be used (Invalid type: foo)",
+    ),
+    "two": (dict(structured_outputs={"regex": "a", "choice": ["a"]}), "structured_outputs: it must have one of"),
+    "none": (dict(structured_outputs={}), "structured_outputs: it must have one of"),
+    "unknown": (dict(structured_outputs={"structural_tag": "a"}), "structured_outputs: it must have one of"),
+    "both": (
+        dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
+        "response_format and structured_outputs exclude each other",
+    ),
+    "long": (dict(structured_outputs={"regex": "a" * 70_000}), "structured_outputs: the regular expression has 70,000"),
+    "costly": (
+        dict(structured_outputs={"json": {"type": "integer", "multipleOf": 99_999_989}}),
+        "structured_outputs: the JSON schema cannot be used (it takes more than 2 seconds or 0.5 GiB)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals(post, fields, message, stream):
+    if stream and "json" in fields.get("structured_outputs", ()):
+        pytest.skip("it takes seconds")
+    answer = post("completions", prompt="x", stream=stream, **fields)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+def test_a_grammar_that_fails_later(post):
+    """It forces a text without end: an error, whole or at the end of a stream, and others are served."""
+    structure = dict(grammar='start: "a" start')
+    answer = post("completions", prompt="x", structured_outputs=structure)
+    assert answer.status_code == 400 and "the grammar takes no further token" in answer.json()["error"]["message"]
+    assert post("completions", prompt="x", response_format={"type": "text"}, max_tokens=2).status_code == 200

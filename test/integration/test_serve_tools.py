@@ -1,0 +1,374 @@
+"""Tools and documents of the server: prompts as transformers makes them, calls as OpenAI's and LangChain's clients
+read them. The model is random, and calls tools because a grammar makes it.
+"""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+from typing import ClassVar, Literal
+
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+
+from pydantic import BaseModel, Field
+
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.serving.protocol import ChatBody
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model
+from test.support.serving import MODEL, serving
+from test.support.tool_template import TOOL_TEMPLATE
+
+USER = {"role": "user", "content": "What is the weather in Rome?"}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get-weather", "description": "Look.", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time"}}
+PARAMETERS = {"get-weather": CITY, "time": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder, TOOL_TEMPLATE)
+    model = engine_model(vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
+    return CPURuntime(model, GenerationConfig(top_k=None)), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with serving(*tiny, max_length=4096, drafter=NgramDrafter(1, 3)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny):
+    """Return options with which a random model comes to an end."""
+    ids = map(tiny[1].convert_tokens_to_ids, '"}],')
+    return dict(temperature=1, logit_bias={**{str(token): 4 for token in ids}, "1": 20}, max_tokens=800)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def post(server):
+    def send(**body):
+        return httpx.post(f"{server.address}/v1/chat/completions", json={"messages": [USER], **body}, timeout=60)
+
+    return send
+
+
+def check_calls(calls):
+    for call in calls:
+        assert call.type == "function" and call.id.startswith("call_")
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+
+
+class TestPrompts:
+    CALL: ClassVar = {"name": "get-weather", "arguments": {"city": 'R"é\n', "days": None}}
+    TALK = (
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"type": "function", "function": CALL, "id": "a"}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "a"},
+        {"role": "tool", "content": "warm", "tool_call_id": "b"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL, "id": "c"}] * 2},
+        {"role": "tool", "content": "rain", "tool_call_id": "c"},
+    )
+    DOCUMENTS = ({"doc_id": 1, "title": "Röme", "text": "It\nrains."}, {"doc_id": 2, "text": "It <rains>."})
+
+    def sent(self, **body):
+        """Return the body of a request for this talk, where calls have their arguments as a text."""
+        messages = json.loads(json.dumps(self.TALK))
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        messages[5]["content"] = None
+        return dict(messages=messages, **body)
+
+    def tokens(self, server, body):
+        [request] = server.service.maker.chat_requests(ChatBody.model_validate_json(json.dumps(body)))
+        return list(request.tokens)
+
+    @pytest.mark.parametrize("tools", [None, [WEATHER, TIME]], ids=["no tools", "tools"])
+    @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["no documents", "documents"])
+    def test_equal_transformers(self, server, tiny, tools, documents):
+        expected = tiny[1].apply_chat_template(
+            list(self.TALK),
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=True,
+            mood="kind",
+            return_dict=False,
+        )
+        body = self.sent(chat_template_kwargs={"mood": "kind"}, documents=documents)
+        assert self.tokens(server, {**body, "tools": tools}) == expected
+
+    def test_tools_that_may_not_be_called_are_not_shown(self, server):
+        body = self.sent(tools=[WEATHER], tool_choice="none")
+        assert self.tokens(server, body) == self.tokens(server, self.sent())
+
+    def test_strict_is_not_shown(self, server):
+        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+        assert self.tokens(server, self.sent(tools=[strict])) == self.tokens(server, self.sent(tools=[WEATHER]))
+
+    def test_control_tokens_are_text_wherever_they_are(self, server, tiny):
+        """In tools, documents, options, arguments and names of members."""
+        control = "<|end|>"
+        body = self.sent(
+            tools=[{"type": "function", "function": {"name": "f", "description": control, "parameters": {control: 1}}}],
+            documents=[{control: control}],
+            chat_template_kwargs={"mood": control},
+        )
+        body["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps({control: [control]})
+        body["messages"][3]["content"] = control
+        tokens, text = self.tokens(server, body), json.dumps(body).replace(control, "other")
+        plain = self.tokens(server, json.loads(text))
+        assert tokens.count(1) == plain.count(1) == 6
+        assert tiny[1].decode(tokens).count(control) - 6 == tiny[1].decode(plain).count("other")
+
+
+class TestCalls:
+    @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get-weather"}}], ids=str)
+    @pytest.mark.parametrize("parallel", [None, False])
+    def test_whole_and_streamed(self, client, hasty, choice, parallel):
+        hasty = {**hasty, "logit_bias": {**hasty["logit_bias"], "1": 2}}  # there may be a further call
+        numbers = set()
+        for seed in range(4):
+            body = dict(model=MODEL, messages=[USER], tools=[WEATHER, TIME], tool_choice=choice, seed=seed, **hasty)
+            body |= {} if parallel is None else {"parallel_tool_calls": parallel}
+            [whole] = client.chat.completions.create(**body).choices
+            assert whole.finish_reason == "tool_calls" and whole.message.content is None
+            check_calls(whole.message.tool_calls)
+            numbers.add(len(whole.message.tool_calls))
+            if choice != "required":
+                assert whole.message.tool_calls[0].function.name == "get-weather"
+            with client.chat.completions.stream(**body) as stream:
+                events = [event.type for event in stream]
+                [streamed] = stream.get_final_completion().choices
+            assert streamed.finish_reason == "tool_calls" and not streamed.message.content
+            functions = [call.function for call in whole.message.tool_calls]
+            assert [(each.function.name, each.function.arguments) for each in streamed.message.tool_calls] == [
+                (function.name, function.arguments) for function in functions
+            ]
+            assert len({call.id for call in streamed.message.tool_calls}) == len(functions)
+            assert events.count("tool_calls.function.arguments.delta") >= len(functions)
+        assert numbers == {1} if parallel is False or choice != "required" else max(numbers) > 1
+
+    def test_openai_parses_strict_tools(self, client, hasty):
+        class GetWeather(BaseModel):
+            city: str = Field(max_length=9)
+            unit: Literal["C", "F"]
+
+        tool = openai.pydantic_function_tool(GetWeather)
+        for seed in range(3):
+            answer = client.chat.completions.parse(
+                model=MODEL, messages=[USER], tools=[tool], tool_choice="required", seed=seed, **hasty
+            )
+            calls = answer.choices[0].message.tool_calls
+            assert calls and all(isinstance(call.function.parsed_arguments, GetWeather) for call in calls)
+
+    def test_a_turn_after_the_calls(self, client, hasty):
+        """The client sends the message that it got, and the tools' answers."""
+        body = dict(model=MODEL, tools=[WEATHER, TIME], seed=1, **hasty)
+        message = client.chat.completions.create(messages=[USER], tool_choice="required", **body).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+        said = {"role": "assistant", "tool_calls": [call.model_dump() for call in message.tool_calls]}
+        [choice] = client.chat.completions.create(messages=[USER, said, *results], **body).choices
+        assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+
+    def test_text_that_is_no_call_is_the_content(self, post, hasty):
+        """Also with a strict tool, whose grammar takes any text before a call."""
+        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+        for tool in (WEATHER, strict):
+            body = dict(tools=[tool], seed=1, **{**hasty, "max_tokens": 12})
+            [choice] = post(**body).json()["choices"]
+            [free] = post(**body, tool_choice="none").json()["choices"]
+            assert "tool_calls" not in choice["message"]
+            if tool is WEATHER:
+                assert choice["message"] == free["message"]
+
+    def test_a_json_answer_or_calls(self, post, hasty):
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
+        seen = set()
+        for bias in (20, -20):
+            biases = {**hasty["logit_bias"], str(byte_token("<")): -bias, str(byte_token('"')): bias}
+            body = dict(tools=[WEATHER], response_format=format, seed=1, **{**hasty, "logit_bias": biases})
+            [choice] = post(**body).json()["choices"]
+            seen.add(choice["finish_reason"])
+            if choice["finish_reason"] == "stop":
+                assert json.loads(choice["message"]["content"]) in ("a", "b")
+        assert seen == {"stop", "tool_calls"}
+
+    def test_log_probabilities_and_choices(self, post, hasty):
+        body = dict(tools=[TIME], tool_choice="required", n=3, seed=1, logprobs=True, top_logprobs=3, **hasty)
+        answer = post(**body).json()
+        for choice in answer["choices"]:
+            assert choice["finish_reason"] == "tool_calls"
+            assert "".join(each["token"] for each in choice["logprobs"]["content"]).startswith(OPEN)
+        chunks = [json.loads(line[6:]) for line in post(**body, stream=True).text.splitlines() if line[6:7] == "{"]
+        reports = [
+            each
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["index"] == 1
+            for each in choice["logprobs"]["content"]
+        ]
+        assert reports == answer["choices"][1]["logprobs"]["content"]
+
+
+def byte_token(character):
+    """Return the byte tokenizer's token for a character in ASCII that is printed."""
+    return 6 + ord(character) - 33
+
+
+class TestScripted:
+    """Answers that are written here in place of the model's."""
+
+    @pytest.fixture
+    def say(self, tiny, monkeypatch):
+        def script(text):
+            tokens = [*tiny[1].encode(text), 1]
+            monkeypatch.setattr(
+                "granite4_neuron.engine.sampling.Sampler.choose",
+                lambda self, logits, past: tokens[len(past) - past_length(past)],
+            )
+
+        def past_length(past):
+            return len(past) - past[::-1].index(3)  # of the last <|assistant|>
+
+        return script
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_calls_and_malformed_calls(self, client, say, stream):
+        good = f'{OPEN}\n{{"name": "time", "arguments": {{"a": [1, "}}"]}}}}\n{CLOSE}'
+        for text, content, calls, reason in (
+            (f"Hm.\n{good}\n{good}", "Hm.", 2, "tool_calls"),
+            (f"{OPEN}\nno JSON\n{CLOSE}", f"{OPEN}\nno JSON\n{CLOSE}", 0, "stop"),
+            ("no call", "no call", 0, "stop"),
+        ):
+            say(text)
+            body = dict(model=MODEL, messages=[USER], tools=[TIME], max_tokens=300)
+            if stream:
+                with client.chat.completions.stream(**body) as events:
+                    [choice] = events.get_final_completion().choices
+            else:
+                [choice] = client.chat.completions.create(**body).choices
+            assert choice.finish_reason == reason and choice.message.content == content
+            functions = [call.function for call in choice.message.tool_calls or ()]
+            assert [(each.name, each.arguments) for each in functions] == [("time", '{"a": [1, "}"]}')] * calls
+
+    def test_without_tools_a_call_is_text(self, client, say):
+        text = f'{OPEN}\n{{"name": "time", "arguments": {{}}}}\n{CLOSE}'
+        say(text)
+        [choice] = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=300).choices
+        assert choice.message.content == text and choice.finish_reason == "stop"
+
+
+class TestLangChain:
+    @pytest.fixture
+    def model(self, server, hasty):
+        return langchain_openai.ChatOpenAI(
+            model=MODEL, base_url=f"{server.address}/v1", api_key="none", seed=2, **hasty
+        )
+
+    def test_bind_tools(self, model):
+        def get_weather(city: str, days: int = 1) -> str:
+            """Look out of the window."""
+
+        bound = model.bind_tools([get_weather], tool_choice="any")
+        answer = bound.invoke("What is the weather?")
+        assert answer.tool_calls and {call["name"] for call in answer.tool_calls} == {"get_weather"}
+        assert all(isinstance(call["args"]["city"], str) for call in answer.tool_calls)
+        pieces = list(bound.stream("What is the weather?"))
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total += piece
+        assert [call["args"] for call in total.tool_calls] == [call["args"] for call in answer.tool_calls]
+
+    @pytest.mark.parametrize("strict", [None, True])
+    def test_with_structured_output(self, model, strict):
+        class Weather(BaseModel):
+            """The weather."""
+
+            city: str
+            degrees: int
+
+        answer = model.with_structured_output(Weather, method="function_calling", strict=strict).invoke("Rome?")
+        assert isinstance(answer, Weather)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+REFUSED = {
+    "name": (dict(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools.0.function.name: "),
+    "kind": (dict(tools=[{"type": "web_search"}]), "tools.0.type: "),
+    "field": (dict(tools=[{**FUNCTION, "x": 1}]), "tools.0.x is a field that this server does not support"),
+    "twice": (dict(tools=[FUNCTION, FUNCTION]), "tools: each must have a name of its own"),
+    "many": (dict(tools=[FUNCTION] * 129), "tools: list should have at most 128 items"),
+    "nothing to choose": (dict(tool_choice="required"), "tool_choice: it needs tools"),
+    "unknown choice": (
+        dict(tools=[FUNCTION], tool_choice={"type": "function", "function": {"name": "g"}}),
+        "tool_choice: there is no tool g in tools",
+    ),
+    "schema": (
+        dict(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}], tool_choice="required"
+        ),
+        "tools: the grammar cannot be used",
+    ),
+    "an expression beside tools": (
+        dict(tools=[FUNCTION], structured_outputs={"regex": "a"}),
+        "structured_outputs: with tools and tool_choice auto, it must be JSON",
+    ),
+    "arguments": (
+        dict(
+            messages=[{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]
+        ),
+        "messages.0.tool_calls.0.function.arguments: it must be a text with an object in JSON",
+    ),
+    "no id": (dict(messages=[USER, {"role": "tool", "content": "a"}]), "messages.1: a message of the role"),
+    "calls of a user": (
+        dict(messages=[{**USER, "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]),
+        "messages.0: only an assistant's message may have tool_calls",
+    ),
+    "documents": (dict(documents=["a"]), "documents.0: "),
+    "many documents": (dict(documents=[{}] * 1025), "documents: list should have at most 1024 items"),
+    "a large document": (dict(documents=[{"text": "a" * 500_000}]), "documents has 500004 characters"),
+    "options": (dict(chat_template_kwargs={"messages": []}), "messages is a variable of the chat template that has"),
+    "an option that the template refuses": (
+        dict(chat_template_kwargs={"mood": 5}),
+        "this checkpoint's chat template does not render",
+    ),
+    "deep": (
+        dict(
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"a":' * 9999}}],
+                }
+            ]
+        ),
+        "it must be a text with an object in JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(post, fields, message):
+    answer = post(**fields)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text

@@ -1,0 +1,35 @@
+"""A chat template that shows tools, documents and calls as Granite 4's do, with the roles of the byte tokenizer."""
+
+TOOL_TEMPLATE = """\
+{%- set ns = namespace(system='') %}
+{%- if messages[0].role == 'system' %}{% set ns.system = messages[0].content %}{% endif %}
+{%- if tools %}
+    {%- set ns.system = ns.system + 'You may call these tools:\\n<tools>' %}
+    {%- for tool in tools %}{% set ns.system = ns.system + '\\n' + (tool | tojson) %}{% endfor %}
+    {%- set ns.system = ns.system + '\\n</tools>' %}
+{%- endif %}
+{%- if documents %}
+    {%- set ns.system = ns.system + '<documents>' %}
+    {%- for document in documents %}{% set ns.system = ns.system + '\\n' + (document | tojson) %}{% endfor %}
+    {%- set ns.system = ns.system + '\\n</documents>' %}
+{%- endif %}
+{%- if mood is defined %}{% set ns.system = ns.system + ' Be ' + mood %}{% endif %}
+{%- if ns.system %}{{- '<|system|>' + ns.system + '<|end|>' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|' + message.role + '|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|user|>' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|end|>' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""

@@ -1,0 +1,216 @@
+"""Texts that follow a schema, an expression, choices or a grammar, on a random model of one token per byte."""
+
+import json
+import re
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from granite4_neuron import UserError, generate, stream_generate
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.runtime.cpu import CPURuntime
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model, run, tokens_of
+from test.support.schemas import SCHEMAS
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+
+VOCAB = 264  # two more than the tokenizer has
+END = 1
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", '"\\']}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+LARK = 'start: "(" inner ")"\ninner: /[a-c]{1,3}/ | start start'
+KINDS = {
+    "json": ("json", PERSON),
+    "json text": ("json", json.dumps(PERSON)),
+    "regex": ("regex", "[A-Z][a-z]{2,5}( [0-9]+)?!"),
+    "choice": ("choice", ["yes", "yes, of course", "no 😀", 'a"\\\n']),
+    "lark": ("grammar", LARK),
+    "gbnf": ("grammar", 'root ::= [x-z] ("," root)?'),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return engine_model(vocab_size=VOCAB, eos_token_id=END, max_position_embeddings=600)
+
+
+@pytest.fixture(scope="module")
+def runtime(model):
+    return CPURuntime(model, GenerationConfig(top_k=None))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    with closing(Grammars(tokenizer, VOCAB)) as grammars:
+        yield grammars
+
+
+@pytest.fixture(scope="module")
+def hasty(tokenizer):
+    """Return biases with which a random model comes to an end."""
+    closing_tokens = {tokenizer.convert_tokens_to_ids(character): 4 for character in '"}],)'}
+    return {**closing_tokens, END: 20}
+
+
+def nested(text):
+    return re.fullmatch(r"\([a-c]{1,3}\)|\((.*)\)", text) is not None and text.count("(") == text.count(")")
+
+
+CHECKS = {
+    "json": lambda text: jsonschema.validate(json.loads(text), PERSON) is None,
+    "json text": lambda text: jsonschema.validate(json.loads(text), PERSON) is None,
+    "regex": lambda text: re.fullmatch(KINDS["regex"][1], text),
+    "choice": lambda text: text in KINDS["choice"][1],
+    "lark": nested,
+    "gbnf": lambda text: re.fullmatch("[x-z](,[x-z])*", text),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_of_their_kind(runtime, tokenizer, grammars, hasty, kind):
+    texts = set()
+    for seed in range(8):
+        options = dict(temperature=1.0, seed=seed, max_tokens=300, logit_bias=hasty)
+        *_, last = responses = list(
+            stream_generate(runtime, tokenizer, "x", constraint=grammars.constraint(*KINDS[kind]), **options)
+        )
+        texts.add("".join(response.text for response in responses))
+        assert last.finish_reason == "stop" and last.token == END
+    assert all(map(CHECKS[kind], texts)) and len(texts) > 1
+
+
+def test_schemas(runtime, tokenizer, grammars, hasty):
+    """Every finished answer is valid; hardly any schema is refused, and hardly any answer is cut off."""
+    counts = dict(stop=0, length=0, refused=0)
+
+    @settings(max_examples=200)
+    @given(SCHEMAS)
+    def check(schema):
+        try:
+            constraint = grammars.constraint("json", schema)
+        except UserError:
+            counts["refused"] += 1
+            return
+        options = dict(temperature=1.0, seed=1, max_tokens=200, logit_bias=hasty)
+        responses = list(stream_generate(runtime, tokenizer, "x", constraint=constraint, **options))
+        reason = responses[-1].finish_reason
+        counts[reason] += 1
+        if reason == "stop":
+            text = "".join(response.text for response in responses)
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+    check()
+    assert counts["stop"] >= 170, counts
+
+
+def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, grammars, hasty):
+    """In a batch, with drafts, from a prefix cache, with log-probabilities, greedy and sampled."""
+    prompt = tokenizer.encode('The person in JSON: {"name": "abc", "age": 3, "tags": ["a"]} and once more: ')
+    constraints = [None, *(grammars.constraint(*value) for value in KINDS.values())]
+    requests = [
+        Request(prompt, 60, constraint=constraint, stop_token_ids=[END], logit_bias=hasty, **options)
+        for constraint in constraints
+        for options in (dict(temperature=0), dict(temperature=1.0, seed=3), dict(temperature=0, logprobs=3))
+    ]
+    alone = []
+    for request in requests:
+        engine = Engine(runtime, 1)
+        id = engine.add(request)
+        alone.append(run(engine)[id])
+    cache = PrefixCache(runtime, None, 512)
+    accepted = 0
+    for drafter in (None, NgramDrafter(1, 3), DraftModel(CPURuntime(model, GenerationConfig()), VOCAB, 4, 600)):
+        engine = Engine(runtime, 4, tokenizer=tokenizer, prefix_cache=cache, drafter=drafter)
+        ids = [engine.add(request) for request in requests]
+        outputs = run(engine)
+        accepted += engine.stats.accepted_tokens
+        for id, expected in zip(ids, alone, strict=True):
+            assert tokens_of(outputs[id]) == tokens_of(expected)
+            for output, before in zip(outputs[id], expected, strict=True):
+                if output.logprob is not None:
+                    assert output.logprob.logprob == pytest.approx(before.logprob.logprob, abs=1e-4)
+                    assert [token for token, _ in output.logprob.top] == [token for token, _ in before.logprob.top]
+    assert accepted > 200
+
+
+def test_drafts_that_the_grammar_forbids_are_not_verified(runtime, tokenizer, grammars):
+    constraint = grammars.constraint("regex", "abc(de)?")
+    tokens = tokenizer.encode("abcdx")
+    assert [constraint.count_allowed(tokens[:length]) for length in range(6)] == [0, 1, 2, 3, 4, 4]
+    assert constraint.count_allowed([*tokenizer.encode("abc"), END]) == 4
+    assert constraint.count_allowed([*tokenizer.encode("ab"), END]) == 2
+
+
+REFUSED = {
+    "not a schema": ("json", {"type": "foo"}, r"the JSON schema cannot be used \(Invalid type: foo\)"),
+    "not supported": ("json", {"uniqueItems": True}, "Unimplemented keys"),
+    "another file": ("json", {"$ref": "file:///etc/passwd"}, "does not fetch"),
+    "nothing is valid": ("json", {"$ref": "#"}, "cannot be used"),
+    "not an object": ("json", "[1]", "the JSON schema must be an object"),
+    "not JSON": ("json", "{", "the JSON schema is not JSON"),
+    "very deep": ("json", "[" * 60_000, "the JSON schema is not JSON"),
+    "multiples of a large number": ("json", {"type": "integer", "multipleOf": 99_999_989}, "takes more than 2 seconds"),
+    "too long": ("regex", "a" * 2**17, "the regular expression has 131,072 characters, and may have 65,536"),
+    "not an expression": ("regex", "a(", "the regular expression cannot be used"),
+    "no choices": ("choice", [], "must be of texts, at least one"),
+    "not choices": ("choice", [1], "must be of texts, at least one"),
+    "not a grammar": ("grammar", "start: other", "the grammar cannot be used"),
+    "deep parentheses": ("grammar", "root ::= " + "(" * 30_000, "the grammar cannot be used"),
+    "not a text": ("grammar", 5, "the grammar must be a text"),
+}
+
+
+@pytest.mark.parametrize("kind, value, message", REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(grammars, kind, value, message):
+    with pytest.raises(UserError, match=message) as error:
+        grammars.constraint(kind, value)
+    assert "\n" not in str(error.value)
+    assert grammars.constraint("choice", ["a"]), "others are served after it"
+
+
+def test_options_of_the_library_are_not_the_requests(runtime, tokenizer, grammars):
+    """A schema could otherwise have llguidance ignore what it does not support."""
+    with pytest.raises(UserError, match="Unimplemented keys"):
+        grammars.constraint("json", {"uniqueItems": True, "x-guidance": {"lenient": True}})
+
+
+@pytest.mark.parametrize(
+    "vocab_size, end, reason", [(100, "<|end|>", "vocab size too small"), (VOCAB, None, "no end-of-")]
+)
+def test_a_tokenizer_that_grammars_cannot_use(tokenizer, vocab_size, end, reason):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)
+    tokenizer.eos_token = end
+    with closing(Grammars(tokenizer, vocab_size)) as grammars, pytest.raises(UserError, match=f"grammars .*{reason}"):
+        grammars.constraint("choice", ["a"])
+
+
+def test_a_long_text_is_cut(runtime, tokenizer, grammars):
+    long = grammars.constraint("regex", "a{50}")
+    assert generate(runtime, tokenizer, "x", constraint=long, max_tokens=7) == "a" * 7
+
+
+def test_a_grammar_that_fails_later_ends_its_text(runtime, tokenizer, grammars):
+    """It forces a text without end, which takes too many steps to foresee."""
+    endless = grammars.constraint("grammar", 'start: "a" start')
+    with pytest.raises(UserError, match=r"the grammar takes no further token \(parser error: Too many items"):
+        generate(runtime, tokenizer, "x", constraint=endless, max_tokens=7)
