@@ -150,7 +150,7 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize("options, allowed", ALLOWED, ids=str)
+@pytest.mark.parametrize("options, allowed", ALLOWED)
 @pytest.mark.parametrize("special", [False, True])
 def test_grammars(tmp_path, options, allowed, special):
     """As text, and with tags that are special tokens."""
