@@ -16,9 +16,9 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 
@@ -88,8 +88,24 @@ def _library() -> Path:
             return library
         _say(f"{library} is damaged or may be written to by others; it is compiled again.")
         library.unlink()
-    _say("compiling the CPU kernels for this machine, once; this takes a minute or so ...")
-    return _build(_compiler(), _SOURCES, folder, name)
+    compiler = _compiler()
+    _say("compiling the CPU kernels for this machine, once ...")
+    with _elapsed_time():
+        return _build(compiler, _SOURCES, folder, name)
+
+
+@contextmanager
+def _elapsed_time() -> Iterator[None]:
+    """Show on standard error, if that is a terminal, that the block is still under way, and for how long."""
+    # Not at the top: it is for the first use only.
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("compiling"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task("", total=None)
+        yield
 
 
 def _build(compiler: Sequence[str], sources: Path, folder: Path, name: str) -> Path:
