@@ -29,6 +29,7 @@ from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens, loop
+from test.support.tool_template import TOOL_TEMPLATE
 
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
@@ -174,6 +175,17 @@ class TestLoop:
         assert answers == [expected, generate(runtime, tokenizer, chat_prompt(tokenizer, "hi"), **options)]
         templated = tokenizer.apply_chat_template(talk[1:], add_generation_prompt=True)
         assert chat(runtime, tokenizer, templated, **options) == generate(runtime, tokenizer, templated, **options)
+
+    def test_tools_and_documents(self, texting, monkeypatch):
+        runtime, tokenizer = texting
+        monkeypatch.setattr(tokenizer, "chat_template", TOOL_TEMPLATE)
+        messages = [{"role": "user", "content": "Hi"}]
+        shown = dict(tools=[{"type": "function", "function": {"name": "f"}}], documents=[{"text": "x"}])
+        prompt = tokenizer.apply_chat_template(messages, **shown, add_generation_prompt=True, return_dict=False)
+        options = dict(max_tokens=5, ignore_eos=True)
+        assert chat(runtime, tokenizer, messages, **shown, **options) == generate(runtime, tokenizer, prompt, **options)
+        with pytest.raises(UserError, match="must be a dictionary"):
+            chat(runtime, tokenizer, [*messages, 3], **shown)
 
     def test_logits_and_hidden_states_as_documented(self, texting, texting_folder, ids, monkeypatch):
         page = (Path(__file__).parents[2] / "docs/engine.md").read_text()

@@ -2,8 +2,8 @@
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.engine import GenerationStats
-from granite4_neuron.generation.chat import ConversationEncoder, chat_prompt
 from granite4_neuron.generation.conversation import Conversation, Turn
+from granite4_neuron.generation.conversation_encoder import ConversationEncoder, chat_prompt
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
     GenerationResponse,

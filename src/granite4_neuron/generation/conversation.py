@@ -13,7 +13,7 @@ from granite4_neuron import available_memory
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.chat import ConversationEncoder
+from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 from granite4_neuron.model.snapshot import Snapshot
 
 _POINTER_BYTES = 8  # per token in a list
@@ -55,6 +55,7 @@ class Conversation:
         encoder: of the engine's tokenizer.
         request: the options of answers; its tokens are not used. With a seed, answers use seed, seed + 1, ...
         system: the system message; it may be changed at any time.
+        shown: what the template shows beside the messages, tools and documents; see `ConversationEncoder.encode`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Conversation:
         encoder: ConversationEncoder,
         request: Request,
         system: str | None = None,
+        shown: Mapping[str, Any] = {},
     ):
         self.system = system
         self.turns: list[Turn] = []
@@ -71,6 +73,7 @@ class Conversation:
         self._engine = engine
         self._cache = cache
         self._encoder = encoder
+        self._shown = shown
         self._request = request
         self._num_answers = 0
         self._is_interrupted = False
@@ -115,6 +118,18 @@ class Conversation:
             self.last_stats = _difference(self._engine.stats, before)
         if generated:
             self.turns.append(Turn(self.system, user, answer, prompt, generated, reason))
+
+    def option(self, name: str) -> object:
+        """Return an option of the next answers, a field of `engine.Request`; None for the checkpoint's value."""
+        return getattr(self._request, name)
+
+    def set_option(self, name: str, value: object) -> None:
+        """Set an option of the next answers.
+
+        Raises:
+            UserError: it does not take the value.
+        """
+        self._request = replace(self._request, **{name: value})
 
     def interrupt(self) -> None:
         """End the answer after the current step. A signal handler may call this."""
@@ -186,12 +201,12 @@ class Conversation:
     def _prompt(self, user: str) -> list[int]:
         """Return the next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
         messages = self._messages()
-        tokens = self._encoder.encode([*messages, _message("user", user)])
+        tokens = self._encoder.encode([*messages, _message("user", user)], **self._shown)
         last = self.turns[-1] if self.turns else None
         if last is None or last.system != self.system or self._is_cut_by_text(last):
             return tokens
         # The same part of the conversation as the template and the tokenizer spell it.
-        spelled = [*self._encoder.encode(messages[:-1]), *self._encoder.encode_text(last.answer)]
+        spelled = [*self._encoder.encode(messages[:-1], **self._shown), *self._encoder.encode_text(last.answer)]
         if tokens[: len(spelled)] != spelled:
             return tokens  # the template changes what was said before
         ended = last.generated[-1] in self._request.stop_token_ids

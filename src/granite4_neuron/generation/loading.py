@@ -37,6 +37,7 @@ from granite4_neuron.runtime.torch_device import TorchRuntime
 def load(
     model: str | Path | None = None,
     *,
+    revision: str | None = None,
     dtype: torch.dtype | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
@@ -54,6 +55,7 @@ def load(
 
     Args:
         model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
+        revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
         backend: "cpu" for this machine's processor, "torch" for compiled graphs on a PyTorch device, "xla" for compiled
@@ -77,7 +79,7 @@ def load(
         ("quantize", quantize, (None, *QUANTIZATIONS)),
     ):
         check_choice(name, value, choices)
-    folder = find(model if model is not None else bundled_checkpoint())
+    folder = find(model if model is not None else bundled_checkpoint(), revision)
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(folder, config)
     generation_config = _read_generation_config(folder, config)

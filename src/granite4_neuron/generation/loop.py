@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -21,7 +23,7 @@ from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
 from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.prompts import Prompt, encode, is_tokens, split
+from granite4_neuron.generation.prompts import Prompt, PromptEncoder, encode, is_tokens, split
 from granite4_neuron.runtime.interface import Runtime
 
 # At a time: each takes memory for its state.
@@ -128,14 +130,28 @@ def generate(
 
 
 def chat(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, messages: Prompt | Sequence[Prompt], **options
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Prompt | Sequence[Prompt],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    **options,
 ) -> str | list[str]:
     """Return the model's answer to a conversation, or a list for several.
 
-    Arguments are those of `stream_generate`, except that a text is a user's only message.
+    Args:
+        messages: a conversation, or a text as a user's only message; or a list of these.
+        tools, documents: see `ConversationEncoder.encode`; `tool_calls.parse_tool_calls` finds calls in an answer.
+        options: of `stream_generate`.
+
+    Raises:
+        UserError: as `stream_generate` and `ConversationEncoder.encode`.
     """
     singles, are_several = split(messages)
-    prompts = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in singles]
+    conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in singles]
+    with closing(PromptEncoder(tokenizer, tools=tools, documents=documents)) as encoder:
+        prompts = [encoder.tokens(each, "the prompt") for each in conversations]
     answers = generate(runtime, tokenizer, prompts, **options)
     return answers if are_several else answers[0]
 

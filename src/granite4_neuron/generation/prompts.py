@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.request import check_text, check_tokens
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.chat import ConversationEncoder
+from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 
 Messages = Sequence[Mapping[str, str]]
 # A mapping is a tokenizer's BatchEncoding.
@@ -56,7 +56,7 @@ def encode(
     if not prompts:
         raise UserError("there is no prompt; give at least one.")
     encoded = []
-    with closing(_Encoder(tokenizer)) as encoder:
+    with closing(PromptEncoder(tokenizer)) as encoder:
         for number, prompt in enumerate(prompts, start=1):
             which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
             tokens = encoder.tokens(prompt, which)
@@ -75,14 +75,24 @@ def is_tokens(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and not _is_conversation(prompt)
 
 
-class _Encoder:
-    """Encodes texts and conversations. What conversations need is made for the first of them."""
+class PromptEncoder:
+    """Encodes texts and conversations. What conversations need is made for the first of them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast | None):
+    Args:
+        shown: in conversations, beside the messages, such as tools and documents; see `ConversationEncoder.encode`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, **shown):
         self._tokenizer = tokenizer
+        self._shown = shown
         self._conversations: ConversationEncoder | None = None
 
     def tokens(self, prompt: Prompt, which: str) -> Sequence[int]:
+        """Return the tokens of one prompt from `split`; messages call it `which`.
+
+        Raises:
+            UserError: it is not what it must be.
+        """
         if isinstance(prompt, str):
             check_text(prompt, which)
             return self._tokenizer.encode(prompt)
@@ -92,9 +102,10 @@ class _Encoder:
             raise UserError(f'{which} is not a conversation: each message must be a dictionary with a "role".')
         if self._conversations is None:
             self._conversations = ConversationEncoder(self._tokenizer)
-        return self._conversations.encode(prompt)
+        return self._conversations.encode(prompt, **self._shown)
 
     def close(self) -> None:
+        """End what conversations needed."""
         if self._conversations is not None:
             self._conversations.close()
 

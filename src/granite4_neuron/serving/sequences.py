@@ -12,7 +12,7 @@ from granite4_neuron.engine import Request
 from granite4_neuron.engine.request import check_tokens
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import ConversationEncoder
-from granite4_neuron.generation.chat import texts_of
+from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
