@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import signal
@@ -27,7 +28,6 @@ from granite4_neuron.commands import (
     tune,
     vllm_check,
 )
-from granite4_neuron.commands.options import EXAMPLES
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
@@ -36,6 +36,14 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
+_EXAMPLES = """\
+examples:
+  granite4-neuron generate "An assignment statement"
+  granite4-neuron chat --model ibm-granite/granite-4.0-h-350m
+  granite4-neuron plan --model granite-4.0-h-small
+
+Each command has a help of its own: granite4-neuron generate --help
+"""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -48,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _interruptible_imports():
         try:
             with as_user_errors():
-                options = parser().parse_args(arguments)
+                options = _parsed(sys.argv[1:] if arguments is None else arguments)
+                if options.command is None:
+                    parser().print_help()
+                    return 0
                 _set_up_logging(options.log_level)
                 return options.run(options)
         except KeyboardInterrupt:
@@ -70,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="granite4-neuron",
         description="IBM Granite 4.0 hybrid models (Mamba-2, attention, mixture of experts).",
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
@@ -80,10 +91,28 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default="warning", help="what is said on standard error (default: warning)"
     )
-    commands = parser.add_subparsers(required=True, metavar="command", title="commands")
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert, vllm_check):
         command.add_parser(commands)
     return parser
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments.
+
+    Raises:
+        UserError: they are wrong; for an unknown option with the one that was probably meant.
+    """
+    main_parser = parser()
+    options, unknown = main_parser.parse_known_args(arguments)
+    if not unknown:
+        return options
+    [commands] = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
+    command = commands.choices.get(options.command, main_parser)
+    given = unknown[0].partition("=")[0].replace("_", "-")
+    similar = difflib.get_close_matches(given, command._option_string_actions, 1)
+    meant = f"; did you mean {similar[0]}?" if similar else ""
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
 
 
 class _Parser(argparse.ArgumentParser):

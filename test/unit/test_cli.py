@@ -301,7 +301,10 @@ class TestBadInput:
 
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")
-        self.refused(run(), "required")
+        self.refused(run("generate", "x", "--max_tokens", "3"), "did you mean --max-tokens?")
+        self.refused(run("plan", "--modle=h-small"), "did you mean --model? (see granite4-neuron plan --help)")
+        self.refused(run("chat", "--wholly-unknown"), "unrecognized arguments: --wholly-unknown (see")
+        self.refused(run("info", "--revision", "v1", "--model", "."), "a revision is of a Hugging Face id")
         self.refused(run("check", "--tokens", "0"), "0 is not a whole number of at least 1")
         self.refused(run("graphs", "--buckets", "0"), "0 is not a whole number of at least 1")
         if importlib.util.find_spec("torch_xla") is None:
@@ -438,6 +441,19 @@ def test_help_explains_every_option(run, command):
     for action in subparsers.choices[command]._actions:
         assert action.help, action.option_strings
         assert not action.option_strings or action.option_strings[-1] in output
+
+
+def test_a_bare_command_prints_help(run):
+    assert run() == run("--help")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_everyday_options_come_first(run, command):
+    _, output, _ = run(command, "--help")
+    rest, kernels = output.split("weights, kernels and devices:")
+    assert "--cpu-kernels" in kernels and "--model MODEL  " in rest and "  --cpu-kernels" not in rest
+    examples = kernels.partition("examples:")[2].strip().splitlines()
+    assert 2 <= len(examples) <= 3 and all(f"granite4-neuron {command} " in example for example in examples)
 
 
 def test_help_of_generate(run):

@@ -17,8 +17,9 @@ from granite4_neuron.checkpoint.loading import load_model
 
 NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = f"""
+import sys
 from granite4_neuron.checkpoint.folder import find
-print(find({NAME!r}))
+print(find({NAME!r}, *sys.argv[1:]))
 """
 
 
@@ -79,8 +80,8 @@ def hub(texting_folder, tmp_path):
     server.server_close()
 
 
-def find(environment):
-    command = [sys.executable, "-c", PROGRAM]
+def find(environment, *revision):
+    command = [sys.executable, "-c", PROGRAM, *revision]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
@@ -103,6 +104,13 @@ def test_what_is_in_the_cache_is_found_without_the_hub(hub):
     asked.clear()
     assert find({**environment, "HF_HUB_OFFLINE": "1"}) == folder and not asked
     assert find({**environment, "HF_ENDPOINT": "http://127.0.0.1:9"}) == folder and not asked
+
+
+def test_a_revision(hub):
+    environment, asked = hub
+    assert find(environment, "v1.1").name == REVISION
+    assert any(path == f"/{NAME}/resolve/v1.1/config.json" for path in asked)
+    assert not any("/main" in path for path in asked)
 
 
 def test_a_model_that_is_not_run_here_is_not_downloaded(hub, texting_folder, tmp_path, monkeypatch):

@@ -30,25 +30,30 @@ def bundled_checkpoint() -> Path:
     return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 
-def find(model: str | os.PathLike[str]) -> Path:
+def find(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if
     needed.
 
+    Args:
+        revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
+
     Raises:
         UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
-            model.
+            model; or a folder has a revision.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise UserError(f"the model is {model!r}; give the folder of a checkpoint or a Hugging Face id.")
     name = os.fspath(model)
     if os.path.isdir(name):
+        if revision is not None:
+            raise UserError(f"{name} is a folder; a revision is of a Hugging Face id, so leave it out.")
         return _checked(Path(name))
     if os.path.exists(name):
         raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint.{_format_of(name)}")
     if not _HUB_ID.fullmatch(name):
         shown = name if name.isprintable() and name else repr(name)
         raise UserError(f"{shown} is not a folder{_suggestion(name)}")
-    return _from_hub(name)
+    return _from_hub(name, revision)
 
 
 def what_else_is_in(folder: Path) -> str:
@@ -87,7 +92,7 @@ def _suggestion(name: str) -> str:
     return "; give the folder of a checkpoint or a Hugging Face id (owner/name)."
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     # Not at the top: a folder needs no hub.
     from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -96,8 +101,9 @@ def _from_hub(name: str) -> Path:
     local = constants.HF_HUB_OFFLINE or unreachable is not None
     try:
         # The config first: a model that this package does not run is not worth the download of its weights.
-        GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, local_files_only=local))
-        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=local))
+        where = dict(revision=revision, local_files_only=local)
+        GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, **where))
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], **where))
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
         raise UserError(

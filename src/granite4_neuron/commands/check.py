@@ -6,16 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.folder import CONFIG, find
+from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
-    add_arithmetic,
-    add_backend,
-    add_cpu_options,
     add_model,
+    add_runtime,
     at_least,
     load_runtime,
-    model_or_bundled,
+    model_folder,
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
@@ -47,9 +45,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "layer, and so shows in which layer a wrong logit begins.",
     )
     add_model(check)
-    add_arithmetic(check)
-    add_cpu_options(check)
-    add_backend(check)
     check.add_argument("--prompt", action="append", default=[], help="compare on this text; may be repeated")
     check.add_argument(
         "--tokens", type=at_least(1), default=16, help="tokens to decode after each prompt (default: 16)"
@@ -65,6 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="compare the hidden states after each layer, and mark the first that is off",
     )
+    add_runtime(check)
     check.set_defaults(run=run)
 
 
@@ -77,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
 
-    folder = find(model_or_bundled(options))
+    folder = model_folder(options)
     if (stored := stored_quantization(folder / CONFIG)) is not None:
         raise UserError(
             f"logits are compared with those of the original weights, and the ones in {folder} are in {stored.name}; "

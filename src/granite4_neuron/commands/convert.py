@@ -7,10 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.commands.options import add_model, dtype_of, model_or_bundled
+from granite4_neuron.commands.options import add_model, dtype_of, model_folder
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import printable
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.checkpoint.loading import load_model, save_model
     from granite4_neuron.ops import TORCH, cpu
 
-    folder = find(model_or_bundled(options))
+    folder = model_folder(options)
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(

@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.folder import CONFIG, find
+from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
-    add_arithmetic,
-    add_backend,
-    add_cpu_options,
     add_model,
+    add_runtime,
     at_least,
     check_folder_of,
     load_runtime,
-    model_or_bundled,
+    model_folder,
     read_text,
     write_json,
 )
@@ -74,9 +72,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     evaluate.add_argument("file", nargs="?", help="the text in UTF-8; standard input without it or with -")
     add_model(evaluate)
-    add_arithmetic(evaluate)
-    add_cpu_options(evaluate)
-    add_backend(evaluate)
     evaluate.add_argument(
         "--window",
         type=at_least(2),
@@ -99,6 +94,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         f"{', '.join(FORMATS)}. Quantized weights have activations in --dtype. All are in memory at a time",
     )
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add_runtime(evaluate)
     evaluate.set_defaults(run=run)
 
 
@@ -110,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         )
     text = read_text(options.file, "there is no text; give a file, or the text on standard input.")
     formats = list(dict.fromkeys([REFERENCE, *options.compare])) if options.compare else [None]
-    folder = find(model_or_bundled(options))
+    folder = model_folder(options)
     if options.compare and (stored := stored_quantization(folder / CONFIG)) is not None:
         raise UserError(
             f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
-    EXAMPLES,
-    add_arithmetic,
-    add_backend,
-    add_cpu_options,
     add_model,
+    add_runtime,
     add_sampling,
     at_least,
     load_runtime,
-    model_or_bundled,
+    model_folder,
     read_text,
     sampling_options,
 )
@@ -28,13 +25,20 @@ if TYPE_CHECKING:
     from granite4_neuron.engine import PrefixCache, SlotPrefixCache
     from granite4_neuron.generation import GenerationStats
 
+_EXAMPLES = """\
+examples:
+  granite4-neuron generate "An assignment statement"
+  granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
+  granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
+"""
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue prompts",
         description="Continue one prompt, printing text as it comes, or several at once as a batch.",
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     generate.add_argument("prompt", nargs="*", help="the text to continue; several make a batch")
@@ -42,9 +46,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message; use the chat template")
     generate.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
     add_model(generate)
-    add_arithmetic(generate)
-    add_cpu_options(generate)
-    add_backend(generate)
     generate.add_argument(
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="new tokens (default: %(default)s)"
     )
@@ -56,6 +57,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "--verbose", action="store_true", help="report speed, peak memory, and why faster kernels were not used"
     )
+    add_runtime(generate)
     generate.set_defaults(run=run)
 
 
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     if options.prompt_cache is not None and len(texts) > 1:
         raise UserError("--prompt-cache is for one prompt; for several that begin alike there is --prefix-cache.")
-    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
+    runtime, tokenizer = load_runtime(options, model_folder(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from rich.table import Table
 
-    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
+    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     dtype = dtype_of(options.dtype or stored_dtype)
     numbers = []
     for name in dict.fromkeys(options.kernels):

@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
-    folder = folder_of(name)
+    folder = folder_of(name, options.revision)
     config, dtype = config_and_dtype(name if folder is None else str(folder))
     quantization = None if folder is None else stored_quantization(folder / CONFIG)
     # Not at the top: --help prints no table.

@@ -37,21 +37,6 @@ if TYPE_CHECKING:
 
     from granite4_neuron.runtime.interface import Runtime
 
-EXAMPLES = """\
-examples:
-  granite4-neuron generate "An assignment statement"
-  granite4-neuron generate --model ibm-granite/granite-4.0-h-350m --chat "What is a monad?" --temperature 0.7 --seed 1
-  granite4-neuron generate --model ./checkpoint --file report.txt --max-tokens 500 --verbose
-  granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
-  granite4-neuron serve --model ./checkpoint --port 8000
-  granite4-neuron info --model granite-4.0-h-small
-  granite4-neuron check --model ./checkpoint --dtype bfloat16
-  granite4-neuron evaluate report.txt --compare bfloat16 int8
-  granite4-neuron graphs --model granite-4.0-h-small --tp-degree 4
-  granite4-neuron plan --model granite-4.0-h-small --instance trn2.3xlarge --tp-degree 4
-"""
-
-
 _SHOWN_DIGITS = 40
 _MOST_CHARACTERS = 2**28  # of a text; a device may have no end
 _LARGEST = 2**31 - 1  # more than there is of anything that is counted, and still a number for every library
@@ -103,9 +88,18 @@ def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
         "--model",
         help=f"a checkpoint folder or a Hugging Face id{names} (default: the small model that comes with the package)",
     )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face id")
 
 
-def add_arithmetic(parser: argparse.ArgumentParser, *, takes_several: bool = False) -> None:
+def add_runtime(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `load_runtime` as a group; call it last, because most people need none of them."""
+    group = parser.add_argument_group("weights, kernels and devices")
+    add_arithmetic(group)
+    add_cpu_options(group)
+    add_backend(group)
+
+
+def add_arithmetic(parser: argparse._ActionsContainer, *, takes_several: bool = False) -> None:
     """Add the dtype and the kernels; with `takes_several`, --kernels takes several names and is a list."""
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
     parser.add_argument(
@@ -218,7 +212,7 @@ def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_backend(parser: argparse.ArgumentParser, backends: Sequence[str] = BACKENDS) -> None:
+def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BACKENDS) -> None:
     parser.add_argument("--backend", choices=backends, default="cpu", help="where to run (default: %(default)s)")
     parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
     parser.add_argument(
@@ -238,18 +232,18 @@ def add_backend(parser: argparse.ArgumentParser, backends: Sequence[str] = BACKE
 
 
 def load_runtime(
-    options: argparse.Namespace, model: str | Path, compiled: Path | None = None
+    options: argparse.Namespace, folder: Path, compiled: Path | None = None
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Call `load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and show a progress bar.
 
     Args:
+        folder: of the checkpoint, from `model_folder` or `find`.
         compiled: the folder of the model's graphs, if not that of --compiled.
 
     Raises:
         UserError: as `load`.
     """
-    folder = find(model)
-    # Not at the top, nor before the folder is there: it takes seconds to import.
+    # Not at the top: it takes seconds to import, and so it waits until the folder is there.
     from granite4_neuron.generation import load
 
     use_threads(options)
@@ -283,7 +277,7 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
     )
 
 
-def add_cpu_options(parser: argparse.ArgumentParser) -> None:
+def add_cpu_options(parser: argparse._ActionsContainer) -> None:
     """Add the options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
     parser.add_argument(
         "--cpu-kernels",
@@ -331,16 +325,22 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
     return bundled_checkpoint()
 
 
-def folder_of(name: str) -> Path | None:
+def model_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of --model and --revision, or of the bundled checkpoint; see `find`."""
+    return find(model_or_bundled(options), options.revision)
+
+
+def folder_of(name: str, revision: str | None = None) -> Path | None:
     """Return the folder of a checkpoint; None for a family member if there is no folder of that name."""
-    return None if not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name) else find(name)
+    is_member = not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name)
+    return None if is_member else find(name, revision)
 
 
-def config_and_dtype(name: str) -> tuple[GraniteMoeHybridConfig, str]:
+def config_and_dtype(name: str, revision: str | None = None) -> tuple[GraniteMoeHybridConfig, str]:
     """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
     DTYPES.
     """
-    if (folder := folder_of(name)) is None:
+    if (folder := folder_of(name, revision)) is None:
         config = GraniteMoeHybridConfig.from_family(name)
         return config, config.torch_dtype
     return GraniteMoeHybridConfig.from_file(folder / CONFIG), StoredTensors(folder).dtype()

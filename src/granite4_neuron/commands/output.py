@@ -41,6 +41,8 @@ def print_table(table: Table) -> None:
     """
     from rich.console import Console
 
+    for column in table.columns:
+        column.overflow = "fold"  # in a narrow terminal a cell takes more lines, and loses nothing
     shown, text = Console(), io.StringIO()
     width = shown.width if shown.file.isatty() else _WIDER_THAN_TABLES
     looks = dict(width=width, force_terminal=shown.is_terminal, color_system=shown.color_system)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
@@ -167,7 +168,7 @@ def drafter(
     require(runtime, "verify")
     if options.speculate is not None:
         return NgramDrafter(), ngram_tokens(options.speculate)
-    draft_runtime, draft_tokenizer = load_runtime(options, options.draft_model, _compiled_draft(options))
+    draft_runtime, draft_tokenizer = load_runtime(options, find(options.draft_model), _compiled_draft(options))
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
     longest = runtime.max_length if max_length is None else max_length

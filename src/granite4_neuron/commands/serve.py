@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import (
-    EXAMPLES,
-    add_arithmetic,
-    add_backend,
-    add_cpu_options,
     add_model,
+    add_runtime,
     at_least,
     load_runtime,
-    model_or_bundled,
+    model_folder,
 )
 from granite4_neuron.commands.output import write
 from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes, prefix_cache_of
@@ -33,6 +30,12 @@ _PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
+_EXAMPLES = """\
+examples:
+  granite4-neuron serve --model ./checkpoint --port 8000
+  granite4-neuron serve --model ibm-granite/granite-4.0-h-350m --max-num-seqs 16 --prefix-cache 4GiB
+"""
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
@@ -40,13 +43,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="serve a model with OpenAI's API",
         description="Serve one model with OpenAI's API, at http://HOST:PORT/v1, until SIGTERM, SIGHUP or Ctrl-C. Then "
         "the server finishes the requests that it has, for --shutdown-timeout at most, and refuses new ones.",
-        epilog=EXAMPLES,
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(serve)
-    add_arithmetic(serve)
-    add_cpu_options(serve)
-    add_backend(serve)
     address = serve.add_argument_group("clients")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     address.add_argument(
@@ -110,13 +110,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help=f"memory of the prefix cache, 0 for none; a draft model takes as much again (default: {_PREFIX_CACHE})",
     )
     add_speculation(reuse)
+    add_runtime(serve)
     serve.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
-        raise UserError(f"serve needs {' and '.join(missing)}; install them with: pip install granite4-neuron[serve].")
+        how = "pip install 'granite4-neuron[serve]'"
+        raise UserError(f"serve needs {' and '.join(missing)}; install them with: {how}.")
     max_body, key = num_bytes(options.max_body), _api_key(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
@@ -130,11 +132,11 @@ def run(options: argparse.Namespace) -> int:
                 f"Every machine that reaches {options.host} can use the server; {_KEY_VARIABLE} sets a key.",
                 file=sys.stderr,
             )
-        name = model_or_bundled(options)
-        runtime, tokenizer = load_runtime(options, name)
+        folder = model_folder(options)
+        runtime, tokenizer = load_runtime(options, folder)
         cache = _prefix_cache(options, runtime)
         engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
-        model = options.served_model_name or Path(name).name
+        model = options.served_model_name or Path(options.model or folder).name
         server = Server(
             runtime,
             tokenizer,

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     check_folder_of(options.output)
     if options.output.exists() and not options.output.is_dir():
         raise UserError(f"--output is {options.output}, which is not a folder.")
-    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)))
+    config, stored_dtype = config_and_dtype(str(model_or_bundled(options)), options.revision)
     # Not at the top: these imports take seconds, and --help does not need them.
     import torch
 
