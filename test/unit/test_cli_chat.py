@@ -15,6 +15,7 @@ import pytest
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.cli import main
 from granite4_neuron.commands.chat_session import COMMANDS
+from test.support.tool_template import TOOL_TEMPLATE
 
 QUESTION = "What is the assert statement?"
 ANSWER = "Assert statements are a convenient way to insert debugging assertions\ninto a program:"
@@ -82,6 +83,39 @@ class TestPipe:
             f"There is no system message.\n{plain}"
         )
 
+    def test_options_change_between_answers(self, chat):
+        hot = ["--temperature", 3, "--max-tokens", 20, "--seed", 1]
+        sampled, greedy = chat(QUESTION, options=hot)[1], chat(QUESTION, options=["--max-tokens", 20])[1]
+        settings = ("/set temperature 3", "/set seed=1", "/set max_tokens 20")
+        status, output, error = chat(*settings, QUESTION, "/undo", "/set temperature -", "/set seed -", QUESTION)
+        assert (status, output) == (0, sampled + greedy)
+        assert "seed is 1." in error and "temperature is the checkpoint's." in error
+        shown = chat("/set top_p 0.5", "/set")[1].splitlines()
+        assert "top_p 0.5" in shown and "temperature -" in shown and "max_tokens 2048" in shown
+
+    def test_a_file_goes_before_the_next_message(self, chat, tmp_path):
+        (tmp_path / "file").write_text("What is the\n")
+        *_, error = chat(f"/read {tmp_path / 'file'}", "assert statement?", "/undo", "x", "/undo")
+        assert "which go before the next message" in error
+        assert "took back: What is the\n\nassert statement?\ntook back: x\n" in error
+
+    def test_tools_and_documents_reach_the_template(self, chat, texting_folder, tmp_path):
+        folder = shutil.copytree(texting_folder, tmp_path / "model")
+        (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        common = ["--model", folder, "--max-tokens", 3]
+        plain = chat("Hello", "/stats", options=common)[1]
+        for name, objects in (("tools", [{"function": {"name": "f"}}]), ("documents", [{"text": "x"}])):
+            file = tmp_path / name
+            file.write_text(json.dumps(objects))
+            shown = chat("Hello", "/stats", options=[*common, f"--{name}", file])[1]
+            assert kept_and_run(shown)[0][1] > kept_and_run(plain)[0][1] + len(json.dumps(objects[0]))
+            file.write_text("{}")
+            status, _, error = chat("Hello", options=[*common, f"--{name}", file])
+            assert status == 2 and f"must hold a list of {name}" in error
+
+    def test_speed(self, chat):
+        assert "last answer: 3 tokens, " in chat(QUESTION, options=["--verbose", "--max-tokens", 3])[2]
+
     def test_save_and_load(self, chat, tmp_path):
         file = tmp_path / "talk"
         lines = (QUESTION, f"/save {file}", "lambda?")
@@ -108,6 +142,12 @@ class TestPipe:
             ("/retry", "there is no turn to take back."),
             ("/undo 3", "/undo takes nothing."),
             ("/save", "/save needs a file: /save FILE."),
+            ("/read", "/read needs a file: /read FILE."),
+            ("/read /none/file", "/none/file cannot be read"),
+            ("/set heat 3", "/set takes a name and a value; the names are temperature, top_k"),
+            ("/set seed", "/set takes a name and a value"),
+            ("/set temperature hot", "hot is not a number"),
+            ("/set top_p 2", "top_p is 2, and must be a number above 0 and at most 1"),
             ("/save /none/file", "there is nothing to save yet."),
             ("/load /none/file", "/none/file"),
             ("x" * 400_000, "the prompt has "),
@@ -264,14 +304,25 @@ class TestTerminal:
         terminal.wait_for(is_ready)
         terminal.type("talk", "Enter")
         assert not is_ready(terminal.wait_for(lambda screen: len(screen) > 1000))
+        terminal.type("typed meanwhile")
         terminal.type("C-c")
-        terminal.wait_for("(stopped.)")
+        screen = terminal.wait_for("(stopped.)")
+        assert "typed meanwhile" not in screen[: screen.index("(stopped.)")]
         terminal.wait_for(is_ready)
         terminal.type("/stats", "Enter")
         terminal.wait_for("peak memory")
         terminal.type("/clear", "Enter")
         terminal.type("/exit", "Enter")
         assert "Traceback" not in terminal.wait_for("status 0")
+
+    def test_what_is_typed_during_an_answer_comes_into_the_next_message(self, terminal, endless):
+        terminal.start(*CHAT, "--model", endless, "--max-tokens", 1500)
+        terminal.wait_for(is_ready)
+        terminal.type("talk", "Enter")
+        assert not is_ready(terminal.wait_for(lambda screen: len(screen) > 300))
+        terminal.type("typed meanwhile")
+        screen = terminal.wait_for("\n> typed meanwhile")
+        assert screen.count("typed meanwhile") == 1
 
     def test_the_history_is_there_next_time(self, terminal):
         terminal.start(*CHAT)

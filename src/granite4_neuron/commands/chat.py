@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import closing
+from typing import Any
 
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
-    add_arithmetic,
-    add_backend,
-    add_cpu_options,
     add_model,
+    add_runtime,
     add_sampling,
     at_least,
     load_runtime,
-    model_or_bundled,
+    model_folder,
+    read_text,
     sampling_options,
 )
 from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
+from granite4_neuron.errors import UserError
 
 CACHE_SIZE = "2GiB"
+_EXAMPLES = """\
+examples:
+  granite4-neuron chat --model ibm-granite/granite-4.0-h-350m --system "You answer in one sentence."
+  granite4-neuron chat --model ./checkpoint --temperature 0.7 --verbose
+"""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -31,18 +38,20 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="talk to a model",
         description="Talk to a model, turn by turn. Each turn runs its new tokens only. Ctrl-C stops an answer, Ctrl-D "
         "leaves, and /help lists what else can be typed. Without a terminal each line of standard input is a message.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message of the conversation")
+    for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
+        chat.add_argument(f"--{name}", metavar="FILE", help=f"a JSON list of {name} for the chat template: {what}")
     add_model(chat)
-    add_arithmetic(chat)
-    add_cpu_options(chat)
-    add_backend(chat)
     chat.add_argument(
         "--max-tokens", type=at_least(1), default=2048, metavar="N", help="of an answer (default: %(default)s)"
     )
     chat.add_argument(
         "--max-length", type=at_least(2), metavar="N", help="of the conversation, in tokens (default: the model's)"
     )
+    chat.add_argument("--verbose", action="store_true", help="report the speed of each answer")
     add_json_schema(chat)
     add_sampling(chat)
     chat.add_argument(
@@ -53,13 +62,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "(default: %(default)s)",
     )
     add_speculation(chat.add_argument_group("speculation"))
+    add_runtime(chat)
     chat.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     max_bytes = num_bytes(options.prefix_cache)
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
-    runtime, tokenizer = load_runtime(options, model_or_bundled(options))
+    shown = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
+    runtime, tokenizer = load_runtime(options, model_folder(options))
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.engine import PrefixCache, Request
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
@@ -75,7 +86,24 @@ def run(options: argparse.Namespace) -> int:
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
         # Check that there is a template before anything is typed.
-        encoder.encode([{"role": "user", "content": "a message"}])
-        conversation = Conversation(engine, cache, encoder, request, options.system)
+        encoder.encode([{"role": "user", "content": "a message"}], **shown)
+        conversation = Conversation(engine, cache, encoder, request, options.system, shown)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
-        return Session(conversation, messages, is_terminal).run()
+        return Session(conversation, messages, is_terminal, options.verbose).run()
+
+
+def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:
+    """Read the file of --tools or --documents; None without one.
+
+    Raises:
+        UserError: it is no list of objects in JSON.
+    """
+    if file is None:
+        return None
+    try:
+        objects = json.loads(read_text(file, f"--{name} needs a file."))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error}).") from None
+    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
+        raise UserError(f"{file} must hold a list of {name}, each an object.")
+    return objects

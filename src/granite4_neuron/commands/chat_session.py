@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from granite4_neuron.commands.options import read_text
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, print_table, size, write
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 # The argument and the help of each.
 COMMANDS = {
     "/system": ("[TEXT]", "show the system message, or set it; - removes it"),
+    "/set": ("[NAME VALUE]", "show the options of answers, or set one; - takes the checkpoint's value"),
+    "/read": ("FILE", "put the text in FILE before the next message"),
     "/undo": ("", "take back the last message and its answer"),
     "/retry": ("", "answer the last message again"),
     "/clear": ("", "begin a new conversation; the system message stays"),
@@ -28,6 +32,12 @@ COMMANDS = {
     "/help": ("", "show this"),
     "/exit": ("", "leave, as Ctrl-D does"),
 }
+# Options of answers that /set changes.
+_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed"),
+    "max_tokens",
+)
+_MOST_DIGITS = 19  # of a seed
 # Characters that a terminal would interpret instead of showing; line feeds and tabs are allowed.
 _CONTROL_CHARACTERS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
@@ -44,12 +54,15 @@ class Session:
 
     Args:
         is_terminal: whether it is interactive. Then errors do not end the chat, and Ctrl-C stops an answer.
+        is_verbose: whether the speed of each answer is reported.
     """
 
-    def __init__(self, conversation: Conversation, messages: Input, is_terminal: bool):
+    def __init__(self, conversation: Conversation, messages: Input, is_terminal: bool, is_verbose: bool):
         self._conversation = conversation
         self._messages = messages
         self._is_terminal = is_terminal
+        self._is_verbose = is_verbose
+        self._read_text = ""  # to go before the next message
 
     def run(self) -> int:
         """Run the chat; return the exit status.
@@ -74,7 +87,8 @@ class Session:
         if not command:
             return
         if not command.startswith("/") or command.startswith("//"):
-            self._answer(message[1:] if command.startswith("//") else message)
+            read, self._read_text = self._read_text, ""
+            self._answer(read + (message[1:] if command.startswith("//") else message))
             return
         if command not in COMMANDS:
             raise UserError(f"there is no command {command}; /help lists them, and // begins a message with a slash.")
@@ -95,6 +109,8 @@ class Session:
             _note("stopped before the answer began; the message is not part of the conversation.")
         elif (reason := self._conversation.turns[-1].finish_reason) != "stop":
             _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
+        if self._is_verbose:
+            _note(", ".join(f"{name}: {value}" for name, value in self._speed()))
 
     def _write(self, text: str, end: str = "\n") -> None:
         """Print text of a model or a user."""
@@ -102,21 +118,45 @@ class Session:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let Ctrl-C stop the answer and not the program within the block, if the chat is interactive."""
+        """Within the block, if the chat is interactive: Ctrl-C stops the answer and not the program, and what is typed
+        does not show up in the answer, but in the next message.
+        """
         if not self._is_terminal:
             yield
             return
-        before = signal.signal(signal.SIGINT, lambda *_: self._conversation.interrupt())
+        handler = signal.signal(signal.SIGINT, lambda *_: self._conversation.interrupt())
+        before = termios.tcgetattr(sys.stdin)
+        silent = [*before]
+        silent[3] &= ~termios.ECHO
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            signal.signal(signal.SIGINT, handler)
 
     def _system(self, text: str) -> None:
         if text:
             self._conversation.system = None if text == "-" else text
+            _note("there is no system message now." if text == "-" else "the system message is set.")
         else:
             self._write(self._conversation.system or "There is no system message.")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.replace("=", " ").partition(" ")
+        if not text:
+            given = {name: self._conversation.option(name) for name in _OPTIONS}
+            self._write("\n".join(f"{name} {'-' if value is None else value}" for name, value in given.items()))
+            return
+        if name not in _OPTIONS or not value.strip():
+            raise UserError(f"/set takes a name and a value; the names are {', '.join(_OPTIONS)}.")
+        self._conversation.set_option(name, _number(value.strip()))
+        _note(f"{name} is {value.strip()}." if value.strip() != "-" else f"{name} is the checkpoint's.")
+
+    def _read(self, file: str) -> None:
+        text = read_text(str(_path(file)), "")
+        self._read_text += f"{text.rstrip()}\n\n"
+        _note(f"read {file}: {len(text):,} characters, which go before the next message.")
 
     def _undo(self) -> None:
         _note(f"took back: {self._conversation.undo().user}")
@@ -150,17 +190,21 @@ class Session:
         print_table(table)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        conversation, last, cache = self._conversation, self._conversation.last_stats, self._conversation.cache_stats
+        conversation, cache = self._conversation, self._conversation.cache_stats
         yield "turns", f"{len(conversation.turns)}"
         yield "tokens", f"{conversation.num_tokens:,} of {conversation.max_length:,}"
+        yield from self._speed()
+        yield "kept states", f"{cache.snapshots}, {size(cache.num_bytes)}; {cache.evictions} evicted"
+        yield "peak memory", size(peak_memory_bytes())
+
+    def _speed(self) -> Iterator[tuple[str, str]]:
+        last = self._conversation.last_stats
         if last.generated_tokens:
             yield "last prompt", f"{last.cached_tokens:,} tokens kept, {last.prompt_tokens:,} run"
             yield "its speed", f"{last.prompt_tokens_per_second:.1f} tokens/s"
             yield "last answer", f"{last.generated_tokens:,} tokens, {last.decode_tokens_per_second:.1f} tokens/s"
         if last.drafted_tokens:
             yield "speculation", f"{last.acceptance_rate:.0%} of {last.drafted_tokens:,} drafts accepted"
-        yield "kept states", f"{cache.snapshots}, {size(cache.num_bytes)}; {cache.evictions} evicted"
-        yield "peak memory", size(peak_memory_bytes())
 
     def _help(self) -> None:
         from rich.table import Table
@@ -169,6 +213,19 @@ class Session:
         for command, (takes, what) in COMMANDS.items():
             table.add_row(f"{command} {takes}".replace("[", r"\["), what)
         print_table(table)
+
+
+def _number(text: str) -> float | None:
+    """
+    Raises:
+        UserError: it is neither a number nor a -.
+    """
+    if text == "-":
+        return None
+    try:
+        return int(text) if text.lstrip("-").isdecimal() and len(text) <= _MOST_DIGITS else float(text)
+    except ValueError:
+        raise UserError(f"{text[:40]} is not a number; - takes the checkpoint's value.") from None
 
 
 def _path(file: str) -> Path:
