@@ -69,7 +69,7 @@ ONCE = (
     "test/unit/test_weight_plan.py",
 )
 
-# Each compiles many graphs, or starts several processes, of kinds that other tests have too.
+# Each compiles many graphs, starts several processes, or takes many steps, of kinds that other tests have too.
 _DEVICE = "test/integration/test_torch_device.py::"
 _CPU_LOGITS = f"{_DEVICE}TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
 _RANKS = "test/integration/test_tensor_parallel.py::test_every_rank_has_the_whole_models_logits"
@@ -92,6 +92,9 @@ SLOW = (
     f"{_DEVICE}test_every_form_of_state_gives_the_same[attention_only_rope-index",
     f"{_RANKS}[groups split, biases, rope]",
     f"{_RANKS}[untied dense]",
+    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 with bfloat16]",
+    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 without bfloat16]",
+    "test/unit/test_stochastic_rounding.py::test_states_of_slow_heads_do_not_drift",
 )
 
 # The same examples on every machine, without a limit of time.
@@ -193,3 +196,11 @@ def texting_folder(tmp_path_factory):
 def texting(texting_folder):
     """Load the checkpoint of `texting_folder`: (runtime, tokenizer)."""
     return load(texting_folder)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """Return OpenAI's client of the module's server, see `test.support.serving`."""
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -184,7 +184,6 @@ def test_a_file_of_weights(refuses, folder):
     "arguments, message",
     [
         (("sing",), "invalid choice: 'sing'"),
-        ((), "the following arguments are required: command"),
         (("generate", "--max-tokens", "0", "x"), "argument --max-tokens: 0 is not a whole number of at least 1"),
         (("generate", "--temperature", "inf", "x"), "argument --temperature: inf is not a number at least 0"),
         (("generate", "--threads", "0", "x"), "argument --threads: 0 is not a whole number of at least 1"),

@@ -49,12 +49,6 @@ def server(tiny):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def ask(server):
     """Return a function that posts a body to a path and returns the answer's JSON."""

@@ -163,4 +163,4 @@ class TestRefusals:
 
     def test_what_is_not_installed(self, capsys, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)
-        self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install granite4-neuron\[serve\]")
+        self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install 'granite4-neuron\[serve\]'")

@@ -53,12 +53,6 @@ def hasty(tiny):
     return {**{str(token): 4 for token in ids}, "1": 20}
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def post(server):
     def send(path, **body):

@@ -59,12 +59,6 @@ def hasty(tiny):
     return dict(temperature=1, logit_bias={**{str(token): 4 for token in ids}, "1": 20}, max_tokens=800)
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def post(server):
     def send(**body):

@@ -57,7 +57,7 @@ class Session:
         is_verbose: whether the speed of each answer is reported.
     """
 
-    def __init__(self, conversation: Conversation, messages: Input, is_terminal: bool, is_verbose: bool):
+    def __init__(self, conversation: Conversation, messages: Input, is_terminal: bool, is_verbose: bool = False):
         self._conversation = conversation
         self._messages = messages
         self._is_terminal = is_terminal
