@@ -223,14 +223,14 @@ def find_temporaries(
     layers = replace(config, layer_types=kinds, num_hidden_layers=len(kinds), vocab_size=tp_degree)
     few, many = 1, 9
 
-    def largest(kind: str, batch_size: int) -> int:
-        """Return the temporaries of the first graph of a kind; those after it are not traced."""
+    def prefill_and_decode(batch_size: int) -> tuple[graphs.GraphReport, graphs.GraphReport]:
+        """Return the first graph and that of decode; those after it are not traced."""
         reports = report(layers, torch.float32, tp_degree, batch_size, (min(PREFILL_TOKENS, context),), context)
-        return next(each for each in reports if each.graph.startswith(kind)).temporary_bytes
+        return next(reports), next(each for each in reports if each.graph.startswith("decode"))
 
     try:
-        prefill, decode, more = largest("", few), largest("decode", few), largest("decode", many)
+        (prefill, decode), (_, more) = prefill_and_decode(few), prefill_and_decode(many)
     except ToolsMissing:
         return None
-    per_sequence = (more - decode) // (many - few)
-    return Temporaries(prefill, decode - few * per_sequence, per_sequence)
+    per_sequence = (more.temporary_bytes - decode.temporary_bytes) // (many - few)
+    return Temporaries(prefill.temporary_bytes, decode.temporary_bytes - few * per_sequence, per_sequence)
