@@ -10,6 +10,9 @@ and state at the machine's memory bandwidth. Each point runs in separate process
 measures the machine; they take turns, so that all see the same machine. Before and after each run it measures the round
 trip of a word between two threads, and also compares implementations among the runs with similar round trips.
 
+--profile instead prints the parts of a prompt and of a step of decode, in one process: their time, and how many threads
+had work in it on average.
+
 --speculate or --draft-model instead measure decode with and without drafts, on prompts in which the model has already
 generated what follows, and the cost of a verification relative to a step of decode. --kept-prompt measures the time to
 first token with the saved state of an earlier run.
@@ -32,6 +35,7 @@ from benchmarks.latency import measure_all
 from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
+from benchmarks.profiles import print_profiles
 from benchmarks.reuse_report import measure_reuse
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
 from granite4_neuron.checkpoint.loading import save_model
@@ -48,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_lengths(folder, options)
         if is_reuse(options):
             measure_reuse(folder, options)
+            return 0
+        if options.profile:
+            print_profiles(folder, options)
             return 0
         with _gguf(folder, options):
             points = measure_all(folder, options)

@@ -115,6 +115,12 @@ class Transformers:
         return times
 
 
+def random_prompts(vocab_size: int, point: Point, seed: int = 0) -> list[list[int]]:
+    """Return the point's prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator).tolist()
+
+
 def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """Return this package's runtime for the checkpoint in a folder."""
     operators = cpu.operators(options.cpu_kernels)
@@ -195,10 +201,8 @@ def _serve(
         if name == MACHINE:
             connection.send(implementation.rates())
             continue
-        generator = torch.Generator().manual_seed(turn)
-        prompts = torch.randint(vocab_size, (point.batch_size, point.prompt_length), generator=generator)
         try:
-            times = implementation.run(prompts.tolist(), point.output_length)
+            times = implementation.run(random_prompts(vocab_size, point, turn), point.output_length)
         except UserError as error:
             connection.send(error)
             return

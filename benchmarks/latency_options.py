@@ -42,6 +42,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--kept-prompt", action="store_true", help="measure what a file of an earlier run's prompt saves"
     )
     parser.add_argument(
+        "--profile", action="store_true", help="print where the time goes, part by part, in place of the rest"
+    )
+    parser.add_argument(
         "--compare", choices=[TRANSFORMERS, LLAMA_CPP], help="run this on the same weights too, and print ratios"
     )
     parser.add_argument(
@@ -99,8 +102,10 @@ def check(options: argparse.Namespace) -> None:
         neuron_sdk.require()
     if options.backend == "torch":
         find_device(options.device)
-    if is_reuse(options):
+    if is_reuse(options) or options.profile:
         _check_reuse(options)
+    if options.profile and options.cpu_kernels == "torch":
+        raise UserError("--profile takes the time of the fused kernels; leave out --cpu-kernels torch.")
     if options.model and options.random_weights:
         raise UserError("give either --model or --random-weights, not both.")
 
@@ -123,7 +128,8 @@ def _check_llama_cpp(options: argparse.Namespace) -> None:
 
 def _check_reuse(options: argparse.Namespace) -> None:
     modes = {
-        f"--{name.replace('_', '-')}": getattr(options, name) for name in ("speculate", "draft_model", "kept_prompt")
+        f"--{name.replace('_', '-')}": getattr(options, name)
+        for name in ("speculate", "draft_model", "kept_prompt", "profile")
     }
     given = [option for option, value in modes.items() if value]
     if len(given) > 1:

@@ -3,12 +3,14 @@
 
 #include "block_attention.h"
 #include "paged_attention.h"
+#include "profile.h"
 
 namespace granite4_neuron {
 
 void write_cache(
     at::Tensor cache, const at::Tensor& values, const at::Tensor& positions, const at::Tensor& lengths,
     const at::Tensor& slots) {
+  PartOfStep part(Part::attention);
   check_shape(values, "values", {-1, -1, -1, -1});
   check_dense(values, "values", values.sizes(), cache.scalar_type());
   check_dense(cache, "cache", {-1, values.size(2), -1, values.size(3)}, values.scalar_type());
@@ -34,6 +36,7 @@ void write_cache(
 at::Tensor cached_attention(
     const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& positions,
     const at::Tensor& lengths, const at::Tensor& slots, double scale) {
+  PartOfStep part(Part::attention);
   check_shape(query, "query", {-1, -1, -1, -1});
   check_dense(query, "query", query.sizes(), query.scalar_type());
   check_dense(key_cache, "key_cache", {-1, -1, -1, query.size(3)}, query.scalar_type());
@@ -81,6 +84,7 @@ at::Tensor cached_attention(
 at::Tensor paged_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor key_pages,
     at::Tensor value_pages, const SequenceRows& rows, double scale) {
+  PartOfStep part(Part::attention);
   check_shape(query, "query", {-1, -1});
   check_shape(key_pages, "key_pages", {-1, -1, -1, -1});
   check_shape(value_pages, "value_pages", key_pages.sizes());

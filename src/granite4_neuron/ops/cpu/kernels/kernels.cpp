@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "packing.h"
+#include "profile.h"
 
 namespace granite4_neuron {
 
@@ -169,6 +170,16 @@ inline void register_layers(torch::Library& library) {
            arg("starts")});
 }
 
+// `Profile.take`, by the names of parts.
+inline std::tuple<std::vector<std::string>, std::vector<double>, std::vector<double>> profile(bool on) {
+  std::vector<double> seconds, busy_seconds;
+  for (const auto& times : Profile::instance().take(on)) {
+    seconds.push_back(times.seconds);
+    busy_seconds.push_back(times.busy_seconds);
+  }
+  return {{Profile::NAMES.begin(), Profile::NAMES.end()}, seconds, busy_seconds};
+}
+
 }  // namespace granite4_neuron
 
 // Matrices are tensors of bytes, see `weight_in`.
@@ -194,6 +205,7 @@ TORCH_LIBRARY(granite4_neuron, library) {
   library.def(
       "fused_experts(Tensor hidden_states, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids) "
       "-> Tensor");
+  library.def("profile(bool on) -> (str[] parts, float[] seconds, float[] busy_seconds)", &granite4_neuron::profile);
   granite4_neuron::register_layers(library);
 }
 

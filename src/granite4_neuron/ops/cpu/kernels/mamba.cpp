@@ -4,6 +4,7 @@
 #include "buffers.h"
 #include "conv.h"
 #include "paged.h"
+#include "profile.h"
 #include "scan.h"
 
 namespace granite4_neuron {
@@ -68,8 +69,10 @@ at::Tensor mamba_mixer(
         state.conv.mutable_data_ptr<scalar_t>(),
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};
+    PartOfStep part(Part::convolution);
     convolve_step(m, views);
   });
+  PartOfStep part(Part::scan);
   GRANITE4_DISPATCH(state.ssm.scalar_type(), "mamba_mixer", [&] {
     scan<scalar_t>(
         m, {xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), state.ssm.mutable_data_ptr<scalar_t>(),
@@ -111,6 +114,7 @@ at::Tensor paged_mamba_mixer(
         dt.mutable_data_ptr<float>()};
     PagedWindows<scalar_t> windows{
         state.conv.mutable_data_ptr<scalar_t>(), state.conv.stride(0), state.conv.stride(1), state.conv.stride(2)};
+    PartOfStep part(Part::convolution);
     constexpr int64_t BLOCK = 512;
     int64_t blocks = (channels + BLOCK - 1) / BLOCK;
     parallel_tasks(rows.sequences * blocks, 1, [&](int64_t begin, int64_t end) {
@@ -123,6 +127,7 @@ at::Tensor paged_mamba_mixer(
       }
     });
   });
+  PartOfStep part(Part::scan);
   ScanViews<float> views{xBC.const_data_ptr<float>(), dt.const_data_ptr<float>(), nullptr, y.mutable_data_ptr<float>()};
   PagedStates states{state.ssm.mutable_data_ptr<float>(), state.ssm.stride(0)};
   parallel_tasks(rows.sequences * heads, mixer.settings.heads_per_task, [&](int64_t begin, int64_t end) {

@@ -3,6 +3,7 @@
 
 #include "buffers.h"
 #include "parallel.h"
+#include "profile.h"
 #include "rotary.h"
 
 namespace granite4_neuron {
@@ -49,6 +50,7 @@ inline void scale_by_weight(const float* x, float scale, const T* weight, T* to,
 at::Tensor rms_norm(
     const at::Tensor& any_x, const std::optional<at::Tensor>& any_z, const at::Tensor& weight, double eps,
     int64_t n_groups) {
+  PartOfStep part(Part::norms);
   int64_t channels = check_width(any_x, "x"), rows = any_x.numel() / channels;
   TORCH_CHECK(n_groups > 0 && channels % n_groups == 0, "n_groups is ", n_groups, " of ", channels, " channels");
   int64_t width = channels / n_groups;
@@ -88,6 +90,7 @@ at::Tensor rms_norm(
 }
 
 at::Tensor silu_and_mul(const at::Tensor& x) {
+  PartOfStep part(Part::norms);
   int64_t width = check_width(x, "x") / 2;
   TORCH_CHECK(x.is_contiguous() && x.size(-1) % 2 == 0, "x must be contiguous, and have an even number of channels");
   int64_t rows = x.numel() / x.size(-1);
@@ -108,6 +111,7 @@ at::Tensor silu_and_mul(const at::Tensor& x) {
 }
 
 at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) {
+  PartOfStep part(Part::norms);
   int64_t width = check_width(x, "x"), rows = x.numel() / width;
   check_dense(x, "x", x.sizes(), at::kFloat);
   check_dense(y, "y", x.sizes(), y.scalar_type());
@@ -133,6 +137,7 @@ at::Tensor residual_add(const at::Tensor& x, const at::Tensor& y, double alpha) 
 }
 
 void apply_rotary(at::Tensor x, const RotaryTables& tables) {
+  PartOfStep part(Part::norms);
   int64_t rows = x.size(0) * x.size(1), heads = x.size(2), half = x.size(3) / 2;
   TORCH_CHECK(x.is_contiguous() && x.size(3) == 2 * half, "heads have an odd number of values: ", x.size(3));
   for (const at::Tensor* table : {&tables.cos, &tables.sin})

@@ -32,7 +32,12 @@ class ThreadPool {
   void parallel_for(int64_t count, int64_t grain, void (*run)(const void*, int64_t, int64_t), const void* context) {
     int64_t helpers = std::min<int64_t>({at::get_num_threads(), MAX_THREADS, (count + grain - 1) / grain}) - 1;
     std::unique_lock<std::mutex> alone(in_use_, std::try_to_lock);
-    if (helpers < 1 || !alone.owns_lock()) return run(context, 0, count);
+    if (!alone.owns_lock()) return run(context, 0, count);
+    Stopwatch loop(this, &loop_ns_);
+    if (helpers < 1) {
+      Stopwatch busy(this, &busy_ns_);
+      return run(context, 0, count);
+    }
     for (; started_ < helpers; started_++) std::thread(&ThreadPool::help, this, started_).detach();
     run_ = run;
     context_ = context;
@@ -46,6 +51,13 @@ class ThreadPool {
     work(helpers);
     workers_.fetch_or(CLOSED, std::memory_order_acquire);
     while (workers_.load(std::memory_order_acquire) != CLOSED) relax();
+  }
+
+  // Has loops take the time from now on, or no longer. Returns what they took since it was last called: on the clock,
+  // and on all threads together those parts of it in which they had work; in nanoseconds.
+  std::pair<int64_t, int64_t> take_time(bool on) {
+    takes_time_.store(on, std::memory_order_relaxed);
+    return {loop_ns_.exchange(0, std::memory_order_relaxed), busy_ns_.exchange(0, std::memory_order_relaxed)};
   }
 
   // Names the memory that a later loop will read, its tasks in the order of addresses. Idle helpers prefetch the
@@ -81,6 +93,29 @@ class ThreadPool {
   alignas(64) std::atomic<int64_t> workers_{CLOSED};
   alignas(64) std::atomic<uint32_t> loop_{0};
 
+  std::atomic<bool> takes_time_{false};
+  std::atomic<int64_t> loop_ns_{0}, busy_ns_{0};
+
+  // Adds the time of a scope, if the pool takes the time.
+  class Stopwatch {
+   public:
+    Stopwatch(const ThreadPool* pool, std::atomic<int64_t>* total)
+        : total_(pool->takes_time_.load(std::memory_order_relaxed) ? total : nullptr) {
+      if (total_ != nullptr) start_ = std::chrono::steady_clock::now();
+    }
+    ~Stopwatch() {
+      if (total_ == nullptr) return;
+      auto time = std::chrono::steady_clock::now() - start_;
+      total_->fetch_add(std::chrono::nanoseconds(time).count(), std::memory_order_relaxed);
+    }
+    Stopwatch(const Stopwatch&) = delete;
+    Stopwatch& operator=(const Stopwatch&) = delete;
+
+   private:
+    std::atomic<int64_t>* total_;
+    std::chrono::steady_clock::time_point start_;
+  };
+
   int64_t share_begin(int64_t share) const {
     return count_ * share / (helpers_ + 1);
   }
@@ -88,6 +123,7 @@ class ThreadPool {
   // A share is one run of tasks, which for weights is one run of addresses; the next thread's is the first to steal
   // from.
   void work(int64_t number) {
+    Stopwatch busy(this, &busy_ns_);
     int64_t shares = helpers_ + 1;
     for (int64_t turn = 0; turn < shares; turn++) {
       int64_t share = (number + turn) % shares, end = share_begin(share + 1);

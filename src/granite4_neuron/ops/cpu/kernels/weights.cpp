@@ -7,6 +7,7 @@
 #include "formats.h"
 #include "norm.h"
 #include "products.h"
+#include "profile.h"
 
 namespace granite4_neuron {
 
@@ -110,6 +111,7 @@ inline void check_product(const at::Tensor& x, const Weight& weight) {
 }
 
 at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const std::optional<at::Tensor>& bias) {
+  PartOfStep part(Part::products);
   check_product(any_x, weight);
   check_matrix(weight);
   check_bias(weight, bias);
@@ -124,6 +126,7 @@ at::Tensor linear(const at::Tensor& any_x, const Weight& weight, const std::opti
 }
 
 at::Tensor logits(const at::Tensor& any_x, const Weight& weight, double scaling) {
+  PartOfStep part(Part::head);
   check_product(any_x, weight);
   check_matrix(weight);
   at::Tensor x = any_x.contiguous(), y = empty(with_last(x, weight.rows), x.options().dtype(at::kFloat));
@@ -180,6 +183,7 @@ inline std::vector<Group> group_by_expert(const int64_t* topk_ids, int64_t count
 at::Tensor fused_experts(
     const at::Tensor& hidden_states, const Weight& w1, const Weight& w2, const at::Tensor& topk_weights,
     const at::Tensor& topk_ids) {
+  PartOfStep part(Part::experts);
   check_product(hidden_states, w1);
   TORCH_CHECK(
       w2.dtype == w1.dtype && w2.format == w1.format && w2.experts == w1.experts && w1.rows == 2 * w2.columns &&
