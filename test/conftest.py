@@ -94,6 +94,7 @@ SLOW = (
     f"{_RANKS}[untied dense]",
     "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 with bfloat16]",
     "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 without bfloat16]",
+    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 with permutations of bytes]",
     "test/unit/test_stochastic_rounding.py::test_states_of_slow_heads_do_not_drift",
 )
 

@@ -19,6 +19,7 @@ ARM = "aarch64-linux-gnu-g++"
         pytest.param(X86, ("-march=skylake-avx512",), "AVX512", id="AVX-512 without bfloat16"),
         pytest.param(X86, ("-march=cooperlake",), "AVX512", id="AVX-512 with bfloat16"),
         pytest.param(X86, ("-march=sapphirerapids",), "AVX512", id="AVX-512 with bfloat16 and permutations of bytes"),
+        pytest.param(X86, ("-march=sapphirerapids", "-DGRANITE4_AMX"), "AVX512", id="AMX"),
         pytest.param(X86, ("-march=x86-64",), "DEFAULT", id="x86 without AVX"),
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
     ],
@@ -30,7 +31,15 @@ def test_the_kernels_compile(compiler, processor, capability):
         pytest.skip("c++ compiles for this processor, which is no x86")
     flags = [flag for flag in build._FLAGS if not flag.startswith("-O")]
     defines = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-    command = [compiler, "-fsyntax-only", *flags, *processor, *defines, f"-isystem{build._TORCH / 'include'}"]
+    command = [
+        compiler,
+        "-fsyntax-only",
+        *flags,
+        *build._QUIET,
+        *processor,
+        *defines,
+        f"-isystem{build._TORCH / 'include'}",
+    ]
     command += [*build._format_flags(build._SOURCES), "-DGRANITE4_FORMAT=plain", "-xc++", "-"]
     # All units as one, in which calls of products see their definitions, and so have those of every format compiled.
     units = "".join(f'#include "{source}"\n' for source in sorted(build._SOURCES.glob("*.cpp")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -27,7 +28,8 @@ import torch
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
 # No product and sum become one operation unless they are written so: the compiler would do it in some copies of a loop.
-_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-DNDEBUG")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-DNDEBUG")
+_QUIET = ("-Wno-psabi", "-Wno-ignored-attributes")
 _ONE_OPERATOR = "linear"
 _ONCE_A_FORMAT = "products"
 _BUILDING = "building-"
@@ -125,7 +127,7 @@ def _build(compiler: Sequence[str], sources: Path, folder: Path, name: str) -> P
 
 def _units(compiler: Sequence[str], sources: Path) -> dict[str, list[str]]:
     """Return the commands that compile the translation units: one for each source, or one for each format."""
-    flags = (*_FLAGS, *_processor_flags(), *_format_flags(sources), f"-isystem{_TORCH / 'include'}")
+    flags = (*_FLAGS, *_QUIET, *_processor_flags(), *_format_flags(sources), f"-isystem{_TORCH / 'include'}")
     units = {}
     for source in sorted(sources.glob("*.cpp")):
         command = [*compiler, *flags, "-c", str(source)]
@@ -225,7 +227,17 @@ def _digest(file: Path) -> str:
 def _processor_flags() -> list[str]:
     """Return the flags under which ATen's vectors are as wide as torch's own kernels use them on this processor."""
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
-    return ["-march=native", f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    amx = ("-DGRANITE4_AMX",) if capability == "AVX512" and _may_use_amx() else ()
+    return ["-march=native", f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *amx]
+
+
+@functools.cache
+def _may_use_amx() -> bool:
+    """Ask Linux to let this process use AMX's registers, which a program may not do unasked."""
+    if not {"amx_tile", "amx_bf16"} <= set(_processor().split()) or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def _format_flags(sources: Path) -> list[str]:

@@ -31,6 +31,14 @@ struct ActivationPanel {
     int64_t share = share_of(count);
     return (count + share - 1) / share * block_size(columns);
   }
+  // Vectors are tasks of their own in parts of PART; here there is one part.
+  static constexpr int64_t PART = 0;
+  int64_t parts() const {
+    return 1;
+  }
+  ActivationPanel part(int64_t) const {
+    return *this;
+  }
   // How many of `count` vectors are multiplied at a time.
   static int64_t share_of(int64_t count) {
     int64_t blocks = std::max<int64_t>(1, (count + MR - 1) / MR);
@@ -58,6 +66,7 @@ inline void fill_block(const Row& row, int64_t width, int64_t columns, typename 
 
 // `ActivationPanel` of row(0) to row(count - 1) in `scratch`, which has room for them.
 template <typename Arithmetic, typename Row>
+  requires(!HAS_TILE_SUMS<Arithmetic>)
 inline ActivationPanel<Arithmetic> fill_panel(
     const Row& row, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
   int64_t share = ActivationPanel<Arithmetic>::share_of(count), size = ActivationPanel<Arithmetic>::block_size(columns);
@@ -68,6 +77,7 @@ inline ActivationPanel<Arithmetic> fill_panel(
 
 // `ActivationPanel` of x, [count, columns], in `scratch`, which has room for them.
 template <typename Arithmetic, typename T>
+  requires(!HAS_TILE_SUMS<Arithmetic>)
 inline ActivationPanel<Arithmetic> as_panel(
     const T* x, int64_t count, int64_t columns, typename Arithmetic::Input* scratch) {
   int64_t share = ActivationPanel<Arithmetic>::share_of(count), size = ActivationPanel<Arithmetic>::block_size(columns);

@@ -1,7 +1,7 @@
 // Attention of a block of tokens over blocks of keys.
 #pragma once
 
-#include "matmul.h"
+#include "tile_products.h"
 #include "views.h"
 
 namespace granite4_neuron {
@@ -96,9 +96,14 @@ class BlockAttention {
     std::fill(rows_of_values_.begin() + count * width_, rows_of_values_.end(), static_cast<Input>(0.0f));
     auto* to = reinterpret_cast<Input*>(values_.data());
     for (int64_t d = 0; d < width_; d += TILE)
-      for (int64_t s = 0; s < KEYS; s += COLUMNS, to += TILE * COLUMNS)
-        for (int64_t i = 0; i < TILE; i++)
-          for (int64_t c = 0; c < COLUMNS; c++) to[i * COLUMNS + c] = rows_of_values_[(s + c) * width_ + d + i];
+      for (int64_t s = 0; s < KEYS; s += COLUMNS, to += TILE * COLUMNS) {
+        const Input* row = &rows_of_values_[s * width_ + d];
+        if constexpr (COLUMNS == 1) {
+          std::copy(row, row + TILE, to);
+        } else {
+          interleave_rows(row, row + width_, to);
+        }
+      }
   }
 
   void score(const Blocks& queries, float scale) {

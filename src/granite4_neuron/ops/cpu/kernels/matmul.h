@@ -225,6 +225,7 @@ struct LoadedGroups : LoadedSteps<Tiles> {
 // finish(v, acc) for all vectors, with acc[v] as in `multiply_steps`. steps: those of `tile`, or what has been
 // made of them.
 template <typename Tiles, typename Steps, typename Finish>
+  requires(!HAS_TILE_SUMS<typename Tiles::Arithmetic>)
 inline void multiply_vectors(
     const char* tile, const char* steps, ActivationPanel<typename Steps::Arithmetic> x, int64_t columns,
     const Finish& finish) {
@@ -287,6 +288,7 @@ inline void multiply_unrolled(
 // emit(number, v, acc) for tiles `first` to `last` of an expert's matrix and all vectors, with acc[i] = the
 // tile's row i . x[v].
 template <typename Tiles, typename Emit>
+  requires(!HAS_TILE_SUMS<typename Tiles::Arithmetic>)
 inline void multiply_tiles(
     const Weight& weight, int64_t expert, int64_t first, int64_t last, ActivationPanel<typename Tiles::Arithmetic> x,
     const Emit& emit) {

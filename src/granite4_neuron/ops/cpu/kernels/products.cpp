@@ -2,6 +2,7 @@
 #include "products.h"
 
 #include "matmul.h"
+#include "tile_products.h"
 
 namespace granite4_neuron {
 
@@ -51,11 +52,18 @@ void multiply_all(const Weight& weight, const T* x, int64_t vectors, const T* bi
   Scratch<typename Arithmetic::Input> scratch(ActivationPanel<Arithmetic>::size(vectors, weight.columns));
   auto inputs = as_panel<Arithmetic>(x, vectors, weight.columns, scratch.data());
   prefetch_follower(weight);
-  parallel_tasks(tiles_of(weight.rows), vectors <= SMALL_BATCH ? TILE_UNROLL : 1, [&](int64_t begin, int64_t end) {
-    multiply_tiles<Tiles>(weight, 0, begin, end, inputs, [&](int64_t number, int64_t v, const auto& acc) {
-      int64_t row = number * TILE, count = std::min(TILE, weight.rows - row);
-      store_acc(acc, factor, bias ? bias + row : nullptr, y + v * weight.rows + row, count);
-    });
+  int64_t tiles = tiles_of(weight.rows);
+  parallel_tasks(inputs.parts() * tiles, vectors <= SMALL_BATCH ? TILE_UNROLL : 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin, next = 0; task < end; task = next) {
+      int64_t part = task / tiles, first = part * tiles;
+      next = std::min(end, first + tiles);
+      auto store = [&](int64_t number, int64_t v, const auto& acc) {
+        int64_t row = number * TILE, count = std::min(TILE, weight.rows - row);
+        Out* to = y + (part * inputs.PART + v) * weight.rows + row;
+        store_acc(acc, factor, bias ? bias + row : nullptr, to, count);
+      };
+      multiply_tiles<Tiles>(weight, 0, task - first, next - first, inputs.part(part), store);
+    }
   });
 }
 

@@ -46,10 +46,25 @@ struct Floats {
   }
 };
 
-template <typename T>
-struct ArithmeticOf {
-  using type = Floats;
-};
+// Whether bfloat16 is multiplied by AMX: ops/cpu/build.py has the system's permission for it.
+#if defined(GRANITE4_AMX) && defined(__AMX_BF16__) && defined(CPU_CAPABILITY_AVX512)
+#define GRANITE4_TILE_SUMS
+#endif
+
+// Vectors of 16 pairs of bfloat16 are multiplied by the processor, or turned to float32 by `TilePairs`.
+#if defined(CPU_CAPABILITY_AVX512) && (defined(__AVX512BF16__) || defined(GRANITE4_TILE_SUMS))
+#define GRANITE4_PAIRS
+
+// to[2 * i] = first[i], to[2 * i + 1] = second[i] for TILE values.
+inline void interleave_rows(const at::BFloat16* first, const at::BFloat16* second, at::BFloat16* to) {
+  for (int64_t i = 0; i < TILE; i += LANES) {
+    auto widen = [&](const at::BFloat16* row) {
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i)));
+    };
+    _mm512_storeu_si512(to + 2 * i, _mm512_or_si512(widen(first), _mm512_slli_epi32(widen(second), 16)));
+  }
+}
+#endif
 
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 // Accumulates pairs of products of bfloat16, which are exact, in float32.
@@ -57,25 +72,61 @@ struct Bfloat16Pairs {
   static constexpr int64_t COLUMNS = 2;
   static constexpr int VECTORS = TILE / LANES;
   using Input = at::BFloat16;
-  using Operand = std::array<__m512bh, 2>;
+  using Operand = std::array<__m512i, 2>;
   using Accumulators = std::array<Vec, VECTORS>;
 
-  static __m512bh load(const char* from) {
-    return (__m512bh)_mm512_loadu_si512(from);
+  static __m512i load(const char* from) {
+    return _mm512_loadu_si512(from);
   }
-  static __m512bh in_register(__m512bh loaded) {
+  static __m512i in_register(__m512i loaded) {
     return loaded;
   }
-  static __m512bh broadcast(const Input* x) {
+  static __m512i broadcast(const Input* x) {
     int32_t pair;
     std::memcpy(&pair, x, sizeof(pair));
-    return (__m512bh)_mm512_set1_epi32(pair);
+    return _mm512_set1_epi32(pair);
   }
-  static Vec add(Vec acc, __m512bh weights, __m512bh factors) {
-    return Vec(_mm512_dpbf16_ps(acc, weights, factors));
+  static Vec add(Vec acc, __m512i weights, __m512i factors) {
+    return Vec(_mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)factors));
   }
 };
+#endif
 
+#if defined(GRANITE4_TILE_SUMS)
+// Pairs of products of bfloat16 that AMX adds up, or that are added up in its order; see tile_products.h.
+struct TilePairs {
+  static constexpr int64_t COLUMNS = 2;
+  static constexpr int VECTORS = TILE / LANES;
+  using Input = at::BFloat16;
+  using Operand = std::array<__m512i, 2>;
+  using Accumulators = std::array<Vec, VECTORS>;
+
+  static __m512i load(const char* from) {
+    return _mm512_loadu_si512(from);
+  }
+};
+#endif
+
+// Whether products are those of tile_products.h, rather than those of matmul.h.
+template <typename Arithmetic>
+constexpr bool HAS_TILE_SUMS = false;
+#if defined(GRANITE4_TILE_SUMS)
+template <>
+inline constexpr bool HAS_TILE_SUMS<TilePairs> = true;
+#endif
+
+// How vectors of T are multiplied.
+template <typename T>
+struct ArithmeticOf {
+  using type = Floats;
+};
+
+#if defined(GRANITE4_TILE_SUMS)
+template <>
+struct ArithmeticOf<at::BFloat16> {
+  using type = TilePairs;
+};
+#elif defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 template <>
 struct ArithmeticOf<at::BFloat16> {
   using type = Bfloat16Pairs;
@@ -130,7 +181,7 @@ inline Weight weight_in(const at::Tensor& bytes) {
 // Tiles of weights in the dtype T of the vectors. Every format has these members:
 //
 //   Value            the type of the values of a matrix before it is packed
-//   Arithmetic       `Floats` or `Bfloat16Pairs`, by T
+//   Arithmetic       `Floats`, `Bfloat16Pairs` or `TilePairs`, by T
 //   STEP_BYTES       the size of a step
 //   PREFETCH_BYTES   the bytes in memory to prefetch for a step
 //   LOADING_IS_WORK  whether to load the steps once for many vectors

@@ -92,13 +92,13 @@ struct Tiles {
 
   template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#if defined(GRANITE4_PAIRS)
     if constexpr (Arithmetic::COLUMNS == 2) {
       // The lookup takes the lowest five bits; the fifth is the other number's.
       const __m512i table = _mm512_loadu_si512(NUMBERS.data());
       __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(step)));
-      return {(__m512bh)_mm512_permutexvar_epi16(bytes, table),
-              (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table)};
+      return {_mm512_permutexvar_epi16(bytes, table),
+              _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table)};
     }
 #endif
     if constexpr (Arithmetic::COLUMNS == 1) {

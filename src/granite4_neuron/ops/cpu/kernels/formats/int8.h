@@ -53,15 +53,15 @@ struct Tiles {
   static constexpr int64_t STEP_BYTES = TILE * Arithmetic::COLUMNS, PREFETCH_BYTES = STEP_BYTES;
   static constexpr bool LOADING_IS_WORK = true;
 
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-  static Bfloat16Pairs::Operand load_pairs(const char* step) {
+#if defined(GRANITE4_PAIRS) && defined(__AVX512VBMI__)
+  static typename Arithmetic::Operand load_pairs(const char* step) {
     __m512i values = _mm512_loadu_si512(step), sizes = _mm512_abs_epi8(values);
     __m512i low = look_up(LOW, sizes), high = look_up(HIGH, sizes);
     high = _mm512_or_si512(high, _mm512_and_si512(values, _mm512_set1_epi8(-128)));  // the signs
-    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
+    return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
   }
-#elif defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-  static Bfloat16Pairs::Operand load_pairs(const char* step) {
+#elif defined(GRANITE4_PAIRS)
+  static typename Arithmetic::Operand load_pairs(const char* step) {
     __m512i values = _mm512_loadu_si512(step);
     __m512i signs = _mm512_movm_epi8(_mm512_movepi8_mask(values));
     return {as_pairs(_mm512_unpacklo_epi8(values, signs)), as_pairs(_mm512_unpackhi_epi8(values, signs))};
@@ -70,7 +70,7 @@ struct Tiles {
 
   template <int PART>
   static typename Arithmetic::Operand load(const char* step) {
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#if defined(GRANITE4_PAIRS)
     if constexpr (Arithmetic::COLUMNS == 2) return load_pairs(step);
     else
 #endif
@@ -106,7 +106,7 @@ struct Tiles {
     TORCH_CHECK(scales->numel() == weight.experts * weight.rows && values.numel() == scales->numel() * weight.columns);
   }
 
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+#if defined(GRANITE4_PAIRS)
  private:
   // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -127 to 127
   // are numbers of bfloat16, and a lookup of 64 of them takes half the instructions of their conversion.
@@ -121,11 +121,11 @@ struct Tiles {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(&table[0]), at, _mm512_loadu_si512(&table[64]));
   }
 #else
-  static __m512bh as_pairs(__m512i int16) {
+  static __m512i as_pairs(__m512i int16) {
     __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(int16, 16), 16));
     __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(int16, 16));
     __m512i upper = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(0xffff0000));
-    return (__m512bh)_mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
+    return _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
   }
 #endif
 #endif

@@ -1,0 +1,32 @@
+// Products of bfloat16 in AMX's order, as functions of C: test/unit/test_tile_products.py compiles this.
+#include "products.cpp"
+
+#include "formats.h"
+
+using namespace granite4_neuron;
+
+// y = x weight^T, for a weight that is packed first.
+template <typename Tiles>
+void pack_and_multiply(
+    const void* values, const float* scales, int64_t rows, int64_t columns, const at::BFloat16* x, int64_t vectors,
+    float* y) {
+  Weight weight;
+  weight.experts = 1;
+  weight.rows = rows;
+  weight.columns = columns;
+  weight.tile_bytes = Tiles::tile_bytes(columns);
+  Scratch<char> tiles(tiles_of(rows) * weight.tile_bytes);
+  pack_tiles<Tiles>(static_cast<const typename Tiles::Value*>(values), scales, weight, tiles.data());
+  weight.tiles = tiles.data();
+  multiply_all<Tiles, at::BFloat16, float>(weight, x, vectors, nullptr, 1.0f, y);
+}
+
+// values, scales: as the format has them, scales in float32 or null; x: [vectors, columns]; y: [vectors, rows].
+#define MULTIPLY(NAME, ...)                                                                                          \
+  extern "C" void NAME(                                                                                              \
+      const void* values, const float* scales, int64_t rows, int64_t columns, const at::BFloat16* x, int64_t vectors, \
+      float* y) {                                                                                                    \
+    pack_and_multiply<granite4_neuron::NAME::Tiles<at::BFloat16>>(values, scales, rows, columns, x, vectors, y);     \
+  }
+MULTIPLY(plain)
+GRANITE4_FORMATS(MULTIPLY)
