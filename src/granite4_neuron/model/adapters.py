@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 
 
+MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
+
+
 @dataclass(frozen=True)
 class LowRank:
     """What an adapter adds to a projection: up @ down @ x.
