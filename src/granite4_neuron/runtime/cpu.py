@@ -45,8 +45,8 @@ class CPURuntime(BoundModel):
         adapters: of this model, by name.
 
     Raises:
-        UserError: there are adapters and no fused layers, an option has no such choice, there is no such folder, the file in it for this model is broken, or
-            the Mamba kernels cannot run.
+        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, the
+            Mamba kernels cannot run, or there are adapters without fused layers.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -123,9 +123,7 @@ class CPURuntime(BoundModel):
         longest = max(len(row.tokens) for row in rows)
         # A step of one token advances the state as it reads it, and so cannot leave it as it is.
         inputs = step_inputs(rows, max(2, longest))
-        logits, kept_inputs = self.model.verify(
-            *inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows)
-        )
+        logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows))
         return Verification(rows, logits[:, :longest], kept_inputs)
 
     @torch.inference_mode()

@@ -167,8 +167,8 @@ def feed_forward(
     residual_multiplier: float,
 ) -> torch.ScriptObject:
     """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its methods are
-    step(hidden_states), for [..., hidden_size], and adapt(adapter, projection, down, up), as for `mamba_layer`, of "input"
-    or "output".
+    step(hidden_states), for [..., hidden_size], and adapt(adapter, projection, down, up), as for `mamba_layer`, of
+    "input" or "output".
 
     Args:
         input, output: of the MLP.
@@ -191,12 +191,12 @@ def decoder() -> torch.ScriptObject:
     """Make an object of all decoder layers. Its methods:
 
     append_mamba(mixer, feed_forward), append_attention(mixer, feed_forward): add a layer.
-    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, adapters, cos, sin, keep_inputs): a list
-        of hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs of each
-        Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`, advanced in
-        place. slots: [batch], int64, of the caches. adapters: [batch], int64, the number of each row's adapter, 0 for none;
-        None for a step without. cos, sin: [batch, tokens, head_dim / 2], float32, or None.
-        The rest is as for `mamba_mixer`.
+    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, adapters, cos, sin, keep_inputs):
+        return a list of hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the
+        inputs of each Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`,
+        advanced in place. slots: [batch], int64, of the caches. adapters: [batch], int64, the number of each row's
+        adapter, 0 for none; None for a step without. cos, sin: [batch, tokens, head_dim / 2], float32, or None. The
+        rest is as for `mamba_mixer`.
     advance(kept_inputs, states, lengths, read_slots, write_slots, starts): advance the Mamba layers' states by these.
     """
     return torch.classes.granite4_neuron.Decoder()

@@ -70,8 +70,8 @@ class Additions {
   void append(int64_t adapter, const LowRank& addition, const Weight& projection) {
     TORCH_CHECK(
         addition.down.weight.columns == projection.columns && addition.up.weight.rows == projection.rows,
-        "an adapter of a projection [", addition.up.weight.rows, ", ", addition.down.weight.columns, "] is for one of [",
-        projection.rows, ", ", projection.columns, "]");
+        "an adapter for a projection of [", addition.up.weight.rows, ", ", addition.down.weight.columns,
+        "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
     TORCH_CHECK(adapter > 0 && additions_.emplace(adapter, addition).second, "there is an adapter ", adapter);
   }
   // Adds them to y = the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
