@@ -16,7 +16,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
-from test.support.adapters import peft_logits, reference, save_adapter
+from test.support.adapters import peft_logits, peft_text, reference, save_adapter
 from test.support.checkpoints import CASES
 from test.support.engines import run, tokens_of
 from test.support.verification import poison
@@ -44,8 +44,8 @@ class Adapted:
             for seed, (name, changes) in enumerate(ADAPTERS.items())
         }
 
-    def runtime(self, dtype=torch.float32):
-        model = load_model(self.checkpoint, dtype)
+    def runtime(self, dtype=torch.float32, quantize=None):
+        model = load_model(self.checkpoint, dtype, quantize=quantize)
         adapters = {name: read_adapter(folder, model.config) for name, folder in self.folders.items()}
         runtime = CPURuntime(model, GenerationConfig(top_k=None), adapters=adapters)
         runtime.tokens_per_step = 32
@@ -64,9 +64,11 @@ def adapted(request, random_checkpoints, tmp_path_factory):
     return Adapted(random_checkpoints(NAMED[request.param]), tmp_path_factory.mktemp("adapters"))
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(
+    scope="module", params=[(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int4")], ids=str
+)
 def runtime(request, adapted):
-    return adapted.runtime(request.param)
+    return adapted.runtime(*request.param)
 
 
 def test_logits_are_those_of_peft(adapted):
@@ -211,6 +213,11 @@ class TestActivated:
         torch.testing.assert_close(torch.tensor(ours), theirs, atol=1e-4, rtol=0)
         base = adapted.expected(None, prompt).log_softmax(-1).gather(1, following[:, None])[:, 0]
         assert torch.allclose(base[:33], theirs[:33], atol=1e-4) and (base[33:] - theirs[33:]).abs().min() > 1e-3
+
+    @pytest.mark.parametrize("prompt", [INVOKED, TOKENS[0]], ids=["invoked", "not invoked"])
+    def test_texts_are_those_of_peft(self, adapted, prompt):
+        [outputs] = run_all(adapted.runtime(), Request(prompt, 8, adapter="activated"))
+        assert tokens_of(outputs) == peft_text(adapted.checkpoint, adapted.folders["activated"], prompt, 8)
 
     def test_without_an_invocation_it_is_the_base_model(self, adapted):
         runtime = adapted.runtime()

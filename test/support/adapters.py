@@ -37,3 +37,11 @@ def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> torch.Ten
     """Return PEFT's logits after every token, [tokens, vocab_size]."""
     model = PeftModel.from_pretrained(reference(checkpoint), adapter).eval()
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def peft_text(checkpoint: Path, adapter: Path, tokens: list[int], count: int) -> list[int]:
+    """Return the tokens that PEFT generates greedily after a prompt."""
+    model = PeftModel.from_pretrained(reference(checkpoint), adapter).eval()
+    text = model.generate(torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return text[0, len(tokens) :].tolist()

@@ -42,11 +42,8 @@ class AppliedAdapter:
         """Return the number of the adapter that applies to the token at a position; 0 for none."""
         return self.number if position >= self.start else 0
 
-    def keys(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return what a prefix cache knows a sequence by: tokens that an adapter applies to are others than those of
-        the model without it, or with another.
+    def keys(self, tokens: Sequence[int], start: int = 0) -> list[int]:
+        """Return what a prefix cache knows tokens by that begin at a position: those that an adapter applies to are
+        others than those of the model without it, or with another.
         """
-        if not self.number:
-            return tokens
-        offset = self.number << _TOKEN_BITS
-        return [*tokens[: self.start], *(offset + token for token in tokens[self.start :])]
+        return [(self.at(position) << _TOKEN_BITS) + token for position, token in enumerate(tokens, start)]

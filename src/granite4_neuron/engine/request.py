@@ -176,6 +176,7 @@ class RunningSequence:
     logits: torch.Tensor | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
+    _keys: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request, len(self.request.tokens))
@@ -188,7 +189,11 @@ class RunningSequence:
     @property
     def keys(self) -> Sequence[int]:
         """The tokens as a prefix cache knows them."""
-        return self.adapter.keys(self.tokens)
+        if not self.adapter.number:
+            return self.tokens
+        known = len(self._keys)
+        self._keys += self.adapter.keys(self.tokens[known:], known)
+        return self._keys
 
     @property
     def is_prompt(self) -> bool:
