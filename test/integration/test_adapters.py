@@ -82,6 +82,18 @@ def test_logits_are_those_of_peft(adapted):
         torch.testing.assert_close(logits[slot - 1], adapted.expected(name, TOKENS[slot]), atol=1e-4, rtol=0)
 
 
+def test_a_long_prompt(adapted):
+    """It has more tokens than are added to at a time."""
+    runtime, tokens = adapted.runtime(), [token for row in TOKENS for token in row]
+    whole, pieces = (runtime.allocate(1, 240) for _ in range(2))
+    logits = runtime.step(whole, [Row(1, 0, tokens, 1)], all_logits=True)[0]
+    torch.testing.assert_close(logits, adapted.expected("all", tokens), atol=1e-4, rtol=0)
+    cuts = [0, 70, 71, 199, 240]
+    for start, stop in itertools.pairwise(cuts):
+        last = runtime.step(pieces, [Row(1, start, tokens[start:stop], 1)])
+        assert torch.equal(last[0], logits[stop - 1])
+
+
 @torch.inference_mode()
 def alone(runtime, tokens, adapter):
     """Run a prompt alone, and then token by token; return the logits after it and after each further token."""

@@ -81,16 +81,24 @@ class Additions {
       auto found = additions_.find(adapter);
       if (found == additions_.end()) continue;
       at::Tensor all_x = x.reshape({-1, x.size(-1)}), all_y = y.view({-1, y.size(-1)});
-      if (!tokens.has_value()) {
-        all_y.add_(found->second(all_x));
-      } else {
-        at::Tensor sum = all_y.index_select(0, *tokens).add_(found->second(all_x.index_select(0, *tokens)));
-        all_y.index_copy_(0, *tokens, sum);
+      int64_t count = tokens.has_value() ? tokens->numel() : all_x.size(0);
+      for (int64_t first = 0; first < count; first += BLOCK) {
+        int64_t size = std::min(BLOCK, count - first);
+        if (!tokens.has_value()) {
+          all_y.narrow(0, first, size).add_(found->second(all_x.narrow(0, first, size)));
+        } else {
+          at::Tensor numbers = tokens->narrow(0, first, size);
+          at::Tensor sum = all_y.index_select(0, numbers).add_(found->second(all_x.index_select(0, numbers)));
+          all_y.index_copy_(0, numbers, sum);
+        }
       }
     }
   }
 
  private:
+  // Tokens at a time, so that what is added is still in the processor's caches when it is added.
+  static constexpr int64_t BLOCK = 64;
+
   std::map<int64_t, LowRank> additions_;
 };
 
