@@ -17,6 +17,9 @@ provide_nki()
 # These tests do not depend on the versions of torch and transformers, so one environment is enough.
 ONCE = (
     "test/faults/",
+    "test/integration/test_adapters.py::TestEngine",
+    "test/integration/test_adapters.py::test_beside_others_and_in_any_steps",
+    "test/integration/test_adapters.py::test_verified_tokens_are_those_of_decode",
     "test/integration/test_benchmark",
     "test/integration/test_bundled.py::test_40000_tokens_of_prompt",
     "test/integration/test_bundled.py::test_a_planted_bug_changes_tokens",
@@ -29,6 +32,7 @@ ONCE = (
     "test/integration/test_other_processors.py",
     "test/integration/test_quantized_checkpoints.py",
     "test/integration/test_serve.py",
+    "test/integration/test_serve_adapters.py",
     "test/integration/test_serve_clients.py",
     "test/integration/test_serve_connections.py",
     "test/integration/test_serve_hostile.py",

@@ -218,7 +218,7 @@ def test_another_check_of_the_same_architecture_stays(config_map):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (engine_config(lora_config="an adapter"), "has no LoRA in vLLM; merge the adapter into the checkpoint."),
+        (engine_config(lora_config="an adapter"), "convert --adapter merges one into a checkpoint."),
         (engine_config(cache_dtype="fp8"), "has no cache of fp8 with a model of bfloat16; leave out --kv-cache-dtype."),
         (engine_config(prefix_match_unit=8), "gives wrong text; leave out --prefix-match-unit."),
         (engine_config(replicas=2, is_moe=True), "start a server for each replica."),

@@ -20,7 +20,7 @@ REFUSED = {
         dict(speculative_config=dict(method="draft_model", model=MODEL, num_speculative_tokens=3)),
         "cannot draft for or with a hybrid model; use custom_class",
     ),
-    "LoRA": (dict(enable_lora=True), "has no LoRA in vLLM; merge the adapter into the checkpoint."),
+    "LoRA": (dict(enable_lora=True), "has no LoRA in vLLM; convert --adapter merges one into a checkpoint."),
     "fp8": (dict(kv_cache_dtype="fp8"), "no cache of fp8 with a model of float32; leave out --kv-cache-dtype."),
 }
 SEEDED = [number for number in ALL if number % 3]

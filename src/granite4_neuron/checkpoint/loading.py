@@ -22,6 +22,7 @@ from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.config.quantization import quantization_config, stored_quantization
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
@@ -51,6 +52,7 @@ def load_model(
     quantize: str | None = None,
     *,
     operators: Operators = TORCH,
+    adapter: Adapter | None = None,
     must_be_finite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraniteMoeHybridForCausalLM:
@@ -68,6 +70,7 @@ def load_model(
         parallel: the rank whose part is read.
         quantize: one of `choices.QUANTIZATIONS`, or None for the weights as stored; not for a part of a model.
         operators: quantize the matrices and lay them out: those that the model will be bound to.
+        adapter: merged into the weights; of this model, and not an activated one. Not for a part of a model.
         must_be_finite: look at every number. Where it is not asked for, the logits will tell.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
 
@@ -85,6 +88,16 @@ def load_model(
     if parallel.degree > 1 and (quantize or quantization):
         name = quantize or quantization.name
         raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+    if adapter is not None and quantization is not None:
+        raise UserError(
+            f"the weights in {folder} are in {quantization.name}; an adapter is merged into the original, which may be "
+            "quantized in the same step."
+        )
+    if adapter is not None and adapter.invocation is not None:
+        raise UserError(
+            "the adapter is an activated LoRA, which applies to a part of a text only, and so cannot be merged; the "
+            "backend cpu takes it as it is, with --adapter."
+        )
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
     quantized = quantized_weights(stored, model, quantization)
@@ -104,6 +117,8 @@ def load_model(
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
+            if adapter is not None and name in adapter.additions:
+                weight = adapter.additions[name].merged_into(weight)
             if must_be_finite:
                 _check_finite(f"{name} in {folder}", weight, dtype if name not in formats else torch.float32)
             set_parameter(model, name, plan.place(name, weight, block))

@@ -71,7 +71,7 @@ class StoredTensors:
         """Read one tensor. Files are opened anew each time, so that earlier reads are not kept mapped in memory."""
         tensors = []
         for one in self._parts[name]:
-            with _open(one.file, framework="pt") as file:
+            with open_tensors(one.file, framework="pt") as file:
                 tensors.append(file.get_tensor(one.name))
         return tensors[0] if len(tensors) == 1 else _joined(name, tensors)
 
@@ -125,7 +125,7 @@ class StoredTensors:
             raise UserError(f"the weights in {self.folder} do not fit its config.json; {'; '.join(faults)}.")
 
     def _add(self, file: Path) -> None:
-        with _open(file, framework="np") as tensors:
+        with open_tensors(file, framework="np") as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
                 part = part_of(stored_name)
                 parts = self._parts.setdefault(part.name, [])
@@ -212,7 +212,12 @@ def _shards(folder: Path, index: dict[str, str]) -> list[Path]:
 
 
 @contextmanager
-def _open(file: Path, framework: str) -> Iterator[safe_open]:
+def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
+    """Open a safetensors file.
+
+    Raises:
+        UserError: it cannot be read, or is no such file.
+    """
     try:
         with safe_open(file, framework=framework) as tensors:
             yield tensors

@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from typing import Any
 
+from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
 from granite4_neuron.commands.chat_session import COMMANDS, Session
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
@@ -45,6 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     for name, what in (("tools", "functions, as OpenAI's API describes them"), ("documents", "to answer from")):
         chat.add_argument(f"--{name}", metavar="FILE", help=f"a JSON list of {name} for the chat template: {what}")
     add_model(chat)
+    add_adapters(chat, "the first one answers, and /set adapter changes to another")
     chat.add_argument(
         "--max-tokens", type=at_least(1), default=2048, metavar="N", help="of an answer (default: %(default)s)"
     )
@@ -70,7 +72,8 @@ def run(options: argparse.Namespace) -> int:
     max_bytes = num_bytes(options.prefix_cache)
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     shown = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
-    runtime, tokenizer = load_runtime(options, model_folder(options))
+    adapters = adapters_of(options)
+    runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.engine import PrefixCache, Request
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens
@@ -82,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
         options.max_tokens,
         stop_token_ids=end_of_sequence_tokens(tokenizer, runtime.generation_config),
         constraint=constraint(options, runtime, tokenizer),
+        adapter=next(iter(adapters), None),
         **sampling_options(options),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:

@@ -35,7 +35,7 @@ COMMANDS = {
 # Options of answers that /set changes.
 _OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed"),
-    "max_tokens",
+    *("max_tokens", "adapter"),
 )
 _MOST_DIGITS = 19  # of a seed
 # Characters that a terminal would interpret instead of showing; line feeds and tabs are allowed.
@@ -150,8 +150,10 @@ class Session:
             return
         if name not in _OPTIONS or not value.strip():
             raise UserError(f"/set takes a name and a value; the names are {', '.join(_OPTIONS)}.")
-        self._conversation.set_option(name, _number(value.strip()))
-        _note(f"{name} is {value.strip()}." if value.strip() != "-" else f"{name} is the checkpoint's.")
+        value = value.strip()
+        self._conversation.set_option(name, _number(value) if name != "adapter" or value == "-" else value)
+        default = "no adapter answers." if name == "adapter" else f"{name} is the checkpoint's."
+        _note(f"{name} is {value}." if value != "-" else default)
 
     def _read(self, file: str) -> None:
         text = read_text(str(_path(file)), "")

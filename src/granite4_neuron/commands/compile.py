@@ -13,12 +13,14 @@ from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.folder import find
 from granite4_neuron.checkpoint.output_folder import check_output
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
-from granite4_neuron.commands.options import (
-    add_arithmetic,
+from granite4_neuron.commands.compiled_options import (
     add_buckets,
     add_compiled_state_dtype,
     add_expert_path,
     add_ranks_and_sequences,
+)
+from granite4_neuron.commands.options import (
+    add_arithmetic,
     at_least,
     dtype_of,
     kernels_of,

@@ -1,4 +1,4 @@
-"""`granite4-neuron convert`: write a checkpoint in another dtype, or quantized."""
+"""`granite4-neuron convert`: write a checkpoint in another dtype, quantized, or with an adapter merged."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_folder
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import DTYPES
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.errors import printable
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     convert = commands.add_parser(
-        "convert", help="write a checkpoint in another dtype or quantized, in one format and naming"
+        "convert", help="write a checkpoint in another dtype, quantized or with an adapter merged"
     )
     add_model(convert)
     convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
@@ -25,6 +26,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--quantize",
         choices=QUANTIZATIONS,
         help="hold the large weights in it; for the cpu backend (default: in --dtype)",
+    )
+    convert.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="merge this LoRA adapter, as PEFT writes it, into the weights"
     )
     convert.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
@@ -39,10 +43,13 @@ def run(options: argparse.Namespace) -> int:
             f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
         )
     # Not at the top: these imports take seconds, and --help does not need them.
+    from granite4_neuron.checkpoint.adapters import read_adapter
     from granite4_neuron.checkpoint.loading import load_model, save_model
     from granite4_neuron.ops import TORCH, cpu
 
     folder = model_folder(options)
+    config = GraniteMoeHybridConfig.from_file(folder / CONFIG)
+    adapter = None if options.adapter is None else read_adapter(options.adapter, config)
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(
@@ -50,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
             dtype_of(options.dtype),
             quantize=options.quantize,
             operators=operators,
+            adapter=adapter,
             must_be_finite=True,
             progress=progress,
         )

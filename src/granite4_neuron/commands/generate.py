@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.json_schema import add_json_schema, constraint
 from granite4_neuron.commands.options import (
     add_model,
@@ -52,6 +53,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     add_json_schema(generate)
     add_sampling(generate)
+    add_adapters(generate, "it continues the prompt, and several continue it one beside another")
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
@@ -65,14 +67,20 @@ def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     if options.prompt_cache is not None and len(texts) > 1:
         raise UserError("--prompt-cache is for one prompt; for several that begin alike there is --prefix-cache.")
-    runtime, tokenizer = load_runtime(options, model_folder(options))
+    adapters = adapters_of(options)
+    if options.prompt_cache is not None and adapters:
+        raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
+    runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
 
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
+    names = list(adapters) or [None]
+    titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]
+    prompts = [prompt for prompt in prompts for _ in names]
     cache = prefix_cache(options, runtime, len(prompts))
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
-    continuations = [""] * len(texts)
+    continuations = [""] * len(prompts)
     stats = GenerationStats()
     with ProgressBar("prompt", "tokens") as progress:
         for response in stream_generate(
@@ -85,18 +93,19 @@ def run(options: argparse.Namespace) -> int:
             prefix_cache=cache,
             drafter=drafts,
             draft_tokens=draft_tokens,
+            adapter=names * len(texts),
             constraint=constraint(options, runtime, tokenizer),
             **sampling_options(options),
         ):
             stats = response.stats
             continuations[response.index] += response.text
-            if len(texts) == 1:
+            if len(prompts) == 1:
                 write(response.text, end="")
-    if len(texts) == 1:
+    if len(prompts) == 1:
         write("")
     else:
-        for text, continuation in zip(texts, continuations, strict=True):
-            write(f"=== {text}\n{continuation}\n")
+        for title, continuation in zip(titles, continuations, strict=True):
+            write(f"=== {title}\n{continuation}\n")
     if options.prompt_cache is not None:
         save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
     if options.verbose:

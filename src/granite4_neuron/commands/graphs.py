@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.choices import COMPILED_STATE_DTYPES, KERNELS
+from granite4_neuron.commands.compiled_options import add_compiled_state_dtype, add_expert_path, add_ranks_and_sequences
 from granite4_neuron.commands.options import (
     add_arithmetic,
-    add_compiled_state_dtype,
-    add_expert_path,
     add_model,
-    add_ranks_and_sequences,
     at_least,
     check_folder_of,
     config_and_dtype,

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from granite4_neuron.checkpoint.folder import CONFIG, bundled_checkpoint, find
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.choices import (
     BACKENDS,
-    COMPILED_STATE_DTYPES,
     CPU_KERNELS,
     DECODE_KERNELS,
     DEVICES,
@@ -29,7 +28,6 @@ from granite4_neuron.choices import (
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
-from granite4_neuron.neuron_sdk import EXPERT_PATHS
 
 if TYPE_CHECKING:
     import torch
@@ -164,52 +162,12 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name in SAMPLING_OPTIONS}
 
 
-def add_expert_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--expert-path",
-        choices=EXPERT_PATHS,
-        help="how NxD Inference multiplies with the experts' weights: in torch, with this package's NKI kernels, or "
-        "with NxD's kernels (default: that of --kernels)",
-    )
-
-
 def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
     """Return those of `choices.KERNELS` by a name, with what the single options say instead: prefill_scan,
     decode_kernel and, of a command that has the option, expert_path.
     """
     chosen = KERNELS[kernels]
     return {name: getattr(options, name) or chosen[name] for name in chosen if hasattr(options, name)}
-
-
-def add_buckets(parser: argparse.ArgumentParser) -> None:
-    """Add the lengths that NxD Inference compiles graphs for, as `context_buckets` and `token_buckets`: lists of ints,
-    or None for NxD Inference's own.
-    """
-    parser.add_argument(
-        "--context-buckets",
-        type=at_least(2),
-        nargs="+",
-        metavar="N",
-        help="lengths of prompts to compile a graph for each (default: powers of two from 128)",
-    )
-    parser.add_argument(
-        "--token-buckets",
-        type=at_least(2),
-        nargs="+",
-        metavar="N",
-        help="lengths of the cache to compile a graph for each, for all steps after the first (default: powers of two "
-        "from 128)",
-    )
-
-
-def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--state-dtype",
-        choices=COMPILED_STATE_DTYPES,
-        default=COMPILED_STATE_DTYPES[0],
-        help="of SSM states; in 16 bits with --decode-kernel nki, and with stochastic rounding as the hardware does it "
-        "(default: %(default)s)",
-    )
 
 
 def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BACKENDS) -> None:
@@ -232,13 +190,14 @@ def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BA
 
 
 def load_runtime(
-    options: argparse.Namespace, folder: Path, compiled: Path | None = None
+    options: argparse.Namespace, folder: Path, compiled: Path | None = None, adapters: Mapping[str, Path] = {}
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Call `load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and show a progress bar.
 
     Args:
         folder: of the checkpoint, from `model_folder` or `find`.
         compiled: the folder of the model's graphs, if not that of --compiled.
+        adapters: folders by name, from `commands.adapters`.
 
     Raises:
         UserError: as `load`.
@@ -260,21 +219,9 @@ def load_runtime(
             quantize=options.quantize,
             state_dtype=dtype_of(options.state_dtype),
             tuned_configs=options.tuned_configs,
+            adapters=adapters,
             progress=progress,
         )
-
-
-def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> None:
-    parser.add_argument(
-        "--tp-degree",
-        type=at_least(1),
-        default=tp_degree,
-        metavar="T",
-        help="ranks of the model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"
-    )
 
 
 def add_cpu_options(parser: argparse._ActionsContainer) -> None:

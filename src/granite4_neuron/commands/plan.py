@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from granite4_neuron.choices import INSTANCES, KERNELS
+from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
 from granite4_neuron.commands.options import (
-    add_buckets,
-    add_ranks_and_sequences,
     at_least,
     config_and_dtype,
     dtype_of,

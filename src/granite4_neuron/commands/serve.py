@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.options import (
     add_model,
     add_runtime,
@@ -47,6 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(serve)
+    add_adapters(serve, "a request names it as its model")
     address = serve.add_argument_group("clients")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     address.add_argument(
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         how = "pip install 'granite4-neuron[serve]'"
         raise UserError(f"serve needs {' and '.join(missing)}; install them with: {how}.")
-    max_body, key = num_bytes(options.max_body), _api_key(options)
+    max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
     from granite4_neuron.serving.sequences import Limits
@@ -133,10 +135,12 @@ def run(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         folder = model_folder(options)
-        runtime, tokenizer = load_runtime(options, folder)
+        model = options.served_model_name or Path(options.model or folder).name
+        if model in adapters:
+            raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
+        runtime, tokenizer = load_runtime(options, folder, adapters=adapters)
         cache = _prefix_cache(options, runtime)
         engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
-        model = options.served_model_name or Path(options.model or folder).name
         server = Server(
             runtime,
             tokenizer,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.drafters import Drafter, DraftRequest
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
@@ -141,8 +142,8 @@ class Engine:
             The id of its outputs.
 
         Raises:
-            UserError: the request is invalid, or could never run because it is longer than `max_length` or needs more
-                memory than `memory_bytes`.
+            UserError: the request is invalid, its adapter is not there, or it could never run because it is longer than
+                `max_length` or needs more memory than `memory_bytes`.
         """
         request.check(self.runtime.config.vocab_size)
         if request.prompt_logprobs is not None:
@@ -158,7 +159,8 @@ class Engine:
         self._slots.check(limit)
         request = request.with_defaults(self.runtime.generation_config)
         text = TextStream(self._tokenizer, request.stop, request.tokens, request.skip_special_tokens)
-        sequence = RunningSequence(next(self._ids), request, limit, text)
+        adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
+        sequence = RunningSequence(next(self._ids), request, limit, text, adapter)
         self._waiting.append(sequence)
         return sequence.id
 
@@ -262,7 +264,7 @@ class Engine:
         """Return whether one of the others is about to put a shared prefix into the cache in this same step."""
         if self._cache is None or sequence.has_begun:
             return False
-        lengths = (common_length(sequence.tokens, other.tokens) for other in others)
+        lengths = (common_length(sequence.keys, other.keys) for other in others)
         cuts = (other.next_cut(self._cache.interval or self.max_length) for other in others)
         return any(cut <= length for cut, length in zip(cuts, lengths, strict=True))
 
@@ -272,8 +274,8 @@ class Engine:
             return []
         sequence.has_begun = True
         self._cache.attach(self._slots.state)
-        sequence.prefix = self._cache.find(sequence.tokens)
-        sequence.cuts |= self._cache.new_branches(sequence.tokens)
+        sequence.prefix = self._cache.find(sequence.keys)
+        sequence.cuts |= self._cache.new_branches(sequence.keys)
         if sequence.prefix is None:
             return []
         self._cache.restore(sequence.prefix, self._slots.state, sequence.slot)
@@ -384,8 +386,8 @@ class Engine:
             self._end(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
-        tokens = sequence.tokens[: sequence.stored]
-        self._cache.keep(tokens, self._slots.state, sequence.slot, sequence.logits)
+        keys = sequence.keys[: sequence.stored]
+        self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
 
     def _end(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

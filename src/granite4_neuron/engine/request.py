@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
@@ -37,6 +38,7 @@ class Request(SamplingParams):
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
         and an engine with a prefix cache keeps a snapshot. None for none.
     skip_special_tokens: whether special tokens are no part of the text.
+    adapter: the name of an adapter of the runtime; None for the model without.
 
     Stop strings need an engine with a tokenizer.
 
@@ -50,6 +52,7 @@ class Request(SamplingParams):
     max_tokens: int = option(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1", default=256)
     snapshots_at: Collection[int] | None = option(are_whole, "a list or a set of whole numbers", convert=frozenset)
     skip_special_tokens: bool = option(lambda value: isinstance(value, bool), "true or false", default=True)
+    adapter: str | None = option(lambda value: isinstance(value, str), "the name of an adapter")
 
     def check(self, vocab_size: int, which: str = "the prompt") -> None:
         """Check what depends on the vocabulary and on the prompt; messages call the prompt `which`.
@@ -146,6 +149,7 @@ class RunningSequence:
 
     request: with the checkpoint's defaults.
     limit: the most tokens, prompt and new ones.
+    adapter: that the request names, or none.
     slot: 0 until it has one.
     tokens: prompt and new ones.
     stored: how many of them the state has seen.
@@ -161,6 +165,7 @@ class RunningSequence:
     request: Request
     limit: int
     text: TextStream
+    adapter: AppliedAdapter
     sampler: Sampler = field(init=False)
     slot: int = 0
     tokens: list[int] = field(init=False)
@@ -171,13 +176,24 @@ class RunningSequence:
     logits: torch.Tensor | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
+    _keys: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.request, len(self.request.tokens))
         self.tokens = list(self.request.tokens)
-        self.cuts = set(self.request.snapshots_at)
+        # A step is with an adapter or without.
+        self.cuts = {*self.request.snapshots_at, self.adapter.start} - {0}
         # The logits of a prompt's tokens are not kept anywhere.
         self.has_begun = self.request.prompt_logprobs is not None
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """The tokens as a prefix cache knows them."""
+        if not self.adapter.number:
+            return self.tokens
+        known = len(self._keys)
+        self._keys += self.adapter.keys(self.tokens[known:], known)
+        return self._keys
 
     @property
     def is_prompt(self) -> bool:
@@ -196,7 +212,7 @@ class RunningSequence:
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return the tokens to run next, up to `stop`, followed by drafts."""
-        return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts])
+        return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts], self.adapter.at(self.stored))
 
     def is_kept(self, interval: int | None) -> bool:
         """Return whether a prefix cache keeps a snapshot at the current length of a running sequence."""

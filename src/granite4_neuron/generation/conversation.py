@@ -11,6 +11,7 @@ from typing import Any
 
 from granite4_neuron import available_memory
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
+from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
@@ -127,8 +128,10 @@ class Conversation:
         """Set an option of the next answers.
 
         Raises:
-            UserError: it does not take the value.
+            UserError: it does not take the value, or there is no such adapter.
         """
+        if name == "adapter" and value is not None:
+            AppliedAdapter.of(value, (), self._engine.runtime.adapters)
         self._request = replace(self._request, **{name: value})
 
     def interrupt(self) -> None:
@@ -153,10 +156,12 @@ class Conversation:
         """Write the conversation and its state.
 
         Raises:
-            UserError: there is no turn yet, its state was evicted, or the file cannot be written.
+            UserError: there is no turn yet, an adapter answers, its state was evicted, or the file cannot be written.
         """
         if not self.turns:
             raise UserError("there is nothing to save yet.")
+        if self._request.adapter is not None:
+            raise UserError("what is saved is the state of the model without adapters, and an adapter answers here.")
         snapshot = self._cache.export(self.turns[-1].stored)
         if snapshot is None:
             raise UserError("the conversation's state is not in the prefix cache any more; give it more memory.")

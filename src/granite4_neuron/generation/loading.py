@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
+from granite4_neuron.checkpoint.adapters import read_adapter
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
 from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
 from granite4_neuron.choices import (
@@ -27,6 +28,7 @@ from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
+from granite4_neuron.model.adapters import MERGE_INSTEAD
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -49,6 +51,7 @@ def load(
     quantize: str | None = None,
     state_dtype: torch.dtype | None = None,
     tuned_configs: str | Path | None = None,
+    adapters: Mapping[str, str | Path] = {},
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Load a model into a runtime that is ready to run; return it and the model's tokenizer.
@@ -65,6 +68,7 @@ def load(
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
+        adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
 
     Raises:
@@ -96,14 +100,17 @@ def load(
         dtype=dtype,
         prefill_scan=prefill_scan,
         decode_kernel=decode_kernel,
+        adapters=adapters,
     )
     if backend == "nxdi":
         return load_compiled(folder, Path(compiled), generation_config), tokenizer
+    loaded_adapters = {name: read_adapter(adapter, config) for name, adapter in adapters.items()}
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
     weights = load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
+        options["adapters"] = loaded_adapters
         return CPURuntime(weights, generation_config, **options), tokenizer
     if backend == "torch":
         return TorchRuntime(weights, generation_config, device=device, graphs=graphs, **mamba_kernels), tokenizer
@@ -123,6 +130,7 @@ def check_backend(
     dtype: torch.dtype | None,
     prefill_scan: str = PREFILL_SCANS[0],
     decode_kernel: str = DECODE_KERNELS[0],
+    adapters: Mapping[str, str | Path] = {},
 ) -> None:
     """Check that a backend has the options that are given; arguments are those of `load`.
 
@@ -142,6 +150,8 @@ def check_backend(
         raise UserError(f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32.")
     if backend != "cpu" and (tuned_configs is not None or cpu_kernels != CPU_KERNELS[0]):
         raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
+    if adapters and backend != "cpu":
+        raise UserError(f"adapters run on the backend cpu only, and the backend here is {backend}; {MERGE_INSTEAD}.")
     if backend != "torch" and (device, graphs) != (DEVICES[0], GRAPHS[0]):
         raise UserError(f"device and graphs belong to the backend torch; the backend here is {backend}.")
 

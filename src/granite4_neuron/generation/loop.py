@@ -64,6 +64,7 @@ def stream_generate(
     prefix_cache: PrefixCache | None = None,
     drafter: Drafter | None = None,
     draft_tokens: int = 4,
+    adapter: str | Sequence[str | None] | None = None,
     **options,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several; yield each token as it comes.
@@ -82,6 +83,8 @@ def stream_generate(
             computed once. Later calls can use the same cache.
         drafter, draft_tokens: proposes tokens, and the most at a time. Accepted drafts make texts faster and do not
             change them.
+        adapter: the name of one of the runtime's adapters, or None for the model without; or a list of one for each
+            prompt.
         options: sampling options such as `temperature`, `top_p`, `seed`, `stop`, `logprobs` and `logits_processors`,
             see `engine.SamplingParams`. Prompt number i uses seed + i.
 
@@ -97,10 +100,13 @@ def stream_generate(
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         params = replace(params, stop_token_ids=params.stop_token_ids | eos)
     prompts = encode(tokenizer, singles, runtime.config.vocab_size, runtime.max_length)
+    adapters = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+    if len(adapters) != len(prompts):
+        raise UserError(f"there are {len(adapters)} adapters for {len(prompts)} prompts; give one for each.")
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [
-        Request(tokens, max_tokens, snapshots_at=shared[index], **vars(params.with_seed_offset(index)))
-        for index, tokens in enumerate(prompts)
+        Request(tokens, max_tokens, snapshots_at=at, adapter=name, **vars(params.with_seed_offset(index)))
+        for index, (tokens, at, name) in enumerate(zip(prompts, shared, adapters, strict=True))
     ]
     max_length = min(max(map(len, prompts)) + max_tokens, runtime.max_length)
     set_aside = () if prefix_cache is None else prefix_cache.slots

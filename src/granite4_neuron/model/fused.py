@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.state import HybridState
@@ -25,18 +26,35 @@ class FusedLayers:
         operators: with fused layers.
         layers: whose matrices are packed.
         config: of the whole model.
+        adapters: numbered from 1 on.
     """
 
-    def __init__(self, operators: Operators, layers: Sequence[DecoderLayer], config: GraniteMoeHybridConfig):
+    def __init__(
+        self,
+        operators: Operators,
+        layers: Sequence[DecoderLayer],
+        config: GraniteMoeHybridConfig,
+        adapters: Sequence[Adapter] = (),
+    ):
         self._kernels, self._launch_parameters = operators.fused_layers, operators.launch_parameters
         self._config = config
         self._decoder = self._kernels.decoder()
+        halves: list[dict[str, torch.ScriptObject]] = []  # of each layer, by the modules that they compute
         for layer in layers:
             feed_forward = self._feed_forward(layer)
             if layer.is_mamba:
-                self._decoder.append_mamba(mixer=self._mamba_layer(layer), feed_forward=feed_forward)
+                mixer = self._mamba_layer(layer)
+                self._decoder.append_mamba(mixer=mixer, feed_forward=feed_forward)
             else:
-                self._decoder.append_attention(mixer=self._attention_layer(layer), feed_forward=feed_forward)
+                mixer = self._attention_layer(layer)
+                self._decoder.append_attention(mixer=mixer, feed_forward=feed_forward)
+            halves.append({"mamba": mixer, "self_attn": mixer, "shared_mlp": feed_forward})
+        for number, adapter in enumerate(adapters, start=1):
+            for name, addition in adapter.additions.items():
+                _, _, layer_number, module, projection, _ = name.split(".")
+                down, up = (operators.pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
+                half, projection = halves[int(layer_number)][module], projection.removesuffix("_linear")
+                half.adapt(adapter=number, projection=projection, down=down, up=up)
 
     def __call__(
         self, hidden_states: torch.Tensor, step: NullSlotStep, state: HybridState, rotary: RotaryTables | None
@@ -51,6 +69,7 @@ class FusedLayers:
             hidden_states=hidden_states,
             states=_pairs(state),
             slots=step.slots,
+            adapters=step.adapters,
             cos=cos,
             sin=sin,
             keep_inputs=step.verifies,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.binding import Module, fix_weights, second_tree, use
 from granite4_neuron.model.fused import FusedLayers
@@ -84,12 +85,16 @@ class GraniteMoeHybridForCausalLM(Module):
             if not isinstance(module.weight, nn.Parameter):
                 yield f"{name}.weight", module.weight
 
-    def bind(self, operators: Operators, device: torch.device | None = None) -> GraniteMoeHybridForCausalLM:
+    def bind(
+        self, operators: Operators, device: torch.device | None = None, adapters: Sequence[Adapter] = ()
+    ) -> GraniteMoeHybridForCausalLM:
         """Return a model with this one's present weights, which computes with `operators`; this one is not changed.
 
         Its weights are fixed. It shares tensors with this model, but for two cases. With a device other than theirs
         they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
         in that layout already.
+
+        Adapters, numbered from 1 on, are for rows of steps that name them; only fused layers take them.
         """
         bound = second_tree(self)
         use(bound, operators)
@@ -97,7 +102,7 @@ class GraniteMoeHybridForCausalLM(Module):
             bound._pack(operators.pack)
         if device is not None:
             bound.to(device).tie_weights()
-        bound.model.fuse_layers()
+        bound.model.fuse_layers(adapters)
         fix_weights(bound)
         return bound
 
@@ -122,6 +127,7 @@ class GraniteMoeHybridForCausalLM(Module):
         state: HybridState,
         *,
         kv_length: int | None = None,
+        adapters: torch.Tensor | None = None,
         all_logits: bool = False,
     ) -> torch.Tensor:
         """Add tokens to sequences, each of which lives in a slot of `state`, and predict what follows.
@@ -140,12 +146,13 @@ class GraniteMoeHybridForCausalLM(Module):
                 `model.step.DenseStep`.
             state: updated in place.
             kv_length: how many cache entries attention visits, above every real position; None for all of them.
+            adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
             all_logits: logits of every token rather than of each row's last real one.
 
         Returns:
             [batch, vocab_size], or [batch, tokens, vocab_size] with `all_logits`; float32.
         """
-        step = step_of(positions, lengths, slots, state, kv_length=kv_length)
+        step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters)
         hidden_states, _ = self.model(input_ids, step, state)
         return self.head(hidden_states if all_logits else last_tokens(hidden_states, step))
 
@@ -158,6 +165,7 @@ class GraniteMoeHybridForCausalLM(Module):
         state: HybridState,
         *,
         kv_length: int | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Run `forward` for tokens that may be taken back: keys and values are written, recurrent state is not.
 
@@ -165,7 +173,7 @@ class GraniteMoeHybridForCausalLM(Module):
             Logits of every token, [batch, tokens, vocab_size] in float32; and the inputs of each Mamba layer's
             recurrence, [batch, tokens, conv_dim + num_heads], for `advance`.
         """
-        step = step_of(positions, lengths, slots, state, kv_length=kv_length, verifies=True)
+        step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters, verifies=True)
         hidden_states, inputs = self.model(input_ids, step, state)
         return self.head(hidden_states), inputs
 
@@ -212,6 +220,7 @@ def step_of(
     state: HybridState,
     *,
     kv_length: int | None = None,
+    adapters: torch.Tensor | None = None,
     verifies: bool = False,
 ) -> Step:
     """Return the step of the kind that the state needs; arguments as in `GraniteMoeHybridForCausalLM.forward`."""
@@ -221,7 +230,7 @@ def step_of(
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
     where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
     if state.has_null_slot:
-        return NullSlotStep(*where, verifies=verifies)
+        return NullSlotStep(*where, verifies=verifies, adapters=adapters)
     return DenseStep(*where, None if in_order else slots - 1, verifies=verifies, in_order=in_order)
 
 
@@ -240,10 +249,10 @@ class _Decoder(Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fused_layers: FusedLayers | None = None
 
-    def fuse_layers(self) -> None:
+    def fuse_layers(self, adapters: Sequence[Adapter]) -> None:
         """Use the one call for all layers if the operators have it, and none if not."""
         operators = self.operators
-        self.fused_layers = operators.fused_layers and FusedLayers(operators, self.layers, self.config)
+        self.fused_layers = operators.fused_layers and FusedLayers(operators, self.layers, self.config, adapters)
 
     def fuses(self, step: Step) -> bool:
         """Return whether the call for all layers takes the step."""

@@ -21,6 +21,7 @@ class Step(ABC):
         slots: [batch], integer, each row's slot in the caches of keys and values.
         kv_length: how many cache entries attention visits; above every real position.
         verifies: whether the step leaves recurrent state as it is, for `Mamba2.advance`.
+        adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
         in_order: whether row i is in slot i + 1, so that no row of a cache has to be looked up. The slot of a row
             without tokens may be the null slot all the same.
 
@@ -38,9 +39,11 @@ class Step(ABC):
         kv_length: int,
         *,
         verifies: bool = False,
+        adapters: torch.Tensor | None = None,
         in_order: bool = False,
     ):
         self.positions, self.lengths, self.slots = positions, lengths, slots
+        self.adapters = adapters
         self.kv_length, self.verifies, self.in_order = kv_length, verifies, in_order
         self.is_real = self._offsets() < lengths[:, None]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Layout
 from granite4_neuron.model.state import HybridState
@@ -14,6 +17,7 @@ class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators."""
 
     own_slots = 0
+    adapters: Mapping[str, Adapter] = {}
     model: GraniteMoeHybridForCausalLM
     state_dtype: torch.dtype
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
 from granite4_neuron.model.state import HybridState
@@ -24,6 +25,7 @@ from granite4_neuron.runtime.interface import (
     Row,
     Verification,
     accepted_rows,
+    adapters_of,
     check_verification,
     step_inputs,
 )
@@ -40,10 +42,11 @@ class CPURuntime(BoundModel):
             anything. See `ops.launch_parameters`.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
         state_dtype: of SSM states; None for float32. To float16 and bfloat16 they are rounded stochastically.
+        adapters: of this model, by name.
 
     Raises:
-        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, or
-            the Mamba kernels cannot run.
+        UserError: an option has no such choice, there is no such folder, the file in it for this model is broken, the
+            Mamba kernels cannot run, or there are adapters without fused layers.
     """
 
     # Beyond this a step gains no speed, and its activations would fall out of the processor's caches.
@@ -63,6 +66,7 @@ class CPURuntime(BoundModel):
         prefill_scan: str = "chunked",
         decode_kernel: str = "torch",
         state_dtype: torch.dtype | None = None,
+        adapters: Mapping[str, Adapter] = {},
     ):
         survive_forks()
         if decode_kernel == "nki" and state_dtype == torch.float16:
@@ -77,7 +81,11 @@ class CPURuntime(BoundModel):
             self.state_dtype,
             tuned_config_folder(tuned_configs),
         )
-        self.model = model.bind(replace(operators, launch_parameters=launch_parameters))
+        if adapters and operators.fused_layers is None:
+            raise UserError(f"adapters run with the fused kernels and their chunked scan only; {MERGE_INSTEAD}.")
+        self.adapters = dict(adapters)
+        operators = replace(operators, launch_parameters=launch_parameters)
+        self.model = model.bind(operators, adapters=list(adapters.values()))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -104,6 +112,7 @@ class CPURuntime(BoundModel):
             *step_inputs(rows, max(len(row.tokens) for row in rows)),
             state,
             kv_length=_kv_length(rows),
+            adapters=adapters_of(rows),
             all_logits=all_logits,
         )
 
@@ -114,7 +123,7 @@ class CPURuntime(BoundModel):
         longest = max(len(row.tokens) for row in rows)
         # A step of one token advances the state as it reads it, and so cannot leave it as it is.
         inputs = step_inputs(rows, max(2, longest))
-        logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows))
+        logits, kept_inputs = self.model.verify(*inputs, state, kv_length=_kv_length(rows), adapters=adapters_of(rows))
         return Verification(rows, logits[:, :longest], kept_inputs)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ steps, on other rows of a step, or on the contents of a slot before a row starts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.snapshot import Layout, Snapshot
 from granite4_neuron.model.state import HybridState
 
@@ -28,11 +29,13 @@ class Row:
     slot: of the sequence.
     start: the sequence's length so far.
     tokens: at least one new token.
+    adapter: the number of the runtime's adapter that applies to all of them, from 1 on; 0 for none.
     """
 
     slot: int
     start: int
     tokens: Sequence[int]
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Runtime(Protocol):
     cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and
         `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
+    adapters: by name; a row has the number of its adapter in this order.
     """
 
     tokens_per_step: int
@@ -66,6 +70,7 @@ class Runtime(Protocol):
     own_slots: int
     cannot: Mapping[Ability, str]
     generation_config: GenerationConfig
+    adapters: Mapping[str, Adapter]
 
     @property
     def config(self) -> GraniteMoeHybridConfig: ...
@@ -160,6 +165,12 @@ def require(runtime: Runtime, ability: Ability) -> None:
         raise UserError(runtime.cannot[ability])
 
 
+def adapters_of(rows: Sequence[Row]) -> torch.Tensor | None:
+    """Return the number of each row's adapter, [rows]; None if no row has one."""
+    numbers = [row.adapter for row in rows]
+    return torch.tensor(numbers) if any(numbers) else None
+
+
 def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pad rows on the right to the model's inputs: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
     input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
@@ -190,4 +201,4 @@ def accepted_rows(rows: Sequence[Row], accepted: Sequence[int]) -> list[Row]:
     for row, count in zip(rows, accepted, strict=True):
         if not 0 <= count <= len(row.tokens):
             raise ValueError(f"{count} tokens are accepted of a row of {len(row.tokens)}.")
-    return [Row(row.slot, row.start, row.tokens[:count]) for row, count in zip(rows, accepted, strict=True)]
+    return [replace(row, tokens=row.tokens[:count]) for row, count in zip(rows, accepted, strict=True)]

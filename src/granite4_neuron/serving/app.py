@@ -86,26 +86,29 @@ class _Routes:
         self._started = int(time.time())
 
     async def models(self, _: HTTPRequest) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self._service.models]})
 
     async def model(self, http: HTTPRequest) -> Response:
         if not http.path_params["name"]:
             raise HTTPException(404)
         self._check_model(http.path_params["name"])
-        return json_response(self._model())
+        return json_response(self._model(http.path_params["name"]))
 
-    def _model(self) -> dict[str, object]:
+    def _model(self, name: str) -> dict[str, object]:
         return {
-            "id": self._service.model,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "granite4-neuron",
             "max_model_len": self._service.maker.limits.max_length,
+            **({"parent": self._service.model} if name != self._service.model else {}),
         }
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._service.model):
-            message = f"there is no model {name}; this is {self._service.model}."
+        names = self._service.models
+        if name not in (None, *names):
+            there_is = f"this is {names[0]}" if len(names) == 1 else f"there are {', '.join(names)}"
+            message = f"there is no model {name}; {there_is}."
             raise RequestError(404, message, "model", code="model_not_found")
 
     async def health(self, _: HTTPRequest) -> Response:
@@ -118,11 +121,11 @@ class _Routes:
 
     async def completions(self, http: HTTPRequest) -> Response:
         body, requests = await self._prepared(http, CompletionBody, self._service.maker.completion_requests)
-        return await self._answer(http, body, CompletionAnswer(*self._parts(requests), body), requests)
+        return await self._answer(http, body, CompletionAnswer(*self._parts(body, requests), body), requests)
 
     async def chat_completions(self, http: HTTPRequest) -> Response:
         body, requests = await self._prepared(http, ChatBody, self._service.maker.chat_requests)
-        return await self._answer(http, body, ChatAnswer(*self._parts(requests), body), requests)
+        return await self._answer(http, body, ChatAnswer(*self._parts(body, requests), body), requests)
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         _, response = await self._prepared(http, TokenizeBody, self._tokenized)
@@ -159,8 +162,8 @@ class _Routes:
 
         return await asyncio.to_thread(prepare)
 
-    def _parts(self, requests: Sequence[Request]) -> tuple[TokenTexts, str, Sequence[Request]]:
-        return self._service.texts, self._service.model, requests
+    def _parts(self, body: GenerationBody, requests: Sequence[Request]) -> tuple[TokenTexts, str, Sequence[Request]]:
+        return self._service.texts, body.model or self._service.model, requests
 
     async def _read(self, http: HTTPRequest) -> bytes:
         """Read the body.

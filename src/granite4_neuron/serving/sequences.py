@@ -60,6 +60,7 @@ class SequenceMaker:
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._marks_calls_specially = {OPEN, CLOSE} <= special
+        self.adapters = tuple(runtime.adapters)
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
         has_normalizer = tokenizer.backend_tokenizer.normalizer is not None
@@ -162,8 +163,8 @@ class SequenceMaker:
         return RequestError(400, f"{what}; {longest}.", field, code="context_length_exceeded")
 
     def _options(self, body: GenerationBody, structure: Structure | None) -> dict[str, Any]:
-        """Return the sampling options of a body whose texts have a structure, or none. A structured text ends where it
-        is complete, also with `ignore_eos`.
+        """Return the sampling options and the adapter of a body whose texts have a structure, or none. A structured
+        text ends where it is complete, also with `ignore_eos`.
 
         Raises:
             RequestError: 400, the structure does not compile.
@@ -172,6 +173,7 @@ class SequenceMaker:
         return body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
             stop_token_ids={*body.stop_token_ids, *(() if never_ends else self._stop_token_ids)},
             logprobs=body.num_logprobs,
+            adapter=body.model if body.model in self.adapters else None,
             constraint=None if structure is None else structure.constraint(self._grammars),
         )
 

@@ -15,7 +15,7 @@ from granite4_neuron.serving.sequences import SequenceMaker
 class Service:
     """State that all routes share.
 
-    model: the name that clients use.
+    model: the name that clients use for the model without adapters.
     api_key: that clients must send; None for none.
     hosts: that requests may name; None for any.
     max_body: limit of a request's body in bytes.
@@ -35,3 +35,8 @@ class Service:
     allowed_origins: Sequence[str] = ()
     has_page: bool = True
     is_ending: bool = False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that requests may use: the model's, and those of its adapters."""
+        return self.model, *self.maker.adapters

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.interface import (
@@ -34,6 +35,7 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
+    adapters: Mapping[str, Adapter] = {}
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):
         neuron_config = model.neuron_config

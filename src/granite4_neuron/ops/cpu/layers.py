@@ -94,6 +94,8 @@ def mamba_layer(
 
     hidden_states are [..., hidden_size] in float32. Its methods:
 
+        adapt(adapter, projection, down, up): add an adapter's up . down to "in_proj" or "out_proj", packed matrices for
+            float32, for rows of `decoder` with this number.
         step_paged(hidden_states, conv_state, ssm_state, starts, pages, accepted): all of it, for [tokens, hidden_size].
         project(hidden_states): z, x, B, C and dt side by side, and a view of it without z, which is the mixer's input.
         finish(hidden_states, projected, y): the rest, with y of the mixer.
@@ -129,8 +131,9 @@ def attention_layer(
 ) -> torch.ScriptObject:
     """Make the half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores.
 
-    Its method:
+    Its methods:
 
+        adapt(adapter, projection, down, up): as for `mamba_layer`, of "q_proj", "k_proj", "v_proj" or "o_proj".
         step_paged(hidden_states, key_pages, value_pages, starts, lengths, pages, cos, sin): as `paged_attention`, for
             hidden_states [tokens, hidden_size]. cos, sin: [1, tokens, head_dim / 2], float32, or None.
     """
@@ -163,8 +166,9 @@ def feed_forward(
     eps: float,
     residual_multiplier: float,
 ) -> torch.ScriptObject:
-    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its method is
-    step(hidden_states), for [..., hidden_size].
+    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its methods are
+    step(hidden_states), for [..., hidden_size], and adapt(adapter, projection, down, up), as for `mamba_layer`, of
+    "input" or "output".
 
     Args:
         input, output: of the MLP.
@@ -187,11 +191,12 @@ def decoder() -> torch.ScriptObject:
     """Make an object of all decoder layers. Its methods:
 
     append_mamba(mixer, feed_forward), append_attention(mixer, feed_forward): add a layer.
-    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, cos, sin, keep_inputs): a list of
-        hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs of each
-        Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`, advanced in
-        place. slots: [batch], int64, of the caches. cos, sin: [batch, tokens, head_dim / 2], float32, or None.
-        The rest is as for `mamba_mixer`.
+    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, adapters, cos, sin, keep_inputs):
+        return a list of hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the
+        inputs of each Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`,
+        advanced in place. slots: [batch], int64, of the caches. adapters: [batch], int64, the number of each row's
+        adapter, 0 for none; None for a step without. cos, sin: [batch, tokens, head_dim / 2], float32, or None. The
+        rest is as for `mamba_mixer`.
     advance(kept_inputs, states, lengths, read_slots, write_slots, starts): advance the Mamba layers' states by these.
     """
     return torch.classes.granite4_neuron.Decoder()

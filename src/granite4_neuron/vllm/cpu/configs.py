@@ -47,7 +47,7 @@ def why_refused(vllm_config: VllmConfig) -> str | None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if vllm_config.lora_config is not None:
-        return "granite4-neuron has no LoRA in vLLM; merge the adapter into the checkpoint."
+        return "granite4-neuron has no LoRA in vLLM; convert --adapter merges one into a checkpoint."
     if cache_dtype not in ("auto", dtype):
         return f"granite4-neuron has no cache of {cache_dtype} with a model of {dtype}; leave out --kv-cache-dtype."
     if vllm_config.cache_config.prefix_match_unit is not None and vllm_config.model_config.is_hybrid:

@@ -24,24 +24,26 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // What becomes of hidden_states, [batch, tokens, hidden_size] in float32; with `keep_inputs`, behind it the inputs of
-  // each Mamba layer's mixer. slots: of the caches, [batch].
+  // each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
   std::vector<at::Tensor> step(
       at::Tensor hidden_states, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots,
-      const std::optional<RotaryTables>& rotary, bool keep_inputs) const {
+      const std::optional<at::Tensor>& adapters, const std::optional<RotaryTables>& rotary, bool keep_inputs) const {
     check_states(states);
+    AdapterRows adapted = adapter_rows(adapters, hidden_states.size(0), hidden_states.size(1));
     std::vector<at::Tensor> kept;
     CacheRows cache_rows{rows.lengths, slots, rows.starts.unsqueeze(-1)};
     for (size_t i = 0; i < layers_.size(); i++) {
       const auto& [first, second] = states[i];
       const auto& [mixer, feed_forward] = layers_[i];
       if (const auto* mamba = std::get_if<Mamba>(&mixer)) {
-        auto [sum, inputs] = (*mamba)->step(hidden_states, {first, second}, rows);
+        auto [sum, inputs] = (*mamba)->step(hidden_states, {first, second}, rows, adapted);
         hidden_states = sum;
         if (keep_inputs) kept.push_back(inputs);
       } else {
-        hidden_states = std::get<Attention>(mixer)->step(hidden_states, {first, second}, cache_rows, rotary);
+        const auto& attention = std::get<Attention>(mixer);
+        hidden_states = attention->step(hidden_states, {first, second}, cache_rows, rotary, adapted);
       }
-      hidden_states = feed_forward->step(hidden_states);
+      hidden_states = feed_forward->step(hidden_states, adapted);
     }
     kept.insert(kept.begin(), hidden_states);
     return kept;

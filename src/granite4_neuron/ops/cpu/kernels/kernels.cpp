@@ -24,6 +24,17 @@ inline std::optional<RotaryTables> rotary(const MaybeTensor& cos, const MaybeTen
   return RotaryTables{*cos, *sin};
 }
 
+// adapt(adapter, projection, down, up) of a layer, see ops/cpu/layers.py.
+template <typename Layer>
+inline void register_adapt(torch::class_<Layer>& layer) {
+  using torch::arg;
+  layer.def(
+      "adapt",
+      [](const intrusive_ptr<Layer>& self, int64_t adapter, std::string projection, const Tensor& down,
+         const Tensor& up) { self->adapt(adapter, projection, LowRank(down, up)); },
+      "", {arg("adapter"), arg("projection"), arg("down"), arg("up")});
+}
+
 inline void register_layers(torch::Library& library) {
   using torch::arg;
   using torch::init;
@@ -63,7 +74,9 @@ inline void register_layers(torch::Library& library) {
           "",
           {arg("projected"), arg("conv_state"), arg("ssm_state"), arg("starts"), arg("pages"), arg("accepted")});
 
-  library.class_<MambaLayer>("MambaLayer")
+  auto mambaLayer = library.class_<MambaLayer>("MambaLayer");
+  register_adapt(mambaLayer);
+  mambaLayer
       .def(
           init([](const intrusive_ptr<MixerObject>& mixer, const Tensor& norm, const Tensor& in_proj,
                   const MaybeTensor& in_bias, const Tensor& gated_norm, const Tensor& out_proj,
@@ -96,7 +109,9 @@ inline void register_layers(torch::Library& library) {
              const Tensor& y) { return self->finish(hidden_states, projected, y); },
           "", {arg("hidden_states"), arg("projected"), arg("y")});
 
-  library.class_<AttentionLayer>("AttentionLayer")
+  auto attentionLayer = library.class_<AttentionLayer>("AttentionLayer");
+  register_adapt(attentionLayer);
+  attentionLayer
       .def(
           init([](const Tensor& norm, const Tensor& q_proj, const MaybeTensor& q_bias, const Tensor& k_proj,
                   const MaybeTensor& k_bias, const Tensor& v_proj, const MaybeTensor& v_bias, const Tensor& o_proj,
@@ -120,7 +135,9 @@ inline void register_layers(torch::Library& library) {
           {arg("hidden_states"), arg("key_pages"), arg("value_pages"), arg("starts"), arg("lengths"), arg("pages"),
            arg("cos"), arg("sin")});
 
-  library.class_<FeedForward>("FeedForward")
+  auto feedForward = library.class_<FeedForward>("FeedForward");
+  register_adapt(feedForward);
+  feedForward
       .def(
           init([](const Tensor& norm, const Tensor& input, const Tensor& output, const MaybeTensor& router,
                   const MaybeTensor& expert_input, const MaybeTensor& expert_output, int64_t top_k, double eps,
@@ -131,7 +148,7 @@ inline void register_layers(torch::Library& library) {
               experts = Experts{Matrix(*router), Matrix(*expert_input), Matrix(*expert_output), top_k};
             }
             return c10::make_intrusive<FeedForward>(
-                Residual(norm, eps, residual_multiplier), Matrix(input), Matrix(output), experts);
+                Residual(norm, eps, residual_multiplier), Linear(input), Linear(output), experts);
           }),
           "",
           {arg("norm"), arg("input"), arg("output"), arg("router"), arg("expert_input"), arg("expert_output"),
@@ -151,14 +168,15 @@ inline void register_layers(torch::Library& library) {
           "step",
           [](const intrusive_ptr<Decoder>& self, const Tensor& hidden_states, LayerStates states,
              const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts,
-             const Tensor& slots, const MaybeTensor& cos, const MaybeTensor& sin, bool keep_inputs) {
+             const Tensor& slots, const MaybeTensor& adapters, const MaybeTensor& cos, const MaybeTensor& sin,
+             bool keep_inputs) {
             return self->step(
-                hidden_states, states, {lengths, read_slots, write_slots, starts}, slots, rotary(cos, sin),
+                hidden_states, states, {lengths, read_slots, write_slots, starts}, slots, adapters, rotary(cos, sin),
                 keep_inputs);
           },
           "",
           {arg("hidden_states"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"), arg("starts"),
-           arg("slots"), arg("cos"), arg("sin"), arg("keep_inputs")})
+           arg("slots"), arg("adapters"), arg("cos"), arg("sin"), arg("keep_inputs")})
       .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,

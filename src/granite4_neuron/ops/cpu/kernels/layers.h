@@ -6,6 +6,7 @@
 
 #include <torch/custom_class.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
@@ -15,30 +16,35 @@
 
 namespace granite4_neuron {
 
-// A packed matrix, or one of each expert, with the memory that it is in.
-struct Matrix {
-  at::Tensor bytes;
-  Weight weight;
-
-  explicit Matrix(const at::Tensor& packed) : bytes(packed), weight(weight_in(packed)) {}
-};
-
 // A projection.
 struct Linear {
   Matrix matrix;
   std::optional<at::Tensor> bias;  // [rows]
+  Additions additions;
 
-  Linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias) : matrix(packed), bias(bias) {
+  explicit Linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias = std::nullopt)
+      : matrix(packed), bias(bias) {
     check_matrix(matrix.weight);
     check_bias(matrix.weight, bias);
   }
   int64_t rows() const {
     return matrix.weight.rows;
   }
-  at::Tensor operator()(const at::Tensor& x) const {
-    return linear(x, matrix.weight, bias);
+  at::Tensor operator()(const at::Tensor& x, const AdapterRows& adapters) const {
+    at::Tensor y = linear(x, matrix.weight, bias);
+    additions.add(x, y, adapters);
+    return y;
   }
 };
+
+// Adds an adapter to one of a layer's projections.
+inline void adapt(
+    const std::map<std::string, Linear*>& projections, const std::string& name, int64_t adapter,
+    const LowRank& addition) {
+  auto found = projections.find(name);
+  TORCH_CHECK(found != projections.end(), "there is no projection ", name);
+  found->second->additions.append(adapter, addition, found->second->matrix.weight);
+}
 
 // Checks that a matrix has this shape and is for vectors in the norm's dtype.
 inline void check_projection(
@@ -81,7 +87,7 @@ struct MixerObject : torch::CustomClassHolder, MambaMixer {
 // in_proj(rms_norm(hidden_states)).
 struct MambaLayer : torch::CustomClassHolder {
   const Residual residual;
-  const Linear in_proj, out_proj;
+  Linear in_proj, out_proj;
   const c10::intrusive_ptr<MixerObject> mixer;
   const at::Tensor gated_norm;  // [inner]
 
@@ -95,26 +101,33 @@ struct MambaLayer : torch::CustomClassHolder {
     check_projection(out_proj.matrix, "out_proj", residual.norm, hidden, inner);
   }
 
+  void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
+    granite4_neuron::adapt({{"in_proj", &in_proj}, {"out_proj", &out_proj}}, projection, adapter, addition);
+  }
+
   // z, x, B, C and dt of each token side by side: [..., inner + channels + heads].
-  at::Tensor project(const at::Tensor& hidden_states) const {
-    return in_proj(residual.normalised(hidden_states));
+  at::Tensor project(const at::Tensor& hidden_states, const AdapterRows& adapters = {}) const {
+    return in_proj(residual.normalised(hidden_states), adapters);
   }
   at::Tensor mixer_inputs(const at::Tensor& projected) const {
     int64_t inner = gated_norm.numel();
     return projected.narrow(-1, inner, projected.size(-1) - inner);
   }
   // y: of the mixer, [..., inner] in float32.
-  at::Tensor finish(const at::Tensor& hidden_states, const at::Tensor& projected, const at::Tensor& y) const {
+  at::Tensor finish(
+      const at::Tensor& hidden_states, const at::Tensor& projected, const at::Tensor& y,
+      const AdapterRows& adapters = {}) const {
     TORCH_CHECK(projected.size(-1) == in_proj.rows(), "projected has ", projected.size(-1), " values of a token");
     at::Tensor z = projected.narrow(-1, 0, gated_norm.numel());
     at::Tensor gated = rms_norm(y, z, gated_norm, residual.eps, mixer->settings.groups);
-    return residual.add(hidden_states, out_proj(gated));
+    return residual.add(hidden_states, out_proj(gated, adapters));
   }
   // hidden_states: [batch, tokens, hidden_size]. Returns what becomes of them, and the mixer's inputs.
   std::tuple<at::Tensor, at::Tensor> step(
-      const at::Tensor& hidden_states, const MixerState& state, const SlotRows& rows) const {
-    at::Tensor projected = project(hidden_states), inputs = mixer_inputs(projected);
-    return {finish(hidden_states, projected, mamba_mixer(*mixer, inputs, state, rows)), inputs};
+      const at::Tensor& hidden_states, const MixerState& state, const SlotRows& rows,
+      const AdapterRows& adapters) const {
+    at::Tensor projected = project(hidden_states, adapters), inputs = mixer_inputs(projected);
+    return {finish(hidden_states, projected, mamba_mixer(*mixer, inputs, state, rows), adapters), inputs};
   }
   // hidden_states: [tokens, hidden_size].
   at::Tensor step_paged(const at::Tensor& hidden_states, const MixerState& state, const PageRows& rows) const {
@@ -136,7 +149,7 @@ struct CacheRows {
 // hidden_states + multiplier * o_proj(attention(q, k, v)), where these are projections of rms_norm(hidden_states).
 struct AttentionLayer : torch::CustomClassHolder {
   const Residual residual;
-  const Linear q_proj, k_proj, v_proj, o_proj;
+  Linear q_proj, k_proj, v_proj, o_proj;
   const int64_t head_dim;
   const double scale;  // of the scores
 
@@ -155,34 +168,40 @@ struct AttentionLayer : torch::CustomClassHolder {
     check_projection(o_proj.matrix, "o_proj", residual.norm, hidden, width);
   }
 
+  void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
+    granite4_neuron::adapt(
+        {{"q_proj", &q_proj}, {"k_proj", &k_proj}, {"v_proj", &v_proj}, {"o_proj", &o_proj}}, projection, adapter,
+        addition);
+  }
+
   // hidden_states: [batch, tokens, hidden_size]. rotary: of the tokens' positions, where the model has rotary ones.
   at::Tensor step(
       const at::Tensor& hidden_states, const Cache& cache, const CacheRows& rows,
-      const std::optional<RotaryTables>& rotary) const {
-    auto [query, key, value] = project(hidden_states, rotary);
+      const std::optional<RotaryTables>& rotary, const AdapterRows& adapters) const {
+    auto [query, key, value] = project(hidden_states, rotary, adapters);
     write_cache(cache.key, key, rows.starts, rows.lengths, rows.slots);
     write_cache(cache.value, value, rows.starts, rows.lengths, rows.slots);
     at::Tensor y = cached_attention(query, cache.key, cache.value, rows.starts, rows.lengths, rows.slots, scale);
-    return residual.add(hidden_states, o_proj(y.flatten(2)));
+    return residual.add(hidden_states, o_proj(y.flatten(2), adapters));
   }
   // hidden_states: [tokens, hidden_size]. rotary: [1, tokens, head_dim / 2].
   at::Tensor step_paged(
       const at::Tensor& hidden_states, const Cache& pages, const SequenceRows& rows,
       const std::optional<RotaryTables>& rotary) const {
-    auto [query, key, value] = project(hidden_states.unsqueeze(0), rotary);
+    auto [query, key, value] = project(hidden_states.unsqueeze(0), rotary, {});
     auto flat = [](const at::Tensor& heads) { return heads.squeeze(0).flatten(1); };
     at::Tensor y = paged_attention(flat(query), flat(key), flat(value), pages.key, pages.value, rows, scale);
-    return residual.add(hidden_states, o_proj(y));
+    return residual.add(hidden_states, o_proj(y, {}));
   }
 
  private:
   // Queries, keys and values, each [batch, tokens, its heads, head_dim].
   std::tuple<at::Tensor, at::Tensor, at::Tensor> project(
-      const at::Tensor& hidden_states, const std::optional<RotaryTables>& rotary) const {
+      const at::Tensor& hidden_states, const std::optional<RotaryTables>& rotary, const AdapterRows& adapters) const {
     check_shape(hidden_states, "hidden_states", {-1, -1, residual.hidden_size()});
     at::Tensor x = residual.normalised(hidden_states);
     auto heads = [&](const Linear& projection) {
-      return projection(x).view({x.size(0), x.size(1), projection.rows() / head_dim, head_dim});
+      return projection(x, adapters).view({x.size(0), x.size(1), projection.rows() / head_dim, head_dim});
     };
     at::Tensor query = heads(q_proj), key = heads(k_proj), value = heads(v_proj);
     if (rotary.has_value()) {
@@ -206,15 +225,16 @@ struct Experts {
 // hidden_states + multiplier * mlp(x) + multiplier * experts(x), where x = rms_norm(hidden_states).
 struct FeedForward : torch::CustomClassHolder {
   const Residual residual;
-  const Matrix input, output;
+  Linear input, output;
   const std::optional<Experts> experts;
 
   FeedForward(
-      const Residual& residual, const Matrix& input, const Matrix& output, const std::optional<Experts>& experts)
+      const Residual& residual, const Linear& input, const Linear& output, const std::optional<Experts>& experts)
       : residual(residual), input(input), output(output), experts(experts) {
     int64_t hidden = residual.hidden_size();
-    check_projection(input, "input", residual.norm, 2 * output.weight.columns, hidden);
-    check_projection(output, "output", residual.norm, hidden, output.weight.columns);
+    int64_t mlp_width = output.matrix.weight.columns;
+    check_projection(input.matrix, "input", residual.norm, 2 * mlp_width, hidden);
+    check_projection(output.matrix, "output", residual.norm, hidden, mlp_width);
     if (!experts.has_value()) return;
     int64_t width = experts->output.weight.columns, count = experts->router.weight.rows, top_k = experts->top_k;
     check_projection(experts->router, "router", residual.norm, count, hidden);
@@ -227,10 +247,14 @@ struct FeedForward : torch::CustomClassHolder {
     TORCH_CHECK(0 < top_k && top_k <= count, "top_k is ", top_k, " of ", count, " experts");
   }
 
+  void adapt(int64_t adapter, const std::string& projection, const LowRank& addition) {
+    granite4_neuron::adapt({{"input", &input}, {"output", &output}}, projection, adapter, addition);
+  }
+
   // hidden_states: [..., hidden_size], float32.
-  at::Tensor step(const at::Tensor& hidden_states) const {
+  at::Tensor step(const at::Tensor& hidden_states, const AdapterRows& adapters = {}) const {
     at::Tensor x = residual.normalised(hidden_states);
-    at::Tensor sum = residual.add(hidden_states, mlp(x, input.weight, output.weight));
+    at::Tensor sum = residual.add(hidden_states, output(silu_and_mul(input(x, adapters)), adapters));
     if (!experts.has_value()) return sum;
     at::Tensor tokens = x.view({-1, x.size(-1)});
     auto [topk_weights, topk_ids] = topk_softmax(logits(tokens, experts->router.weight, 1.0), experts->top_k);

@@ -1,0 +1,213 @@
+"""Reads adapters: LoRA and activated LoRA, in the folders that PEFT writes."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from granite4_neuron.checkpoint.names import part_of
+from granite4_neuron.checkpoint.stored_tensors import open_tensors
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import Adapter, LowRank
+from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(re.escape(_PREFIX) + r"(.+)\.lora_([AB])\.weight")
+_PROJECTIONS = (
+    "q_proj, k_proj, v_proj and o_proj of attention, in_proj and out_proj of Mamba layers, and input_linear and "
+    "output_linear of the shared MLP"
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values())) and all(map(_is_regex, value))
+
+
+def _is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+# What the numbers of an adapter mean: each field's default, its check, and what it must be.
+_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "r": (8, _is_count, "a whole number of at least 1"),
+    "lora_alpha": (8, _is_scale, "a number"),
+    "use_rslora": (False, _is_flag, "true or false"),
+    "rank_pattern": ({}, _are(_is_count), "an object of ranks by modules"),
+    "alpha_pattern": ({}, _are(_is_scale), "an object of numbers by modules"),
+}
+# What says where an adapter comes from, how it was trained, or what its tensors say as well.
+_WITHOUT_EFFECT = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "ensure_weight_tying"),
+}
+# Ways of initialising that leave the base model's weights as they are; the others change them.
+_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def read_adapter(folder: str | Path, config: GraniteMoeHybridConfig) -> Adapter:
+    """Read an adapter of the model with this config.
+
+    Args:
+        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT writes them.
+
+    Raises:
+        UserError: it is not complete, not one of this model, or does what is not supported; the message says what.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; an adapter is one, with {CONFIG} and {WEIGHTS}.")
+    about = _read_config(folder / CONFIG)
+    invocation = about.get("alora_invocation_tokens")
+    if invocation is not None:
+        _check_invocation(folder / CONFIG, invocation, config.vocab_size)
+        invocation = tuple(invocation)
+    return Adapter(_additions(folder, about, config), invocation)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Read adapter_config.json, with the defaults of `_FIELDS`."""
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; an adapter is a folder that PEFT wrote, with {CONFIG} and {WEIGHTS}.")
+    about = read_object(file)
+    if about.get("peft_type") != "LORA":
+        raise UserError(f"{file} is of the type {reprlib.repr(about.get('peft_type'))}; only LORA is supported.")
+    how = about.get("init_lora_weights")
+    if how not in _INITIALISATIONS:
+        raise UserError(
+            f"{file} has init_lora_weights {reprlib.repr(how)}, which changes the base model's weights; save the "
+            "adapter with PEFT's path_initial_model_for_weight_conversion."
+        )
+    known = {*_FIELDS, *_WITHOUT_EFFECT, "init_lora_weights", "alora_invocation_tokens"}
+    for name, value in about.items():
+        if name not in known and value not in (None, False, "none", [], {}):
+            raise UserError(f"{file} has {name} {reprlib.repr(value)}, which is not supported.")
+    for name, (default, is_right, what) in _FIELDS.items():
+        if about.get(name) is None:
+            about[name] = default
+        if not is_right(about[name]):
+            raise UserError(f"{file}: {name} is {reprlib.repr(about[name])}, and must be {what}.")
+    return about
+
+
+def _check_invocation(file: Path, tokens: Any, vocab_size: int) -> None:
+    is_right = isinstance(tokens, list) and tokens and all(type(each) is int for each in tokens)
+    if not is_right or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise UserError(
+            f"{file}: alora_invocation_tokens is {reprlib.repr(tokens)}, and must be a list of token ids below "
+            f"{vocab_size}."
+        )
+
+
+def _additions(folder: Path, about: Mapping[str, Any], config: GraniteMoeHybridConfig) -> dict[str, LowRank]:
+    """Read the tensors; return what is added to each weight, by the weight's name."""
+    file = folder / WEIGHTS
+    if not file.is_file():
+        other = " PEFT writes it with safe_serialization." if (folder / "adapter_model.bin").exists() else ""
+        raise UserError(f"{file} does not exist; an adapter is a folder with {CONFIG} and {WEIGHTS}.{other}")
+    shapes = {name: one.shape for name, one in parameters(config).items() if _is_projection(name)}
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    with open_tensors(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (a handle, not a dict)
+            match = _MATRIX.fullmatch(name)
+            if match is None or part_of(f"{match[1]}.weight").name not in shapes:
+                raise UserError(_not_of_this_model(file, name, config))
+            pairs.setdefault(match[1], {})[match[2]] = _checked(file, name, tensors.get_tensor(name))
+    if not pairs:
+        raise UserError(f"{file} holds no weights.")
+    additions: dict[str, LowRank] = {}
+    for module, pair in sorted(pairs.items()):
+        part = part_of(f"{module}.weight")
+        rows, columns = shapes[part.name]
+        _check_shapes(file, module, pair, _by_pattern(about, "rank_pattern", "r", module), rows // part.count, columns)
+        addition = LowRank(pair["A"], pair["B"] * _scale(about, module, pair["A"].shape[0]))
+        if part.count > 1:  # it is of some of the rows
+            up = torch.zeros(rows, addition.up.shape[1])
+            up[part.number * (rows // part.count) :][: rows // part.count] = addition.up
+            addition = LowRank(addition.down, up)
+        before = additions.get(part.name)
+        additions[part.name] = addition if before is None else _both(before, addition)
+    return additions
+
+
+def _is_projection(name: str) -> bool:
+    is_of_layer = name not in (EMBEDDING, HEAD) and "block_sparse_moe" not in name
+    return is_of_layer and name.endswith(("_proj.weight", "_linear.weight"))
+
+
+def _not_of_this_model(file: Path, name: str, config: GraniteMoeHybridConfig) -> str:
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return f"{file} holds {name}, which is not supported; it may hold lora_A and lora_B of projections only."
+    weight = part_of(f"{match[1]}.weight").name
+    if weight in parameters(config) or weight == HEAD:
+        return f"{file} adapts {match[1]}, which is not supported; adapters may be of {_PROJECTIONS}."
+    return f"{file} adapts {match[1]}, which this model does not have; the adapter is of another model."
+
+
+def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in float32."""
+    if tensor.dtype not in _DTYPES or tensor.dim() != 2:
+        raise UserError(f"{file} has {name} of shape {list(tensor.shape)} in {tensor.dtype}, which is no matrix.")
+    if not tensor.isfinite().all():
+        raise UserError(f"{file} has numbers in {name} that are not finite (NaN or infinity).")
+    return tensor.float()
+
+
+def _check_shapes(
+    file: Path, module: str, pair: Mapping[str, torch.Tensor], rank: int, rows: int, columns: int
+) -> None:
+    for which, shape in {"A": [rank, columns], "B": [rows, rank]}.items():
+        name = f"lora_{which} of {module}"
+        if which not in pair:
+            raise UserError(f"{file} lacks {name}.")
+        its_shape = list(pair[which].shape)
+        rank_axis = "AB".index(which)
+        if its_shape[rank_axis] != rank:
+            raise UserError(f"{file} has {name} of rank {its_shape[rank_axis]}, and by {CONFIG} the rank is {rank}.")
+        if its_shape != shape:
+            raise UserError(
+                f"{file} has {name} of shape {its_shape} instead of {shape}; the adapter is of another model."
+            )
+
+
+def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = _by_pattern(about, "alpha_pattern", "lora_alpha", module)
+    return alpha / (math.sqrt(rank) if about["use_rslora"] else rank)
+
+
+def _by_pattern(about: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """Return a module's own value, by the first pattern that the end of its name matches, or the default."""
+    found = (value for key, value in about[patterns].items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(found, about[default])
+
+
+def _both(one: LowRank, other: LowRank) -> LowRank:
+    return LowRank(torch.cat([one.down, other.down]), torch.cat([one.up, other.up], dim=1))

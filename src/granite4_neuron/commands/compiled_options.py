@@ -1,0 +1,62 @@
+"""Options of commands that compile or plan graphs. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+
+from granite4_neuron.choices import COMPILED_STATE_DTYPES
+from granite4_neuron.commands.options import at_least
+from granite4_neuron.neuron_sdk import EXPERT_PATHS
+
+
+def add_expert_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--expert-path",
+        choices=EXPERT_PATHS,
+        help="how NxD Inference multiplies with the experts' weights: in torch, with this package's NKI kernels, or "
+        "with NxD's kernels (default: that of --kernels)",
+    )
+
+
+def add_buckets(parser: argparse.ArgumentParser) -> None:
+    """Add the lengths that NxD Inference compiles graphs for, as `context_buckets` and `token_buckets`: lists of ints,
+    or None for NxD Inference's own.
+    """
+    parser.add_argument(
+        "--context-buckets",
+        type=at_least(2),
+        nargs="+",
+        metavar="N",
+        help="lengths of prompts to compile a graph for each (default: powers of two from 128)",
+    )
+    parser.add_argument(
+        "--token-buckets",
+        type=at_least(2),
+        nargs="+",
+        metavar="N",
+        help="lengths of the cache to compile a graph for each, for all steps after the first (default: powers of two "
+        "from 128)",
+    )
+
+
+def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dtype",
+        choices=COMPILED_STATE_DTYPES,
+        default=COMPILED_STATE_DTYPES[0],
+        help="of SSM states; in 16 bits with --decode-kernel nki, and with stochastic rounding as the hardware does it "
+        "(default: %(default)s)",
+    )
+
+
+def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> None:
+    parser.add_argument(
+        "--tp-degree",
+        type=at_least(1),
+        default=tp_degree,
+        metavar="T",
+        help="ranks of the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"
+    )

@@ -1,0 +1,49 @@
+"""Adapters: small additions to a model's projections, which leave its own weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a projection: up @ down @ x.
+
+    down: [rank, columns], float32.
+    up: [rows, rank], float32, with the adapter's scale in it.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the matrix [rows, columns] that does what `weight` and the addition do, in float32."""
+        return torch.addmm(weight.float(), self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Additions to the projections of a model, each by the name of its weight.
+
+    invocation: of an activated LoRA, the tokens that activate it; None for one that always applies.
+    """
+
+    additions: Mapping[str, LowRank]
+    invocation: tuple[int, ...] | None = None
+
+    def start(self, prompt: Sequence[int]) -> int | None:
+        """Return the position from which on it applies: for an activated LoRA that of the last invocation in a prompt,
+        and None, for nowhere, if there is none. What is generated activates nothing, as with PEFT.
+        """
+        if self.invocation is None:
+            return 0
+        size = len(self.invocation)
+        for start in range(len(prompt) - size, -1, -1):
+            if prompt[start] == self.invocation[0] and tuple(prompt[start : start + size]) == self.invocation:
+                return start
+        return None

@@ -1,0 +1,105 @@
+// What adapters add to projections, for the tokens of those rows of a step that use one.
+//
+// The definition is in Python: model/adapters.py.
+#pragma once
+
+#include <map>
+
+#include "linear.h"
+
+namespace granite4_neuron {
+
+// A packed matrix, or one of each expert, with the memory that it is in.
+struct Matrix {
+  at::Tensor bytes;
+  Weight weight;
+
+  explicit Matrix(const at::Tensor& packed) : bytes(packed), weight(weight_in(packed)) {}
+};
+
+// Of a step, each adapter that rows use, and the numbers of those rows' tokens among all of the step; none for all.
+struct AdapterTokens {
+  int64_t adapter;
+  std::optional<at::Tensor> tokens;
+};
+using AdapterRows = std::vector<AdapterTokens>;
+
+// adapters: the number of each row's adapter, 0 for none, [batch]; or nothing for a step without.
+inline AdapterRows adapter_rows(const std::optional<at::Tensor>& adapters, int64_t batch, int64_t tokens) {
+  if (!adapters.has_value()) return {};
+  check_dense(*adapters, "adapters", {batch}, at::kLong);
+  std::map<int64_t, std::vector<int64_t>> rows;
+  for (int64_t row = 0; row < batch; row++) rows[adapters->const_data_ptr<int64_t>()[row]].push_back(row);
+  AdapterRows found;
+  for (const auto& [adapter, its_rows] : rows) {
+    if (adapter == 0) continue;
+    int64_t count = its_rows.size();
+    std::optional<at::Tensor> numbers;
+    if (count < batch) {
+      numbers = adapters->new_empty({count * tokens});
+      int64_t* to = numbers->mutable_data_ptr<int64_t>();
+      for (int64_t row : its_rows)
+        for (int64_t token = 0; token < tokens; token++) *to++ = row * tokens + token;
+    }
+    found.push_back({adapter, numbers});
+  }
+  return found;
+}
+
+// up . down . x, in float32, as two products: so a token's sums are the same beside any others.
+struct LowRank {
+  Matrix down, up;
+
+  LowRank(const at::Tensor& down, const at::Tensor& up) : down(down), up(up) {
+    for (const Matrix* matrix : {&this->down, &this->up}) {
+      check_matrix(matrix->weight);
+      TORCH_CHECK(matrix->weight.dtype == at::kFloat, "an adapter's matrix is for vectors of ", matrix->weight.dtype);
+    }
+    TORCH_CHECK(this->up.weight.columns == this->down.weight.rows, "an adapter has matrices of two ranks");
+  }
+  // x: [tokens, columns] in any dtype. Returns [tokens, rows] in float32.
+  at::Tensor operator()(const at::Tensor& x) const {
+    return logits(logits(x.to(at::kFloat), down.weight, 1.0), up.weight, 1.0);
+  }
+};
+
+// The additions of all adapters to one projection, by their numbers; some of them may have none.
+class Additions {
+ public:
+  // projection: what it is added to.
+  void append(int64_t adapter, const LowRank& addition, const Weight& projection) {
+    TORCH_CHECK(
+        addition.down.weight.columns == projection.columns && addition.up.weight.rows == projection.rows,
+        "an adapter for a projection of [", addition.up.weight.rows, ", ", addition.down.weight.columns,
+        "] does not fit one of [", projection.rows, ", ", projection.columns, "]");
+    TORCH_CHECK(adapter > 0 && additions_.emplace(adapter, addition).second, "there is an adapter ", adapter);
+  }
+  // Adds them to y = the projection of x; y is rounded to its dtype once more. x: [..., columns], y: [..., rows].
+  void add(const at::Tensor& x, const at::Tensor& y, const AdapterRows& rows) const {
+    if (additions_.empty()) return;
+    for (const auto& [adapter, tokens] : rows) {
+      auto found = additions_.find(adapter);
+      if (found == additions_.end()) continue;
+      at::Tensor all_x = x.reshape({-1, x.size(-1)}), all_y = y.view({-1, y.size(-1)});
+      int64_t count = tokens.has_value() ? tokens->numel() : all_x.size(0);
+      for (int64_t first = 0; first < count; first += BLOCK) {
+        int64_t size = std::min(BLOCK, count - first);
+        if (!tokens.has_value()) {
+          all_y.narrow(0, first, size).add_(found->second(all_x.narrow(0, first, size)));
+        } else {
+          at::Tensor numbers = tokens->narrow(0, first, size);
+          at::Tensor sum = all_y.index_select(0, numbers).add_(found->second(all_x.index_select(0, numbers)));
+          all_y.index_copy_(0, numbers, sum);
+        }
+      }
+    }
+  }
+
+ private:
+  // Tokens at a time, so that what is added is still in the processor's caches when it is added.
+  static constexpr int64_t BLOCK = 64;
+
+  std::map<int64_t, LowRank> additions_;
+};
+
+}  // namespace granite4_neuron

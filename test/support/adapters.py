@@ -1,0 +1,47 @@
+"""Random adapters, written by PEFT itself around transformers' model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+
+TARGETS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"),
+    *("shared_mlp.input_linear", "shared_mlp.output_linear"),
+)
+
+
+def reference(folder: Path) -> transformers.PreTrainedModel:
+    """Return transformers' model of a checkpoint, in float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **changes) -> Path:
+    """Have PEFT write an adapter of a checkpoint, in which every number matters; return the folder."""
+    options = dict(r=4, lora_alpha=8, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = get_peft_model(reference(checkpoint), LoraConfig(**{**options, **changes}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.5 * parameter.shape[1] ** -0.5, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.inference_mode()
+def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    """Return PEFT's logits after every token, [tokens, vocab_size]."""
+    model = PeftModel.from_pretrained(reference(checkpoint), adapter).eval()
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def peft_text(checkpoint: Path, adapter: Path, tokens: list[int], count: int) -> list[int]:
+    """Return the tokens that PEFT generates greedily after a prompt."""
+    model = PeftModel.from_pretrained(reference(checkpoint), adapter).eval()
+    text = model.generate(torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return text[0, len(tokens) :].tolist()

@@ -1,0 +1,161 @@
+"""Adapters as PEFT writes them: what they do to logits once they are merged, and which are refused in one sentence."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+pytest.importorskip("peft", reason="peft is not installed")
+
+from granite4_neuron.checkpoint.adapters import CONFIG, WEIGHTS, read_adapter
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.cli import main
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.interface import Row
+from test.support.adapters import peft_logits, save_adapter
+from test.support.checkpoints import CASES, save_dense
+
+MOE, DENSE, *_ = CASES
+TOKENS = [(7 * place + place * place) % 160 for place in range(40)]
+Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+
+def logits(model) -> torch.Tensor:
+    """Return the logits after every token of a model without adapters, [tokens, vocab_size]."""
+    runtime = CPURuntime(model, GenerationConfig(), kernels="torch")
+    return runtime.step(runtime.allocate(1, len(TOKENS)), [Row(1, 0, TOKENS)], all_logits=True)[0]
+
+
+def config_of(folder):
+    return GraniteMoeHybridConfig.from_file(folder / "config.json")
+
+
+SCALES = {
+    "plain": {},
+    "rank-stabilised": dict(use_rslora=True),
+    "patterns": dict(rank_pattern={"q_proj": 2, "layers.2.mamba.in_proj": 7}, alpha_pattern={"^model.*out_proj": 3}),
+}
+
+
+@pytest.mark.parametrize("changes", SCALES.values(), ids=SCALES)
+def test_merged_logits_are_those_of_peft(random_checkpoints, tmp_path, changes):
+    folder = random_checkpoints(MOE)
+    adapter = save_adapter(folder, tmp_path, **changes)
+    expected = peft_logits(folder, adapter, TOKENS)
+    merged = load_model(folder, torch.float32, adapter=read_adapter(adapter, config_of(folder)))
+    assert (logits(load_model(folder, torch.float32)) - expected).abs().max() > 0.1
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["up_proj", "k_proj"]])
+def test_an_adapter_of_a_dense_granite(tmp_path, targets):
+    """Its MLP has two matrices where the hybrids have one."""
+    save_dense(tmp_path / "model")
+    adapter = save_adapter(tmp_path / "model", tmp_path / "adapter", target_modules=targets)
+    merged = load_model(tmp_path / "model", adapter=read_adapter(adapter, config_of(tmp_path / "model")))
+    torch.testing.assert_close(logits(merged), peft_logits(tmp_path / "model", adapter, TOKENS), atol=1e-4, rtol=0)
+
+
+def test_convert_merges(random_checkpoints, tmp_path):
+    folder = random_checkpoints(DENSE)
+    adapter = save_adapter(folder, tmp_path / "adapter")
+    output = tmp_path / "merged"
+    assert main(["convert", "--model", str(folder), "--adapter", str(adapter), "--output", str(output)]) == 0
+    torch.testing.assert_close(logits(load_model(output)), peft_logits(folder, adapter, TOKENS), atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def good(random_checkpoints, tmp_path_factory):
+    return save_adapter(random_checkpoints(MOE), tmp_path_factory.mktemp("adapters") / "good")
+
+
+def about(**changes):
+    """Damage: change values of adapter_config.json."""
+
+    def damage(folder):
+        values = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps({**values, **changes}))
+
+    return damage
+
+
+def tensors(change):
+    """Damage: change the tensors."""
+
+    def damage(folder):
+        values = load_file(folder / WEIGHTS)
+        change(values)
+        save_file(values, folder / WEIGHTS)
+
+    return damage
+
+
+def renamed(new):
+    return tensors(lambda values: values.update({new: values.pop(Q_PROJ)}))
+
+
+FAULTS = {
+    "no config": (lambda folder: (folder / CONFIG).unlink(), "a folder that PEFT wrote"),
+    "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "not valid JSON"),
+    "another method": (about(peft_type="LOHA"), "only LORA"),
+    "a rank of another type": (about(r="4"), "a whole number of at least 1"),
+    "a rank of 0": (about(r=0), "a whole number of at least 1"),
+    "another rank": (about(r=5), "of rank 4, and by adapter_config.json the rank is 5"),
+    "an infinite scale": (about(lora_alpha=float("inf")), "lora_alpha is inf"),
+    "a pattern that is none": (about(rank_pattern={"(": 3}), "an object of ranks by modules"),
+    "DoRA": (about(use_dora=True), "use_dora True, which is not supported"),
+    "biases": (about(bias="all"), "bias 'all', which is not supported"),
+    "whole modules": (about(modules_to_save=["lm_head"]), "modules_to_save ['lm_head'], which is not supported"),
+    "an unknown field": (about(use_new=1), "use_new 1, which is not supported"),
+    "PiSSA": (about(init_lora_weights="pissa"), "changes the base model's weights"),
+    "no invocation": (about(alora_invocation_tokens=[]), "a list of token ids below 160"),
+    "an invocation of another vocabulary": (about(alora_invocation_tokens=[3, 160]), "a list of token ids below 160"),
+    "an invocation in text": (about(alora_invocation_tokens="go"), "a list of token ids below 160"),
+    "no tensors": (lambda folder: (folder / WEIGHTS).unlink(), "adapter_model.safetensors does not exist"),
+    "damaged tensors": (lambda folder: (folder / WEIGHTS).write_bytes(b"x" * 20), "damaged or incomplete"),
+    "nothing": (tensors(dict.clear), "holds no weights"),
+    "half of a pair": (tensors(lambda values: values.pop(Q_PROJ)), "lacks lora_A of model.layers.1.self_attn.q_proj"),
+    "a strange tensor": (renamed("weight"), "holds weight, which is not supported"),
+    "a layer too many": (renamed(Q_PROJ.replace(".1.", ".9.")), "which this model does not have"),
+    "attention in a Mamba layer": (renamed(Q_PROJ.replace(".1.", ".0.")), "which this model does not have"),
+    "the head": (renamed("base_model.model.lm_head.lora_A.weight"), "adapts lm_head, which is not supported"),
+    "the router": (
+        renamed("base_model.model.model.layers.0.block_sparse_moe.router.layer.lora_A.weight"),
+        "router.layer, which is not supported; adapters may be of q_proj",
+    ),
+    "another size": (
+        tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 65)})),
+        "of shape [4, 65] instead of [4, 64]; the adapter is of another model",
+    ),
+    "no matrix": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4)})), "no matrix"),
+    "integers": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 64).int()})), "no matrix"),
+    "NaN": (tensors(lambda values: values[Q_PROJ].fill_(float("nan"))), "not finite"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_refused(random_checkpoints, good, tmp_path, fault):
+    damage, message = FAULTS[fault]
+    folder = tmp_path / "adapter"
+    shutil.copytree(good, folder)
+    damage(folder)
+    with pytest.raises(UserError) as refusal:
+        read_adapter(folder, config_of(random_checkpoints(MOE)))
+    assert message in str(refusal.value)
+    assert str(refusal.value).endswith(".")
+
+
+def test_convert_writes_nothing_if_it_refuses(random_checkpoints, tmp_path, capsys):
+    adapter = save_adapter(random_checkpoints(MOE), tmp_path / "adapter", alora_invocation_tokens=[3, 4])
+    output = tmp_path / "merged"
+    options = ["--model", str(random_checkpoints(MOE)), "--output", str(output), "--adapter"]
+    assert main(["convert", *options, str(adapter)]) != 0
+    assert "cannot be merged" in capsys.readouterr().err
+    assert main(["convert", *options, str(tmp_path / "none")]) != 0
+    assert "is not a folder" in capsys.readouterr().err
+    assert not output.exists()
