@@ -45,8 +45,8 @@ def products(tmp_path_factory):
 
 
 def in_order(x, weight, scales):
-    """Multiply in the order that Intel's manual gives for TDPBF16PS: by blocks of 32 columns, of which even and odd ones
-    are added up apart. Products of two bfloat16 are exact in float32.
+    """Multiply in the order that Intel's manual gives for TDPBF16PS: by blocks of 32 columns, of which even and odd
+    ones are added up apart. Products of two bfloat16 are exact in float32.
 
     Args:
         x: [vectors, columns]; weight: [rows, columns]; both bfloat16 in float32.
