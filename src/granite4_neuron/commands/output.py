@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ def size(count: int) -> str:
 
 def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
     """Return the peak memory of this process; with RUSAGE_CHILDREN, that of the largest child it has waited for."""
+    status = Path("/proc/self/status")
+    if of == resource.RUSAGE_SELF and status.is_file():
+        # Linux counts in ru_maxrss what the process had before it became another program: its parent's memory.
+        peak = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if peak is not None:
+            return int(peak[1]) * 1024
     peak = resource.getrusage(of).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
