@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -26,13 +27,13 @@ def print_profiles(folder: Path, options: argparse.Namespace) -> None:
     for batch_size in options.batch_size:
         for prompt_length in options.prompt_length:
             point = Point(batch_size, prompt_length, options.output_length)
-            runs = [_profile(runtime, point, turn) for turn in range(options.warmup + options.repeats)]
+            runs = [profile(runtime, point, turn) for turn in range(options.warmup + options.repeats)]
             phases = [_mean(runs) for runs in zip(*runs[options.warmup :], strict=True)]
             Console().print(_table(f"batch {batch_size}, prompt {prompt_length}, {options.threads} threads", phases))
 
 
-def _profile(runtime: CPURuntime, point: Point, turn: int) -> tuple[Phase, Phase]:
-    """Run a point; return the parts up to the first tokens, and those of all further steps."""
+def profile(runtime: CPURuntime, point: Point, turn: int) -> tuple[Phase, Phase]:
+    """Run a point; return the parts up to the first tokens, and those of each further step on average."""
     prompts, limits = random_prompts(runtime.config.vocab_size, point, turn), dict(max_tokens=point.output_length)
     tokens = stream_generate(runtime, None, prompts, temperature=0, ignore_eos=True, **limits)
     take_profile(True)
@@ -42,7 +43,9 @@ def _profile(runtime: CPURuntime, point: Point, turn: int) -> tuple[Phase, Phase
     first, started = _since(started), time.perf_counter()
     for _ in tokens:
         pass
-    return first, _since(started, steps=max(1, point.output_length - 1))
+    phases = first, _since(started, steps=max(1, point.output_length - 1))
+    take_profile(False)
+    return phases
 
 
 def _since(started: float, steps: int = 1) -> Phase:
@@ -54,7 +57,7 @@ def _since(started: float, steps: int = 1) -> Phase:
     return {name: PartTimes(part.seconds / steps, part.busy_seconds / steps) for name, part in parts.items()}
 
 
-def _sum(parts) -> PartTimes:
+def _sum(parts: Iterable[PartTimes]) -> PartTimes:
     return PartTimes(*map(sum, zip(*parts, strict=True)))
 
 

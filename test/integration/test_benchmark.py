@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -16,16 +17,20 @@ from benchmarks.gguf_checkpoint import write_gguf
 from benchmarks.implementations import Point, Run
 from benchmarks.latency import Sample, least_seconds, result_of
 from benchmarks.latency_report import machine_rates
+from benchmarks.profiles import ALL, profile
 from benchmarks.round_trip import load_round_trip
 from benchmarks.states import compare_in_states
 from granite4_neuron import cli
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import EMBEDDING, parameters
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.ops import cpu
+from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import CASES, small_config
 
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")
@@ -58,6 +63,29 @@ def test_quantized_weights(tmp_path):
     done = run(*SMALL, "--prompt-length", "9", "--quantize", "int8", "--json", tmp_path / "numbers.json")
     assert done.returncode == 0 and "int8 weights" in done.stdout, done.stderr
     assert json.loads((tmp_path / "numbers.json").read_text())["quantize"] == "int8"
+
+
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="it takes the time of the fused kernels")
+class TestProfile:
+    def test_parts(self):
+        model = load_model(bundled_checkpoint(), operators=cpu.operators())
+        runtime = CPURuntime(model, transformers.GenerationConfig())
+        started = time.perf_counter()
+        phases = profile(runtime, Point(batch_size=2, prompt_length=20, output_length=4), turn=0)
+        seconds = time.perf_counter() - started
+        names = {"products", "convolution", "scan", "attention", "norms and gates", "head and router"}
+        for phase in phases:
+            parts = {name for name, part in phase.items() if part.seconds > 0}
+            assert names <= parts
+            assert all(part.busy_seconds > 0 for name, part in phase.items() if name in names)
+            assert phase[ALL].seconds == pytest.approx(sum(part.seconds for part in phase.values()) / 2)
+        assert phases[0][ALL].seconds + 3 * phases[1][ALL].seconds < seconds
+
+    def test_table(self, capsys):
+        benchmark_latency.main([*SMALL, "--profile"])
+        printed = capsys.readouterr().out
+        assert "batch 1, prompt 9, 1 threads" in printed and "batch 1, prompt 20, 1 threads" in printed
+        assert printed.count("norms and gates") == 2
 
 
 def test_beside_busy_processes(tmp_path):
