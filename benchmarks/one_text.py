@@ -12,6 +12,7 @@ package beside torch's own, whose order depends on the number of rows.
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -65,13 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = write_random(options.random_weights, Path(temporary) / "model")
         config = GraniteMoeHybridConfig.from_file(folder / "config.json")
         write(f"{options.random_weights or options.model or 'the bundled model'}, {processor_name()}")
-        write(
-            f"{options.sequences} prompts of {options.prompt_length} tokens, {options.output_length} new ones of each"
-        )
+        write(f"{options.sequences} prompts of {options.prompt_length} tokens, {options.output_length} new ones each")
         prompts = _prompts(config.vocab_size, options)
         for numbers in options.numbers:
-            print_table(_compared(folder, numbers, prompts, options))
-    print_table(_products(config))
+            _compare(folder, numbers, prompts, options)
+    for dtype in ("float32", "bfloat16"):
+        print_table(_products(config, dtype))
     return 0
 
 
@@ -79,8 +79,9 @@ def differences(alone: Sequence[Text], served: Sequence[Text]) -> Difference:
     """Compare texts with those of each sequence alone."""
     pairs = [pair for texts in zip(alone, served, strict=True) for pair in _same_context(*texts)]
     differ = [abs(before.logprob - after.logprob) for before, after in pairs if before != after]
-    texts = sum([row.token for row in one] != [row.token for row in other] for one, other in zip(alone, served))
-    return Difference(len(differ), len(pairs), max(differ, default=0.0), texts)
+    texts = [[[row.token for row in text] for text in each] for each in (alone, served)]
+    different_texts = sum(map(operator.ne, *texts))
+    return Difference(len(differ), len(pairs), max(differ, default=0.0), different_texts)
 
 
 def _same_context(one: Text, other: Text) -> Iterator[tuple]:
@@ -90,7 +91,7 @@ def _same_context(one: Text, other: Text) -> Iterator[tuple]:
             return
 
 
-def _compared(folder: Path, numbers: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Table:
+def _compare(folder: Path, numbers: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> None:
     table = Table("", "against alone", "rows that differ", "largest", "texts", title=numbers, title_justify="left")
     notes = []
     for name in (OURS, *options.compare):
@@ -109,8 +110,9 @@ def _compared(folder: Path, numbers: str, prompts: Sequence[Sequence[int]], opti
         except Failed as error:
             notes.append(f"{name}: {error}")
         table.add_section()
-    table.caption, table.caption_justify = "\n".join(notes), "left"
-    return table
+    print_table(table)
+    for note in notes:
+        write(note)
 
 
 def _cells(found: Difference, sequences: int) -> tuple[str, str, str]:
@@ -132,11 +134,9 @@ def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
     return [(one * 4)[: options.prompt_length] for one in once]
 
 
-def _products(config: GraniteMoeHybridConfig) -> Table:
-    table = Table(
-        "product", "rows", "ours", "torch's", "ratio", title="the price of a fixed order", title_justify="left"
-    )
-    for product in measure_products(config, torch.bfloat16):
+def _products(config: GraniteMoeHybridConfig, dtype: str) -> Table:
+    table = Table("product", "rows", "ours", "torch's", "ratio", title=f"products in {dtype}", title_justify="left")
+    for product in measure_products(config, getattr(torch, dtype)):
         ours, theirs = (f"{1e6 * seconds:,.0f} us" for seconds in (product.ours, product.torchs))
         shape = f"{product.name}, {product.outputs} x {product.inputs}"
         table.add_row(shape, str(product.rows), ours, theirs, f"{product.ours / product.torchs:.2f}")

@@ -149,15 +149,18 @@ class Transformers:
 
     def _group(self, way: Way, prompts: torch.Tensor) -> list[Text]:
         length = prompts.shape[1]
-        pieces = prompts.split(self._chunk if way.in_chunks else length // 2 if way.from_cache else length, dim=1)
-        rows, cache = [], None
-        for number in range(len(pieces) - 1 + self._new):
-            tokens = pieces[number] if number < len(pieces) else chosen[:, None]
+        *first, tokens = prompts.split(
+            self._chunk if way.in_chunks else length // 2 if way.from_cache else length, dim=1
+        )
+        cache, rows = None, []
+        for piece in first:
+            cache = self._model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        for _ in range(self._new):
             output = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, logprobs = output.past_key_values, output.logits[:, -1].float().log_softmax(-1)
             largest, chosen = logprobs.max(-1)
-            if number >= len(pieces) - 1:
-                rows.append([Row(*row) for row in zip(chosen.tolist(), largest.tolist(), strict=True)])
+            rows.append([Row(*row) for row in zip(chosen.tolist(), largest.tolist(), strict=True)])
+            tokens = chosen[:, None]
         return [list(text) for text in zip(*rows, strict=True)]
 
     def close(self) -> None:
@@ -177,7 +180,8 @@ class VLLM:
             raise Failed(f"it has no {quantize} weights of this kind.")
         self._job = dict(model=str(folder), dtype=dtype, new=options.output_length)
         self._length, self._chunk = options.prompt_length + options.output_length + 8, chunk_of(options)
-        self._started: tuple[Way, subprocess.Popen] | None = None
+        self._started: tuple[object, subprocess.Popen] | None = None
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it is closed with this object)
 
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         process = self._process(way)
@@ -206,10 +210,9 @@ class VLLM:
         key = (options, way.threads)
         if self._started is not None and self._started[0] == key:
             return self._started[1]
-        self.close()
+        self._end()
         environment = os.environ | dict(OMP_NUM_THREADS=str(way.threads), VLLM_CPU_OMP_THREADS_BIND="nobind")
         environment |= dict(VLLM_PLUGINS=self.plugins, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        self._log = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.one_text_vllm", json.dumps(self._job | dict(options=options))],
             stdin=subprocess.PIPE,
@@ -221,11 +224,16 @@ class VLLM:
         self._started = key, process
         return process
 
-    def close(self) -> None:
+    def _end(self) -> None:
         if self._started is not None:
             self._started[1].kill()
             self._started[1].communicate()
             self._started = None
+            self._log.truncate(0)
+
+    def close(self) -> None:
+        self._end()
+        self._log.close()
 
 
 class VLLMWithPlugin(VLLM):

@@ -1,8 +1,8 @@
 """vLLM in the comparison of one text: a process that serves groups of prompts.
 
-Its argument is a job in JSON: model, dtype, options of `LLM` and the number of new tokens. Each line of standard input is
-a list of groups, and is answered by a line with their texts, and with the prompt tokens that were cached and the tokens
-that were drafted so far.
+Its argument is a job in JSON: model, dtype, options of `LLM` and the number of new tokens. Each line of standard input
+is a list of groups, and is answered by a line with their texts, and with the prompt tokens that were cached and the
+tokens that were drafted so far.
 """
 
 from __future__ import annotations
