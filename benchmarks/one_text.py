@@ -2,11 +2,12 @@
 chunks, behind a prefix hit, with drafts and on other numbers of threads.
 
     python -m benchmarks.one_text --compare transformers vllm
-    python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8 --compare transformers llama.cpp
+    python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
 
 Texts are greedy. A row is a token, and its number the log-probability that the implementation reports. Rows behind the
-first token that differs are not compared. The second table is the price of a fixed order of sums: products of this
-package beside torch's own, whose order depends on the number of rows.
+first token that differs are not compared. vllm is vLLM without this package's plugin, vllm-plugin with it; both
+need an environment with vLLM. The tables of products show the price of a fixed order of sums: products of this package
+beside torch's own, whose order depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
 
 ALONE = Way("alone")
+THREADS = (2, 3)
 WAYS = (
     *(Way(f"{batch} at a time", batch=batch) for batch in (2, 8, 32)),
     Way("prompt in chunks", in_chunks=True),
     Way("behind a prefix hit", from_cache=True),
     Way("with drafts", drafts=True),
-    *(Way(f"on {threads} threads", threads=threads) for threads in (2, 3)),
+    *(Way(f"on {threads} threads", threads=threads) for threads in THREADS),
 )
 
 
@@ -156,7 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")
     parser.add_argument("--prompt-length", type=int, default=400, help="default: %(default)s")
     parser.add_argument("--output-length", type=int, default=24, help="default: %(default)s")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize")
     return parser
 
 

@@ -19,11 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 import transformers
 
-from benchmarks.llama_cpp import LlamaServer, gguf_of
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import DraftRequest
-from granite4_neuron.errors import UserError
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 
@@ -242,57 +240,9 @@ class VLLMWithPlugin(VLLM):
     plugins = "granite4_neuron"
 
 
-class LlamaCpp:
-    """llama-server, with the weights in a GGUF file."""
-
-    def __init__(self, folder: Path, numbers: str, options: argparse.Namespace):
-        if options.llama_cpp is None:
-            raise Failed("--llama-cpp names the folder of llama-server.")
-        self._files = tempfile.TemporaryDirectory()
-        try:
-            self._gguf = gguf_of(folder, NUMBERS[numbers][1], options.llama_cpp, Path(self._files.name))
-        except UserError as error:
-            raise Failed(str(error)) from None
-        self._programs, self._options = options.llama_cpp, options
-        self._server: LlamaServer | None = None
-        self._key = None
-
-    def serve(self, way: Way, groups: Groups) -> list[Text]:
-        if way.drafts:
-            raise Failed("llama-server takes drafts only from another model.")
-        key = (way.in_chunks, way.threads)
-        if key != self._key:
-            self.close_server()
-            length = self._options.prompt_length + self._options.output_length + 8
-            chunk = chunk_of(self._options) if way.in_chunks else 2048
-            try:
-                self._server = LlamaServer(self._programs, self._gguf, way.threads, 32, length, chunk)
-            except UserError as error:
-                raise Failed(str(error)) from None
-            self._key = key
-        texts = []
-        for group in groups:
-            if way.from_cache:
-                self._server.complete(list(map(half_of, group)), 1, True)
-            answers = self._server.complete(group, self._options.output_length, way.from_cache)
-            _check(way, sum(answer.cached for answer in answers), 1)
-            texts += [[Row(*row) for row in answer.rows] for answer in answers]
-        return texts
-
-    def close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = self._key = None
-
-    def close(self) -> None:
-        self.close_server()
-        self._files.cleanup()
-
-
 ENGINES: dict[str, type[Served]] = {
     OURS: Ours,
     "transformers": Transformers,
-    "llama.cpp": LlamaCpp,
     "vllm": VLLM,
     "vllm-plugin": VLLMWithPlugin,
 }

@@ -15,6 +15,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.ops import cpu
 
 _BYTES = 2**27  # of weights, more than caches hold
+_MOST_COPIES = 16
 _SECONDS = 0.1
 
 
@@ -43,7 +44,7 @@ def measure_products(config: GraniteMoeHybridConfig, dtype: torch.dtype) -> Iter
     }
     operators = cpu.operators()
     for name, shape in shapes.items():
-        copies = max(1, _BYTES // (shape[0] * shape[1] * dtype.itemsize))
+        copies = min(_MOST_COPIES, 1 + _BYTES // (shape[0] * shape[1] * dtype.itemsize))
         weights = [torch.randn(shape).mul_(0.02).to(dtype) for _ in range(copies)]
         packed = [operators.pack(weight, dtype) for weight in weights]
         for rows in (1, 8, 512):
