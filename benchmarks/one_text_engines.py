@@ -237,7 +237,7 @@ class VLLM:
 class VLLMWithPlugin(VLLM):
     """vLLM with this package's plugin."""
 
-    plugins = "granite4_neuron"
+    plugins = "granite4_neuron_cpu"
 
 
 ENGINES: dict[str, type[Served]] = {
