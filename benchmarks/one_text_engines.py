@@ -194,7 +194,7 @@ class VLLM:
         if answer is None:
             self._log.seek(0)
             lines = [line.strip() for line in self._log.read().splitlines() if "Error" in line]
-            raise Failed(lines[-1] if lines else "its process ended.")
+            raise Failed(lines[-1].removeprefix("[rank0]: ") if lines else "its process ended.")
         _check(way, answer["cached"], answer["drafts"])
         texts = [[Row(*row) for row in text] for text in answer["texts"]]
         return texts[sum(map(len, first)) :]
