@@ -27,9 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    model = random_model(GraniteMoeHybridConfig.from_family(options.name), dtype=getattr(torch, options.dtype))
-    save_model(model, options.folder, files_from=bundled_checkpoint())
+    write_random(options.name, options.folder, getattr(torch, options.dtype))
     return 0
+
+
+def write_random(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a checkpoint with the dimensions of a family member; return its folder."""
+    model = random_model(GraniteMoeHybridConfig.from_family(name), dtype=dtype)
+    save_model(model, folder, files_from=bundled_checkpoint())
+    return folder
 
 
 if __name__ == "__main__":

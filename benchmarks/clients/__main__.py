@@ -3,6 +3,7 @@
     pip install openai litellm langchain-openai 'lm_eval[api]' guidellm llm
     python -m benchmarks.clients
     python -m benchmarks.clients litellm guidellm --python .venv/bin/python
+    .venv-vllm/bin/python -m benchmarks.clients vllm --python .venv/bin/python
 
 It starts a server with the bundled model. `--python` has this package; the clients may be in another environment.
 """
@@ -19,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, openai
+from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, openai, vllm
 
-MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm)
+MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm, vllm)
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

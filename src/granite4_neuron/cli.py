@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from granite4_neuron.commands import (
     chat,
@@ -110,13 +110,24 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     [commands] = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
     command = commands.choices.get(options.command, main_parser)
     given = unknown[0].partition("=")[0].replace("_", "-")
-    similar = difflib.get_close_matches(given, command._option_string_actions, 1)
-    meant = f"; did you mean {similar[0]}?" if similar else ""
-    command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(given, command._option_string_actions)}")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    """Return a question for what was probably meant; nothing if nothing is similar."""
+    similar = difflib.get_close_matches(given, known, 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 class _Parser(argparse.ArgumentParser):
     """Reports bad arguments in one sentence, as all other code does."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _meant(str(value), map(str, action.choices))
+            raise
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help).")

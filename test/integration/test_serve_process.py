@@ -31,7 +31,7 @@ def serve_process(*arguments, before=(), **variables):
     ) as process:
         try:
             said = process.stdout.readline()
-            yield process, re.fullmatch(r"Serving \S+ at (http://\S+)/v1\n", said)[1]
+            yield process, re.fullmatch(r"Serving \S+ at (http://\S+)/v1 \(a chat in the browser: \1/\)\n", said)[1]
         finally:
             process.kill()
 

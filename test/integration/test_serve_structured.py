@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
-from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -17,11 +16,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not install
 
 from pydantic import BaseModel, Field
 
-from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.runtime.cpu import CPURuntime
-from test.support.checkpoints import save_byte_tokenizer
-from test.support.engines import engine_model
-from test.support.serving import MODEL, serving
+from test.support.serving import MODEL
 
 USER = {"role": "user", "content": "Who is it?"}
 
@@ -33,24 +28,8 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bytes")
-    save_byte_tokenizer(folder)
-    model = engine_model(vocab_size=264, eos_token_id=1, max_position_embeddings=2048)
-    return CPURuntime(model, GenerationConfig(top_k=None)), PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def server(tiny):
-    with serving(*tiny, max_length=2048, drafter=NgramDrafter(1, 3)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def hasty(tiny):
-    """Return biases with which a random model comes to an end."""
-    ids = map(tiny[1].convert_tokens_to_ids, '"}],')
-    return {**{str(token): 4 for token in ids}, "1": 20}
+def server(byte_server):
+    return byte_server
 
 
 @pytest.fixture
@@ -88,12 +67,21 @@ class TestClients:
         assert isinstance(answer, Person if method == "json_schema" else dict)
 
 
+TAG = {"begin": "<", "schema": {"const": 1}, "end": ">"}
 FORMATS = {
     "json": (dict(json=Person.model_json_schema()), lambda text: Person.model_validate_json(text)),
     "json as text": (dict(json=json.dumps(Person.model_json_schema())), lambda text: Person.model_validate_json(text)),
     "any object": (dict(json_object=True, regex=None), lambda text: isinstance(json.loads(text), dict)),
     "regex": (dict(regex="[a-f]{3,9}!"), lambda text: re.fullmatch("[a-f]{3,9}!", text)),
     "choice": (dict(choice=["yes", "no, never", "né 😀"]), lambda text: text in ("yes", "no, never", "né 😀")),
+    "structural tag": (
+        dict(
+            structural_tag=json.dumps(
+                {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"const": 1}, "end": ">"}]}
+            )
+        ),
+        lambda text: re.fullmatch("([^<]|<1>)*", text, re.DOTALL),
+    ),
     "grammar": (dict(grammar='start: "(" /[a-z]/ ")"'), lambda text: re.fullmatch(r"\([a-z]\)", text)),
 }
 
@@ -153,7 +141,11 @@ REFUSED = {
     ),
     "two": (dict(structured_outputs={"regex": "a", "choice": ["a"]}), "structured_outputs: it must have one of"),
     "none": (dict(structured_outputs={}), "structured_outputs: it must have one of"),
-    "unknown": (dict(structured_outputs={"structural_tag": "a"}), "structured_outputs: it must have one of"),
+    "unknown": (dict(structured_outputs={"structural": "a"}), "structured_outputs: it must have one of"),
+    "tag": (
+        dict(response_format={"type": "structural_tag", "format": {"type": "any_text"}}),
+        'response_format: the structural tag must have "structures"',
+    ),
     "both": (
         dict(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
         "response_format and structured_outputs exclude each other",

@@ -7,7 +7,6 @@ import json
 from typing import ClassVar, Literal
 
 import pytest
-from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -17,14 +16,9 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not install
 
 from pydantic import BaseModel, Field
 
-from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
-from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.serving.protocol import ChatBody
-from test.support.checkpoints import save_byte_tokenizer
-from test.support.engines import engine_model
-from test.support.serving import MODEL, serving
-from test.support.tool_template import TOOL_TEMPLATE
+from test.support.serving import MODEL
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 CITY = {
@@ -39,24 +33,14 @@ PARAMETERS = {"get-weather": CITY, "time": {"type": "object"}}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bytes")
-    save_byte_tokenizer(folder, TOOL_TEMPLATE)
-    model = engine_model(vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
-    return CPURuntime(model, GenerationConfig(top_k=None)), PreTrainedTokenizerFast.from_pretrained(folder)
+def server(byte_server):
+    return byte_server
 
 
-@pytest.fixture(scope="module")
-def server(tiny):
-    with serving(*tiny, max_length=4096, drafter=NgramDrafter(1, 3)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def hasty(tiny):
-    """Return options with which a random model comes to an end."""
-    ids = map(tiny[1].convert_tokens_to_ids, '"}],')
-    return dict(temperature=1, logit_bias={**{str(token): 4 for token in ids}, "1": 20}, max_tokens=800)
+@pytest.fixture
+def ending(hasty):
+    """Return options with which the model comes to an end."""
+    return dict(temperature=1, logit_bias=hasty, max_tokens=800)
 
 
 @pytest.fixture
@@ -65,6 +49,10 @@ def post(server):
         return httpx.post(f"{server.address}/v1/chat/completions", json={"messages": [USER], **body}, timeout=60)
 
     return send
+
+
+def requests_of(server, body):
+    return server.service.maker.chat_requests(ChatBody.model_validate_json(json.dumps(body)))
 
 
 def check_calls(calls):
@@ -96,13 +84,13 @@ class TestPrompts:
         return dict(messages=messages, **body)
 
     def tokens(self, server, body):
-        [request] = server.service.maker.chat_requests(ChatBody.model_validate_json(json.dumps(body)))
+        [request] = requests_of(server, body)
         return list(request.tokens)
 
     @pytest.mark.parametrize("tools", [None, [WEATHER, TIME]], ids=["no tools", "tools"])
     @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["no documents", "documents"])
-    def test_equal_transformers(self, server, tiny, tools, documents):
-        expected = tiny[1].apply_chat_template(
+    def test_equal_transformers(self, server, byte_model, tools, documents):
+        expected = byte_model[1].apply_chat_template(
             list(self.TALK),
             tools=tools,
             documents=documents,
@@ -121,7 +109,7 @@ class TestPrompts:
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         assert self.tokens(server, self.sent(tools=[strict])) == self.tokens(server, self.sent(tools=[WEATHER]))
 
-    def test_control_tokens_are_text_wherever_they_are(self, server, tiny):
+    def test_control_tokens_are_text_wherever_they_are(self, server, byte_model):
         """In tools, documents, options, arguments and names of members."""
         control = "<|end|>"
         body = self.sent(
@@ -134,17 +122,17 @@ class TestPrompts:
         tokens, text = self.tokens(server, body), json.dumps(body).replace(control, "other")
         plain = self.tokens(server, json.loads(text))
         assert tokens.count(1) == plain.count(1) == 6
-        assert tiny[1].decode(tokens).count(control) - 6 == tiny[1].decode(plain).count("other")
+        assert byte_model[1].decode(tokens).count(control) - 6 == byte_model[1].decode(plain).count("other")
 
 
 class TestCalls:
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get-weather"}}], ids=str)
     @pytest.mark.parametrize("parallel", [None, False])
-    def test_whole_and_streamed(self, client, hasty, choice, parallel):
-        hasty = {**hasty, "logit_bias": {**hasty["logit_bias"], "1": 2}}  # there may be a further call
+    def test_whole_and_streamed(self, client, ending, choice, parallel):
+        ending = {**ending, "logit_bias": {**ending["logit_bias"], "1": 2}}  # there may be a further call
         numbers = set()
         for seed in range(4):
-            body = dict(model=MODEL, messages=[USER], tools=[WEATHER, TIME], tool_choice=choice, seed=seed, **hasty)
+            body = dict(model=MODEL, messages=[USER], tools=[WEATHER, TIME], tool_choice=choice, seed=seed, **ending)
             body |= {} if parallel is None else {"parallel_tool_calls": parallel}
             [whole] = client.chat.completions.create(**body).choices
             assert whole.finish_reason == "tool_calls" and whole.message.content is None
@@ -164,7 +152,23 @@ class TestCalls:
             assert events.count("tool_calls.function.arguments.delta") >= len(functions)
         assert numbers == {1} if parallel is False or choice != "required" else max(numbers) > 1
 
-    def test_openai_parses_strict_tools(self, client, hasty):
+    @pytest.mark.parametrize("mode", ["auto", "required"])
+    def test_allowed_tools(self, client, server, byte_model, ending, mode):
+        """The prompt shows all tools, and the answer calls no other."""
+        body = dict(messages=[USER], tools=[WEATHER, TIME])
+        narrow = {**body, "tool_choice": allowed("time", mode=mode)}
+        requests = [requests_of(server, each)[0] for each in (narrow, body)]
+        assert list(requests[0].tokens) == list(requests[1].tokens) and requests[1].constraint is None
+        for name, text in (("time", ""), ("get-weather", ""), ("time", "I look.")):
+            call = f'{text}{OPEN}\n{{"name": "{name}", "arguments": {{"city": "Rome"}}}}\n{CLOSE}'
+            tokens = [*byte_model[1].encode(call + "\n" * (not text) + call), 1]
+            may_follow = requests[0].constraint.count_allowed(tokens) == len(tokens)
+            assert may_follow == (name == "time" and (mode == "auto" or not text))
+        [choice] = client.chat.completions.create(model=MODEL, seed=1, **narrow, **ending).choices
+        assert bool(choice.message.tool_calls) == (mode == "required")
+        check_calls(choice.message.tool_calls or ())
+
+    def test_openai_parses_strict_tools(self, client, ending):
         class GetWeather(BaseModel):
             city: str = Field(max_length=9)
             unit: Literal["C", "F"]
@@ -172,45 +176,45 @@ class TestCalls:
         tool = openai.pydantic_function_tool(GetWeather)
         for seed in range(3):
             answer = client.chat.completions.parse(
-                model=MODEL, messages=[USER], tools=[tool], tool_choice="required", seed=seed, **hasty
+                model=MODEL, messages=[USER], tools=[tool], tool_choice="required", seed=seed, **ending
             )
             calls = answer.choices[0].message.tool_calls
             assert calls and all(isinstance(call.function.parsed_arguments, GetWeather) for call in calls)
 
-    def test_a_turn_after_the_calls(self, client, hasty):
+    def test_a_turn_after_the_calls(self, client, ending):
         """The client sends the message that it got, and the tools' answers."""
-        body = dict(model=MODEL, tools=[WEATHER, TIME], seed=1, **hasty)
+        body = dict(model=MODEL, tools=[WEATHER, TIME], seed=1, **ending)
         message = client.chat.completions.create(messages=[USER], tool_choice="required", **body).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
         said = {"role": "assistant", "tool_calls": [call.model_dump() for call in message.tool_calls]}
         [choice] = client.chat.completions.create(messages=[USER, said, *results], **body).choices
         assert choice.finish_reason == "stop" and choice.message.tool_calls is None
 
-    def test_text_that_is_no_call_is_the_content(self, post, hasty):
+    def test_text_that_is_no_call_is_the_content(self, post, ending):
         """Also with a strict tool, whose grammar takes any text before a call."""
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         for tool in (WEATHER, strict):
-            body = dict(tools=[tool], seed=1, **{**hasty, "max_tokens": 12})
+            body = dict(tools=[tool], seed=1, **{**ending, "max_tokens": 12})
             [choice] = post(**body).json()["choices"]
             [free] = post(**body, tool_choice="none").json()["choices"]
             assert "tool_calls" not in choice["message"]
             if tool is WEATHER:
                 assert choice["message"] == free["message"]
 
-    def test_a_json_answer_or_calls(self, post, hasty):
+    def test_a_json_answer_or_calls(self, post, ending):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
         seen = set()
         for bias in (20, -20):
-            biases = {**hasty["logit_bias"], str(byte_token("<")): -bias, str(byte_token('"')): bias}
-            body = dict(tools=[WEATHER], response_format=format, seed=1, **{**hasty, "logit_bias": biases})
+            biases = {**ending["logit_bias"], str(byte_token("<")): -bias, str(byte_token('"')): bias}
+            body = dict(tools=[WEATHER], response_format=format, seed=1, **{**ending, "logit_bias": biases})
             [choice] = post(**body).json()["choices"]
             seen.add(choice["finish_reason"])
             if choice["finish_reason"] == "stop":
                 assert json.loads(choice["message"]["content"]) in ("a", "b")
         assert seen == {"stop", "tool_calls"}
 
-    def test_log_probabilities_and_choices(self, post, hasty):
-        body = dict(tools=[TIME], tool_choice="required", n=3, seed=1, logprobs=True, top_logprobs=3, **hasty)
+    def test_log_probabilities_and_choices(self, post, ending):
+        body = dict(tools=[TIME], tool_choice="required", n=3, seed=1, logprobs=True, top_logprobs=3, **ending)
         answer = post(**body).json()
         for choice in answer["choices"]:
             assert choice["finish_reason"] == "tool_calls"
@@ -235,9 +239,9 @@ class TestScripted:
     """Answers that are written here in place of the model's."""
 
     @pytest.fixture
-    def say(self, tiny, monkeypatch):
+    def say(self, byte_model, monkeypatch):
         def script(text):
-            tokens = [*tiny[1].encode(text), 1]
+            tokens = [*byte_model[1].encode(text), 1]
             monkeypatch.setattr(
                 "granite4_neuron.engine.sampling.Sampler.choose",
                 lambda self, logits, past: tokens[len(past) - past_length(past)],
@@ -276,9 +280,9 @@ class TestScripted:
 
 class TestLangChain:
     @pytest.fixture
-    def model(self, server, hasty):
+    def model(self, server, ending):
         return langchain_openai.ChatOpenAI(
-            model=MODEL, base_url=f"{server.address}/v1", api_key="none", seed=2, **hasty
+            model=MODEL, base_url=f"{server.address}/v1", api_key="none", seed=2, **ending
         )
 
     def test_bind_tools(self, model):
@@ -308,6 +312,13 @@ class TestLangChain:
 
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def allowed(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 REFUSED = {
     "name": (dict(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools.0.function.name: "),
     "kind": (dict(tools=[{"type": "web_search"}]), "tools.0.type: "),
@@ -319,6 +330,21 @@ REFUSED = {
         dict(tools=[FUNCTION], tool_choice={"type": "function", "function": {"name": "g"}}),
         "tool_choice: there is no tool g in tools",
     ),
+    "unknown choices": (
+        dict(tools=[FUNCTION], tool_choice=allowed("f", "g")),
+        "tool_choice: there is no tool g in tools",
+    ),
+    "no choices": (
+        dict(tools=[FUNCTION], tool_choice=allowed()),
+        'tool_choice: it must be "none", "auto", "required", {"',
+    ),
+    "mode of choices": (
+        dict(tools=[FUNCTION], tool_choice=allowed("f", mode="none")),
+        'tool_choice: it must be "none"',
+    ),
+    "choices": (dict(tools=[FUNCTION], tool_choice={**allowed("f"), "x": 1}), 'tool_choice: it must be "none"'),
+    "choice": (dict(tools=[FUNCTION], tool_choice={**FUNCTION, "x": 1}), 'tool_choice: it must be "none"'),
+    "a choice of no kind": (dict(tools=[FUNCTION], tool_choice="f"), 'tool_choice: it must be "none"'),
     "schema": (
         dict(
             tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}], tool_choice="required"

@@ -301,6 +301,8 @@ class TestBadInput:
 
     def test_nonsense(self, run):
         self.refused(run("sing"), "invalid choice")
+        self.refused(run("genrate", "x"), "did you mean generate?")
+        self.refused(run("generate", "x", "--dtype", "bfloat"), "did you mean bfloat16?")
         self.refused(run("generate", "x", "--max_tokens", "3"), "did you mean --max-tokens?")
         self.refused(run("plan", "--modle=h-small"), "did you mean --model? (see granite4-neuron plan --help)")
         self.refused(run("chat", "--wholly-unknown"), "unrecognized arguments: --wholly-unknown (see")

@@ -109,6 +109,10 @@ class TestPipe:
             file.write_text(json.dumps(objects))
             shown = chat("Hello", "/stats", options=[*common, f"--{name}", file])[1]
             assert kept_and_run(shown)[0][1] > kept_and_run(plain)[0][1] + len(json.dumps(objects[0]))
+            status, _, error = chat("Hello", options=[f"--{name}", file])
+            assert status == 2 and f"chat template does not show {name}" in error
+            status, _, error = chat("Hello", options=[*common, f"--{name}", tmp_path / "no file"])
+            assert status == 2 and error.endswith("no file cannot be read (No such file or directory).\n")
             file.write_text("{}")
             status, _, error = chat("Hello", options=[*common, f"--{name}", file])
             assert status == 2 and f"must hold a list of {name}" in error
@@ -139,7 +143,7 @@ class TestPipe:
         [
             ("/sing", "there is no command /sing; /help lists them, and // begins a message with a slash."),
             ("/undo", "there is no turn to take back."),
-            ("/retry", "there is no turn to take back."),
+            ("/retry", "there is no message to answer again."),
             ("/undo 3", "/undo takes nothing."),
             ("/save", "/save needs a file: /save FILE."),
             ("/read", "/read needs a file: /read FILE."),

@@ -40,6 +40,7 @@ KINDS = {
     "lark": ("grammar", LARK),
     "gbnf": ("grammar", 'root ::= [x-z] ("," root)?'),
 }
+TAG = {"begin": "<f>", "schema": {"uniqueItems": True}, "end": ""}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,28 @@ def test_a_text_is_the_same_however_it_is_served(model, runtime, tokenizer, gram
     assert accepted > 200
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("trigger", ["<f>", "<f"])
+def test_structural_tags(tokenizer, trigger, special):
+    """A trigger in any text begins a structure, also where it is a special token."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.name_or_path)
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<f>"]})
+    structures = [
+        {"begin": f"{trigger}é>", "schema": {"enum": [1]}, "end": "</f>"},
+        {"begin": f"{trigger}b>", "schema": {"type": "object", "additionalProperties": False}, "end": ""},
+    ]
+    tag = {"triggers": ["<g", trigger], "structures": structures}
+    with closing(Grammars(tokenizer, VOCAB)) as grammars:
+        constraint = grammars.constraint("structural_tag", json.dumps(tag) if special else {**tag, "type": "x"})
+    first, second = f"{trigger}é>1</f>", f"{trigger}b>{{}}"
+    right = ["", "hello\n<", "<g", first, second, f"a {first}{second} b\n{first}!"]
+    wrong = [trigger, f"a {trigger}x", first.replace("1", "2"), second[:-1], first[:-1]]
+    for text in right + wrong:
+        tokens = [*tokenizer.encode(text), END]
+        assert (constraint.count_allowed(tokens) == len(tokens)) == (text in right), text
+
+
 def test_drafts_that_the_grammar_forbids_are_not_verified(runtime, tokenizer, grammars):
     constraint = grammars.constraint("regex", "abc(de)?")
     tokens = tokenizer.encode("abcdx")
@@ -177,6 +200,21 @@ REFUSED = {
     "not a grammar": ("grammar", "start: other", "the grammar cannot be used"),
     "deep parentheses": ("grammar", "root ::= " + "(" * 30_000, "the grammar cannot be used"),
     "not a text": ("grammar", 5, "the grammar must be a text"),
+    "no tags": ("structural_tag", {"triggers": ["<"], "structures": []}, 'have "structures"'),
+    "a part of a tag": (
+        "structural_tag",
+        {"triggers": ["<"], "structures": [{"begin": "<"}]},
+        'must have "structures"',
+    ),
+    "another format of tags": ("structural_tag", {"format": {"type": "any_text"}}, '"format" is not supported'),
+    "many tags": ("structural_tag", {"triggers": ["<"], "structures": [TAG] * 129}, "up to 128 of both"),
+    "an empty trigger": ("structural_tag", {"triggers": [""], "structures": [TAG]}, 'must have "structures"'),
+    "no trigger": ("structural_tag", {"triggers": ["g"], "structures": [TAG]}, 'no trigger with which "<f>" begins'),
+    "schema of a tag": (
+        "structural_tag",
+        {"triggers": ["<"], "structures": [TAG]},
+        "the structural tag .* Unimplemented",
+    ),
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.adapters import adapters_of, add_adapters
 from granite4_neuron.commands.chat_input import PipedInput, TerminalInput
@@ -24,6 +25,9 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes
 from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from granite4_neuron.generation import ConversationEncoder
 
 CACHE_SIZE = "2GiB"
 _EXAMPLES = """\
@@ -89,11 +93,19 @@ def run(options: argparse.Namespace) -> int:
         **sampling_options(options),
     )
     with closing(ConversationEncoder(tokenizer)) as encoder:
-        # Check that there is a template before anything is typed.
-        encoder.encode([{"role": "user", "content": "a message"}], **shown)
+        # Check that there is a template, and that it shows them, before anything is typed.
+        _check_template(encoder, shown)
         conversation = Conversation(engine, cache, encoder, request, options.system, shown)
         messages = TerminalInput(COMMANDS) if is_terminal else PipedInput()
         return Session(conversation, messages, is_terminal, options.verbose).run()
+
+
+def _check_template(encoder: ConversationEncoder, shown: Mapping[str, Any]) -> None:
+    messages = [{"role": "user", "content": "a message"}]
+    plain = encoder.encode(messages)
+    for name, objects in shown.items():
+        if objects and encoder.encode(messages, **{name: objects}) == plain:
+            raise UserError(f"this checkpoint's chat template does not show {name}; leave --{name} out.")
 
 
 def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:
@@ -104,8 +116,9 @@ def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:
     """
     if file is None:
         return None
+    text = read_text(file, f"--{name} needs a file.")
     try:
-        objects = json.loads(read_text(file, f"--{name} needs a file."))
+        objects = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}).") from None
     if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):

@@ -164,6 +164,8 @@ class Session:
         _note(f"took back: {self._conversation.undo().user}")
 
     def _retry(self) -> None:
+        if not self._conversation.turns:
+            raise UserError("there is no message to answer again.")
         turn = self._conversation.undo()
         num_turns = len(self._conversation.turns)
         try:

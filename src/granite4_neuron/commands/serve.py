@@ -141,6 +141,11 @@ def run(options: argparse.Namespace) -> int:
         runtime, tokenizer = load_runtime(options, folder, adapters=adapters)
         cache = _prefix_cache(options, runtime)
         engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
+
+        def on_start(port: int) -> None:
+            url = f"http://{in_url(options.host)}:{port}/"
+            write(f"Serving {model} at {url}v1" + ("" if options.no_page else f" (a chat in the browser: {url})"))
+
         server = Server(
             runtime,
             tokenizer,
@@ -155,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
             allowed_origins=options.allowed_origins,
             has_page=not options.no_page,
             shutdown_timeout=options.shutdown_timeout,
-            on_start=lambda port: write(f"Serving {model} at http://{in_url(options.host)}:{port}/v1"),
+            on_start=on_start,
         )
         engine.warm_up()
         # A full collection would delay all requests by a third of a second; objects that exist by now stay.

@@ -135,7 +135,9 @@ def _single(prompt: Prompt) -> Prompt:
 def _of_encoding(encoding: Mapping[str, object]) -> tuple[list[list[int]], bool]:
     """Return the token ids of a BatchEncoding without its padding."""
     if "input_ids" not in encoding:
-        raise UserError("the prompt is a dictionary without input_ids; a conversation is a list of messages.")
+        raise UserError(
+            'the prompt is a dictionary without input_ids; a conversation is a list of messages, each with a "role".'
+        )
     rows, are_several = split(encoding["input_ids"])
     mask = encoding.get("attention_mask")
     if mask is None:

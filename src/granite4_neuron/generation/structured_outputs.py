@@ -16,15 +16,17 @@ from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
 
-Kind = Literal["json", "regex", "choice", "grammar", "lark"]
+Kind = Literal["json", "regex", "choice", "grammar", "lark", "structural_tag"]
 
 _MOST_CHARACTERS = 2**16  # of a grammar
+_MOST_TAGS = 128
 _NAMES: Mapping[Kind, str] = {
     "json": "the JSON schema",
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
     "lark": "the grammar",
+    "structural_tag": "the structural tag",
 }
 # Between the parts of JSON. Without a bound, a small model may write spaces for ever.
 _WHITESPACE = r"[ \n\t]{1,40}"
@@ -71,7 +73,8 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
         added = tokenizer.added_tokens_decoder.values()
-        self._process = GrammarProcess([token.content for token in added if token.special])
+        self._special_tokens = [token.content for token in added if token.special]
+        self._process = GrammarProcess(self._special_tokens)
         self._failure: str | None = None
         end = tokenizer.eos_token_id
         try:
@@ -88,9 +91,10 @@ class Grammars:
         follow. JSON has at most 40 spaces and newlines in a row.
 
         Args:
-            kind: "json", "regex", "choice", "grammar" or "lark".
+            kind: "json", "regex", "choice", "grammar", "lark" or "structural_tag".
             value: a JSON schema as a text or an object; a regular expression in Rust's syntax; texts of which the
-                text is one; a grammar in Lark's or GBNF's syntax; or one in Lark's.
+                text is one; a grammar in Lark's or GBNF's syntax; one in Lark's; or, as a text or an object, structures
+                ("begin", "schema", "end") and triggers: a trigger in the text begins one of its structures.
 
         Raises:
             UserError: the value is wrong or too long, has something that llguidance does not support, or takes too much
@@ -98,13 +102,34 @@ class Grammars:
         """
         if self._failure is not None:
             raise UserError(self._failure)
-        text = _text(kind, value)
+        text = self._tags(value) if kind == "structural_tag" else _text(kind, value)
         if len(text) > _MOST_CHARACTERS:
             raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
         try:
-            return GrammarConstraint(new_matcher(self._tokenizer, self._process.convert(kind, text)))
+            grammar = self._process.convert("lark" if kind == "structural_tag" else kind, text)
+            return GrammarConstraint(new_matcher(self._tokenizer, grammar))
         except GrammarFailed as error:
             raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
+
+    def _tags(self, value: Any) -> str:
+        """Return the grammar, in Lark's syntax, of a text with structural tags.
+
+        Raises:
+            UserError: the value is none, or has too many.
+        """
+        triggers, structures = _triggers_and_structures(value)
+        tags = []
+        for structure in structures:
+            begin = structure["begin"]
+            trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+            if trigger is None:
+                raise UserError(f"the structural tag has no trigger with which {json.dumps(begin)} begins.")
+            grammar = with_bounded_spaces(structure["schema"])
+            tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"]))
+        # llguidance takes all triggers of this form for special tokens, or none.
+        named = [trigger for trigger in triggers if trigger.startswith("<") and trigger.endswith(">")]
+        are_special = all(trigger in self._special_tokens for trigger in named)
+        return llguidance.StructTag.to_grammar(tags, assume_special=are_special)
 
     def close(self) -> None:
         """End the process in which grammars are tried; it starts again when it is needed."""
@@ -123,7 +148,7 @@ def _text(kind: Kind, value: Any) -> str:
         UserError: it is of a wrong type.
     """
     if kind == "json":
-        return json.dumps(with_bounded_spaces(_schema(value)))
+        return json.dumps(with_bounded_spaces(_object(kind, value)))
     if kind == "choice":
         is_right = isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
         if not is_right:
@@ -134,12 +159,35 @@ def _text(kind: Kind, value: Any) -> str:
     return value
 
 
-def _schema(value: Any) -> Mapping[str, Any]:
+def _object(kind: Kind, value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"the JSON schema is not JSON ({error}).") from None
+            raise UserError(f"{_NAMES[kind]} is not JSON ({error}).") from None
     if not isinstance(value, Mapping):
-        raise UserError("the JSON schema must be an object.")
+        raise UserError(f"{_NAMES[kind]} must be an object.")
     return value
+
+
+def _triggers_and_structures(value: Any) -> tuple[list[str], list[Mapping[str, Any]]]:
+    tag = _object("structural_tag", value)
+    triggers, structures = tag.get("triggers"), tag.get("structures")
+    lists = [each for each in (triggers, structures) if isinstance(each, list) and 0 < len(each) <= _MOST_TAGS]
+    is_right = len(lists) == 2 and tag.keys() <= {"type", "triggers", "structures"}
+    if not is_right or not all(map(_is_trigger, triggers)) or not all(map(_is_structure, structures)):
+        raise UserError(
+            'the structural tag must have "structures", each with a "begin" and an "end", texts, and a "schema", and '
+            f'"triggers", with which they begin; up to {_MOST_TAGS} of both. "format" is not supported.'
+        )
+    return triggers, structures
+
+
+def _is_trigger(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_structure(value: Any) -> bool:
+    types = {"begin": str, "schema": Mapping, "end": str}
+    is_right = isinstance(value, Mapping) and value.keys() == types.keys()
+    return is_right and all(isinstance(value[name], kind) for name, kind in types.items())

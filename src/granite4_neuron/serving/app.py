@@ -22,7 +22,7 @@ from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.gate import LOG, PATHS, Gate
-from granite4_neuron.serving.page import page
+from granite4_neuron.serving.page import page_route
 from granite4_neuron.serving.protocol import (
     Body,
     ChatBody,
@@ -66,7 +66,7 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/health", routes.health, methods=["GET"])
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     if service.has_page:
-        app.add_route("/", page, methods=["GET"])
+        app.add_route("/", page_route(), methods=["GET"])
     gate = Gate(app, service)
     if not service.allowed_origins:
         return gate

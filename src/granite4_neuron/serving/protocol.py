@@ -25,7 +25,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.no_effect import ChatFieldsWithoutEffect, CompletionFieldsWithoutEffect
 from granite4_neuron.serving.strict import Conflict, Strict
-from granite4_neuron.serving.tools import MAX_DOCUMENTS, MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice
+from granite4_neuron.serving.tools import MAX_DOCUMENTS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolChoiceField
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 2048
@@ -238,7 +238,7 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
 class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     """The body of /v1/chat/completions."""
 
-    tool_choice: ToolChoice = "auto"
+    tool_choice: ToolChoiceField = ToolChoice("auto")
     parallel_tool_calls: bool = True
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -257,16 +257,16 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise Conflict("tools", "each must have a name of its own.")
-        chosen = self.tool_choice
-        if chosen == "required" and not names:
+        if self.tool_choice.mode == "required" and not names:
             raise Conflict("tool_choice", "it needs tools.")
-        if isinstance(chosen, NamedTool) and chosen.function.name not in names:
-            raise Conflict("tool_choice", f"there is no tool {chosen.function.name} in tools.")
+        for name in self.tool_choice.names or ():
+            if name not in names:
+                raise Conflict("tool_choice", f"there is no tool {name} in tools.")
 
     @property
     def may_call_tools(self) -> bool:
         """Whether the answer may have calls of tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools) and self.tool_choice.mode != "none"
 
     @property
     def shown_tools(self) -> list[Tool]:

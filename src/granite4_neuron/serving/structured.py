@@ -12,6 +12,7 @@ from granite4_neuron.serving.errors import RequestError
 
 _ANY_OBJECT = {"type": "object"}
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
+_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,16 @@ def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
         return None
     if value == {"type": "json_object"}:
         return Structure(field, "json", _ANY_OBJECT)
+    if kind == "structural_tag":
+        return Structure(field, kind, value)
     described = value.get("json_schema")
     is_right = value.keys() == {"type", "json_schema"} and kind == "json_schema" and isinstance(described, dict)
     if not is_right or not isinstance(described.get("schema"), dict) or described.keys() - _SCHEMA_FIELDS:
         raise RequestError(
             400,
-            f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, or {{"type": "json_schema", '
-            f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added.',
+            f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, {{"type": "json_schema", '
+            f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added, or a '
+            "structural_tag.",
             field,
         )
     return Structure(field, "json", described["schema"])
@@ -77,10 +81,10 @@ def _of_structured_outputs(value: Mapping[str, Any] | None) -> Structure | None:
     given = {name: each for name, each in value.items() if each is not None}
     if given == {"json_object": True}:
         return Structure("structured_outputs", "json", _ANY_OBJECT)
-    if len(given) != 1 or given.keys() - {"json", "regex", "choice", "grammar"}:
+    if len(given) != 1 or given.keys() - set(_KINDS):
         raise RequestError(
             400,
-            "structured_outputs: it must have one of json, regex, choice, grammar and json_object: true.",
+            f"structured_outputs: it must have one of {', '.join(_KINDS)} and json_object: true.",
             "structured_outputs",
         )
     [(kind, each)] = given.items()

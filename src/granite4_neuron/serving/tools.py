@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import from_json
 
 from granite4_neuron.errors import UserError
@@ -59,16 +61,51 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-class FunctionName(Strict):
-    name: str
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which of a request's tools its answer may call.
+
+    names: of those tools; None for all.
+    is_call: whether the answer is exactly one call.
+    """
+
+    mode: Literal["none", "auto", "required"]
+    names: Sequence[str] | None = None
+    is_call: bool = False
 
 
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: FunctionName
+def _tool_choice(value: Any) -> ToolChoice:
+    match value:
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name)}} if value == _reference(name):
+            return ToolChoice("required", [name], is_call=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            names = [_referred(tool) for tool in tools]
+            if names and value == _allowed_tools(mode, names):
+                return ToolChoice(mode, list(dict.fromkeys(names)))
+    raise UserError(
+        f'it must be "none", "auto", "required", {json.dumps(_reference("..."))}, or '
+        f"{json.dumps(_allowed_tools('auto', ['...']))}, where the mode may be required."
+    )
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+def _reference(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _referred(tool: Any) -> str | None:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
+
+
+def _allowed_tools(mode: str, names: Sequence[str | None]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_reference, names))}}
+
+
+ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice)]
 
 
 def structure_of_calls(
@@ -84,17 +121,17 @@ def structure_of_calls(
     Raises:
         RequestError: 400, the answer would have to follow something else than a JSON schema or be a call.
     """
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    chosen = [tool.function for tool in tools if named in (None, tool.function.name)]
-    required = choice != "auto"
-    if not required and answer is None and several and not any(function.strict for function in chosen):
+    chosen = [tool.function for tool in tools if choice.names is None or tool.function.name in choice.names]
+    required = choice.mode == "required"
+    is_free = len(chosen) == len(tools) and not any(function.strict for function in chosen)
+    if not required and answer is None and several and is_free:
         return None
     if not required and answer is not None and answer.kind != "json":
         raise RequestError(400, f"{answer.field}: with tools and tool_choice auto, it must be JSON.", answer.field)
     grammar = tool_calls.calls_grammar(
         [tool_calls.Tool(function.name, function.parameters or {"type": "object"}) for function in chosen],
         required=required,
-        several=several and named is None,
+        several=several and not choice.is_call,
         answer=None if answer is None else answer.value,
         special=special,
     )

@@ -1,0 +1,165 @@
+"""Whether a text depends on how it is served: each sequence alone, and the same one beside others, with its prompt in
+chunks, behind a prefix hit, with drafts and on other numbers of threads.
+
+    python -m benchmarks.one_text --compare transformers vllm
+    python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
+
+Texts are greedy. A row is a token, and its number the log-probability that the implementation reports. Rows behind the
+first token that differs are not compared. vllm is vLLM without this package's plugin, vllm-plugin with it; both
+need an environment with vLLM. The tables of products show the price of a fixed order of sums: products of this package
+beside torch's own, whose order depends on the number of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from rich.table import Table
+
+from benchmarks.errors import reports_errors
+from benchmarks.one_text_engines import ENGINES, NUMBERS, OURS, Failed, Text, Way
+from benchmarks.products import measure_products
+from benchmarks.random_checkpoint import write_random
+from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.ops.launch_parameters import processor_name
+
+ALONE = Way("alone")
+THREADS = (2, 3)
+WAYS = (
+    *(Way(f"{batch} at a time", batch=batch) for batch in (2, 8, 32)),
+    Way("prompt in chunks", in_chunks=True),
+    Way("behind a prefix hit", from_cache=True),
+    Way("with drafts", drafts=True),
+    *(Way(f"on {threads} threads", threads=threads) for threads in THREADS),
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs from the texts of each sequence alone."""
+
+    rows: int
+    compared_rows: int
+    largest: float
+    texts: int
+
+
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; return the exit code."""
+    options = _parser().parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(ALONE.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.model or bundled_checkpoint()
+        if options.random_weights:
+            folder = write_random(options.random_weights, Path(temporary) / "model")
+        config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+        write(f"{options.random_weights or options.model or 'the bundled model'}, {processor_name()}")
+        write(f"{options.sequences} prompts of {options.prompt_length} tokens, {options.output_length} new ones each")
+        prompts = _prompts(config.vocab_size, options)
+        for numbers in options.numbers:
+            _compare(folder, numbers, prompts, options)
+    for dtype in ("float32", "bfloat16"):
+        print_table(_products(config, dtype))
+    return 0
+
+
+def differences(alone: Sequence[Text], served: Sequence[Text]) -> Difference:
+    """Compare texts with those of each sequence alone."""
+    pairs = [pair for texts in zip(alone, served, strict=True) for pair in _same_context(*texts)]
+    differ = [abs(before.logprob - after.logprob) for before, after in pairs if before != after]
+    texts = [[[row.token for row in text] for text in each] for each in (alone, served)]
+    different_texts = sum(map(operator.ne, *texts))
+    return Difference(len(differ), len(pairs), max(differ, default=0.0), different_texts)
+
+
+def _same_context(one: Text, other: Text) -> Iterator[tuple]:
+    for pair in zip(one, other, strict=True):
+        yield pair
+        if pair[0].token != pair[1].token:
+            return
+
+
+def _compare(folder: Path, numbers: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> None:
+    table = Table("", "against alone", "rows that differ", "largest", "texts", title=numbers, title_justify="left")
+    notes = []
+    for name in (OURS, *options.compare):
+        try:
+            with closing(ENGINES[name](folder, numbers, options)) as engine:
+                compared = prompts[: options.sequences]
+                alone = engine.serve(ALONE, [[prompt] for prompt in compared])
+                for way in WAYS:
+                    try:
+                        groups = _groups(prompts, options.sequences, way.batch)
+                        found = differences(alone, engine.serve(way, groups)[: options.sequences])
+                        table.add_row(name, way.name, *_cells(found, options.sequences))
+                    except Failed as error:
+                        table.add_row(name, way.name, "-")
+                        notes.append(f"{name}, {way.name}: {error}")
+        except Failed as error:
+            notes.append(f"{name}: {error}")
+        table.add_section()
+    print_table(table)
+    for note in notes:
+        write(note)
+
+
+def _cells(found: Difference, sequences: int) -> tuple[str, str, str]:
+    largest = f"{found.largest:.1e}" if found.largest else "0"
+    return f"{found.rows} of {found.compared_rows}", largest, f"{found.texts} of {sequences}"
+
+
+def _groups(prompts: Sequence[Sequence[int]], sequences: int, batch: int) -> list[Sequence[Sequence[int]]]:
+    """Return the prompts that run at the same time, up to those with the last of the compared sequences."""
+    return [prompts[start : start + batch] for start in range(0, sequences, batch)]
+
+
+def _prompts(vocab_size: int, options: argparse.Namespace) -> list[list[int]]:
+    """Return prompts that repeat themselves, so that drafts are found in them: those to compare, and others."""
+    generator = torch.Generator().manual_seed(0)
+    count = options.sequences + max(way.batch for way in WAYS)
+    period = max(1, options.prompt_length // 3)
+    once = torch.randint(3, vocab_size, (count, period), generator=generator).tolist()
+    return [(one * 4)[: options.prompt_length] for one in once]
+
+
+def _products(config: GraniteMoeHybridConfig, dtype: str) -> Table:
+    table = Table("product", "rows", "ours", "torch's", "ratio", title=f"products in {dtype}", title_justify="left")
+    for product in measure_products(config, getattr(torch, dtype)):
+        ours, theirs = (f"{1e6 * seconds:,.0f} us" for seconds in (product.ours, product.torchs))
+        shape = f"{product.name}, {product.outputs} x {product.inputs}"
+        table.add_row(shape, str(product.rows), ours, theirs, f"{product.ours / product.torchs:.2f}")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a checkpoint's folder (default: the bundled model)")
+    model.add_argument("--random-weights", metavar="NAME", help="real dimensions, random weights")
+    others = [name for name in ENGINES if name != OURS]
+    parser.add_argument(
+        "--compare", nargs="*", choices=others, default=[], help="what is installed beside this package"
+    )
+    parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=["bfloat16"], help="default: %(default)s")
+    parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")
+    parser.add_argument("--prompt-length", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--output-length", type=int, default=24, help="default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.runtime.cpu import CPURuntime
+from test.support.checkpoints import save_byte_tokenizer
+from test.support.engines import engine_model
+from test.support.tool_template import TOOL_TEMPLATE
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """Return a random model of one token per byte, whose chat template shows tools: (runtime, tokenizer)."""
+    folder = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder, TOOL_TEMPLATE)
+    model = engine_model(vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
+    return CPURuntime(model, GenerationConfig(top_k=None)), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def byte_server(byte_model):
+    """Serve that model, with drafts."""
+    from test.support.serving import serving  # needs what may not be installed
+
+    with serving(*byte_model, max_length=4096, drafter=NgramDrafter(1, 3)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hasty(byte_model):
+    """Return biases with which that model brings JSON to an end."""
+    ids = map(byte_model[1].convert_tokens_to_ids, '"}],')
+    return {**{str(token): 4 for token in ids}, "1": 20}
