@@ -101,10 +101,18 @@ class GraniteMoeHybridForCausalLM(Module):
         if operators.pack is not None:
             bound._pack(operators.pack)
         if device is not None:
-            bound.to(device).tie_weights()
+            bound._copy_to(device)
         bound.model.fuse_layers(adapters)
         fix_weights(bound)
         return bound
+
+    def _copy_to(self, device: torch.device) -> None:
+        # Not by `to`: between a CPU and a GPU it moves the values of parameters, which this model shares.
+        for module in self.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = nn.Parameter(weight.to(device), requires_grad=False)
+        self.tie_weights()
 
     def _pack(self, pack: Pack) -> None:
         """Lay out all matrices as products read them, and copy the other weights."""

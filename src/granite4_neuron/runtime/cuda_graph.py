@@ -1,8 +1,9 @@
-"""A captured sequence of kernels on a GPU, which is launched as one; and copies to the host."""
+"""A captured sequence of kernels on a GPU, which is launched as one; copies to the host; and how products are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,3 +55,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     copied.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return copied
+
+
+@contextmanager
+def tensor_cores(dtype: torch.dtype) -> Iterator[None]:
+    """Have products of float32 made by tensor cores, for a model in bfloat16; of one in float32 they stay exact.
+
+    These round operands to 11 bits and add in float32. Weights and what they are multiplied with have 8 bits, so that
+    the products of recurrence and attention are rounded only.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -94,8 +94,12 @@ class GraphRuntime(BoundModel, ABC):
 
         The first token of a sequence is always a prefill: the decode graph cannot start from zeros.
         """
-        decoded = self._decode(state, [row for row in rows if _is_decode(row)])
-        logits = [decoded[row.slot] if row.slot in decoded else self._prefill(state, row, all_logits) for row in rows]
+        decoding = [row for row in rows if _is_decode(row)]
+        decoded = self._decode(state, decoding) if decoding else None
+        if len(decoding) == len(rows):
+            return decoded[:, None] if all_logits else decoded  # not copied: logits are large
+        of_decoding = iter(decoded[:, None] if decoding else ())
+        logits = [next(of_decoding) if _is_decode(row) else self._prefill(state, row, all_logits) for row in rows]
         return torch.nn.utils.rnn.pad_sequence(logits, batch_first=True) if all_logits else torch.cat(logits)
 
     @torch.no_grad()
@@ -162,13 +166,12 @@ class GraphRuntime(BoundModel, ABC):
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
         """Write tensors of `_read_slot` to a slot."""
 
-    def _decode(self, state: HybridState, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
-        """Decode one token of each row: logits [1, vocab_size] by slot. Slots without a row keep their state."""
-        if not rows:
-            return {}
+    def _decode(self, state: HybridState, rows: Sequence[Row]) -> torch.Tensor:
+        """Decode one token of each row: [rows, vocab_size]. Slots without a row keep their state."""
         inputs = graph_inputs(_in_slot_order(rows, state.num_sequences), 1)
         logits = self._run(state, inputs, True, _kv_length(rows, state), False).cpu()
-        return {row.slot: logits[row.slot - 1 : row.slot] for row in rows}
+        entries = [row.slot - 1 for row in rows]
+        return logits[: len(rows)] if entries == list(range(len(rows))) else logits[entries]
 
     def _prefill(self, state: HybridState, row: Row, all_logits: bool) -> torch.Tensor:
         """Prefill a row's tokens, in pieces of at most the largest bucket: logits [1, vocab_size], or of each token."""

@@ -30,7 +30,7 @@ from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, M
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import GPU, LOOPS, write_cache_as
-from granite4_neuron.runtime.cuda_graph import CudaGraph, to_host
+from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     PREFILL_BUCKETS,
     VERIFY_BUCKETS,
@@ -187,7 +187,15 @@ class TorchRuntime(GraphRuntime):
                 return function(self._call, self.model, form, inputs, tensors)
             return self._call(function, directly, self.model, form, inputs, tensors)
 
-        if not self._captures or (form.all_logits and not form.verifies):
+        if not self._captures:
+            return run(*(tensor.to(self.device) for tensor in inputs))
+        with tensor_cores(self.model.dtype):
+            return self._execute_on_gpu(run, function, state, form, inputs)
+
+    def _execute_on_gpu(
+        self, run: Call, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors
+    ) -> Any:
+        if form.all_logits and not form.verifies:
             # Logits of a prompt are too large to keep memory for them.
             return run(*(tensor.to(self.device) for tensor in inputs))
         captured = next(memory.captured for memory in self._memories if memory.user() is state)

@@ -22,11 +22,14 @@ XLA = Operators(
 # For compilers that make one loop of several element-wise operations, and do not update operands of products in place.
 LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
 GPU = replace(
-    LOOPS,
+    XLA,
     linear=gpu.linear,
     mlp=gpu.mlp,
+    router_logits=gpu.router_logits,
     fused_experts=gpu.fused_experts,
     cached_attention=gpu.cached_attention,
+    mamba_prefill=gpu.CHUNKED,
+    mamba_decode=gpu.SINGLE_TOKEN,
 )
 
 __all__ = ["GPU", "LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

@@ -1,30 +1,146 @@
-"""Operators of graphs on a GPU, whose compiler makes one loop of a look-up, a product that is written as a sum, and
-what follows it. For one token that is faster than a product of matrices.
-"""
+"""Operators of graphs on a GPU. For a token of each sequence they are kernels in Triton, `ops.xla.gpu_kernels`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
+from granite4_neuron.ops import attention as plain_attention
+from granite4_neuron.ops import moe as plain_moe
 from granite4_neuron.ops import quantization
-from granite4_neuron.ops.attention import RunningSoftmax
-from granite4_neuron.ops.moe import experts_by_group, silu_and_mul
-from granite4_neuron.ops.xla import attention, moe
+from granite4_neuron.ops.causal_conv1d import causal_conv1d
+from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
+from granite4_neuron.ops.xla import attention, mamba, moe
+
+# Up to which a product is one of each token with the weights: few enough for weights to be read once.
+_FEW_TOKENS = 16
+
+
+def _kernel(definition: Callable[..., torch.Tensor], mutates: tuple[str, ...] = ()) -> Callable[..., torch.Tensor]:
+    """Return granite4_neuron::NAME, one node of a graph: on a GPU the kernel of this name, on a CPU the definition."""
+
+    def launch(*arguments: Any) -> torch.Tensor:
+        # Not at the top: Triton comes with a torch for GPUs only.
+        from granite4_neuron.ops.xla import gpu_kernels
+
+        return getattr(gpu_kernels, definition.__name__)(*arguments)
+
+    name = f"granite4_neuron::{definition.__name__}"
+    operator = torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
+    operator.register_kernel("cuda")(launch)
+    return operator
+
+
+def convolve_token(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Compute `ops.causal_conv1d` of one token, and update conv_state in place."""
+    y, window = causal_conv1d(x, conv_state, weight, bias, lengths)
+    conv_state.copy_(window)
+    return y
+
+
+def advance_token(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    log_decay: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `ops.selective_state_step`, with its arguments but log_decay = dt * A, [batch, num_heads], in float32."""
+    heads_per_group = x.shape[1] // B.shape[1]
+    b, c = (values.float().repeat_interleave(heads_per_group, 1)[:, :, None] for values in (B, C))
+    inputs = x.float()
+    ssm_state.mul_(torch.exp(log_decay)[..., None, None]).add_((dt[..., None] * inputs)[..., None] * b)
+    return (ssm_state * c).sum(-1) + inputs * D.float()[:, None]
+
+
+def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None, is_gated: bool) -> torch.Tensor:
+    """Multiply every token by a matrix, or by several of many matrices.
+
+    Args:
+        x: [tokens, columns].
+        weight: [rows, columns]; with ids [matrices, rows, columns].
+        ids: [tokens * matrices of a token], int, or None.
+        is_gated: return silu(gate) * up, see `ops.silu_and_mul`.
+
+    Returns:
+        [tokens, rows] or [len(ids), rows], or half as many rows, in x's dtype.
+    """
+    if ids is None:
+        y = F.linear(x, weight.to(x.dtype))
+    else:
+        y = torch.bmm(weight[ids], x.repeat_interleave(len(ids) // len(x), 0)[..., None])[..., 0]
+    return plain_moe.silu_and_mul(y) if is_gated else y
+
+
+def attend_token(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    kv_length: int,
+) -> torch.Tensor:
+    """Compute `ops.cached_attention` of one token of each sequence, in the order of their slots."""
+    return plain_attention.cached_attention(
+        query, key_cache, value_cache, positions, lengths, None, scale, kv_length
+    ).contiguous()
+
+
+_convolve_token = _kernel(convolve_token, mutates=("conv_state",))
+_advance_token = _kernel(advance_token, mutates=("ssm_state",))
+_multiply_rows = _kernel(multiply_rows)
+_attend_token = _kernel(attend_token)
+
+
+@_convolve_token.register_fake
+def _(x, conv_state, weight, bias, lengths):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@_advance_token.register_fake
+def _(x, *others):
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+@_multiply_rows.register_fake
+def _(x, weight, ids, is_gated):
+    return x.new_empty(len(x) if ids is None else len(ids), weight.shape[-2] // (1 + is_gated))
+
+
+@_attend_token.register_fake
+def _(query, *others):
+    return query.new_empty(query.shape)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute `ops.linear` of weights that are not quantized."""
     if x.numel() > x.shape[-1]:
         return quantization.linear(x, weight, bias)
-    y = (weight * x.flatten().float()).sum(-1)
-    return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+    y = _multiply_rows(x.reshape(1, -1), weight, None, False)
+    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
 
 def mlp(x: torch.Tensor, input_weight: torch.Tensor, output_weight: torch.Tensor) -> torch.Tensor:
     """Compute `ops.mlp` of weights that are not quantized."""
-    return linear(silu_and_mul(linear(x, input_weight)), output_weight)
+    if x.numel() > x.shape[-1]:
+        return plain_moe.mlp(x, input_weight, output_weight)
+    activated = _multiply_rows(x.reshape(1, -1), input_weight, None, True)
+    return _multiply_rows(activated, output_weight, None, False).view(x.shape)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute `ops.router_logits`."""
+    if len(x) > _FEW_TOKENS:
+        return plain_moe.router_logits(x, weight)
+    return _multiply_rows(x.float(), weight, None, False)
 
 
 def fused_experts(
@@ -36,31 +152,53 @@ def fused_experts(
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of weights that are not quantized; each is read where it lies, and once.
 
-    Several tokens' products are by groups, which a GPU has in bfloat16 only.
+    Many tokens' products are by groups, which a GPU has in bfloat16 only.
     """
     arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
     if topk_ids.numel() < w1.shape[0]:
         return _chosen_experts(*arguments)
-    return (experts_by_group if hidden_states.dtype == torch.bfloat16 else moe.fused_experts)(*arguments)
+    return (plain_moe.experts_by_group if hidden_states.dtype == torch.bfloat16 else moe.fused_experts)(*arguments)
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):
     ids = topk_ids.flatten()
-    x = hidden_states[:, None].expand(-1, topk_ids.shape[1], -1).flatten(0, 1)
-    activated = silu_and_mul((w1.index_select(0, ids) * x[:, None].float()).sum(-1).to(x.dtype))
-    y = (w2.index_select(0, ids) * activated[:, None].float()).sum(-1)
-    return (y.view(*topk_ids.shape, -1) * topk_weights[..., None]).sum(1).to(x.dtype)
+    y = _multiply_rows(_multiply_rows(hidden_states, w1, ids, True), w2, ids, False)
+    return (y.view(*topk_ids.shape, -1) * topk_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
-def cached_attention(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def cached_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor | None,
+    scale: float,
+    kv_length: int,
+) -> torch.Tensor:
     """Compute `ops.cached_attention`."""
-    softmax = RunningSoftmax if query.shape[1] > 1 else _SingleTokenSoftmax
-    return attention.cached_attention(query, *arguments, softmax=softmax)
+    caches, where = (key_cache, value_cache), (positions, lengths)
+    if query.shape[1] > 1 or slots is not None:
+        return attention.cached_attention(query, *caches, *where, slots, scale, kv_length)
+    return _attend_token(query, *caches, *where, scale, kv_length)
 
 
-class _SingleTokenSoftmax(RunningSoftmax):
-    """`RunningSoftmax` of a few queries for each head of keys."""
+def _convolve(x, conv_state, weight, bias, lengths) -> Results:
+    """Compute `causal_conv1d` of one token."""
+    return _convolve_token(x, conv_state, weight, bias, lengths), conv_state
 
-    @staticmethod
-    def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x[..., None] * y[:, :, None]).sum(-2)
+
+def _single_token(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
+    """Compute `mamba_kernels.single_token_scan`."""
+    dt = dt[:, 0]
+    y = _advance_token(x[:, 0], dt, dt * A, B[:, 0], C[:, 0], D, ssm_state)
+    return y.to(x.dtype)[:, None], ssm_state
+
+
+def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
+    """Compute `mamba_kernels.chunked_scan`; chunks have the same size on every machine."""
+    return mamba.mamba_chunk_scan(x, dt, A, B, C, D, ssm_state, sums=mamba.SCANS)
+
+
+CHUNKED = MambaKernels(_chunked)
+SINGLE_TOKEN = MambaKernels(_single_token, _convolve)

@@ -1,0 +1,261 @@
+"""Triton kernels of a token of each sequence, where a compiler makes several loops, or reads or copies too much.
+
+Each function has the arguments and results of the operator of its name in `ops.xla.gpu`, on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Of the cache of keys and values: entries that a program looks at by itself, and parts at most.
+_SHORTEST_PART = 256
+_MOST_PARTS = 64
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+def convolve_token(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: torch.Tensor
+) -> torch.Tensor:
+    batch, _, channels = x.shape
+    y = x.new_empty(x.shape, dtype=torch.float32)
+    width, block = weight.shape[1], 128
+    grid = batch, triton.cdiv(channels, block)
+    taps = triton.next_power_of_2(width)
+    _convolve_token[grid](x, x.stride(0), conv_state, weight, bias, lengths, y, channels, width, block, taps)
+    return y
+
+
+@triton.jit
+def _convolve_token(
+    x,
+    x_stride,
+    conv_state,
+    weight,
+    bias,
+    lengths,
+    y,
+    channels,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    taps: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * block + tl.arange(0, block)
+    is_channel = channel < channels
+    tap = tl.arange(0, taps)[None]
+    new = tl.load(x + row * x_stride + channel, is_channel)
+    old = conv_state + (row * channels + channel)[:, None] * (width - 1) + tap
+    window = tl.load(old, is_channel[:, None] & (tap < width - 1))
+    window = tl.where(tap < width - 1, window, new[:, None]).to(tl.float32)
+    weights = tl.load(weight + channel[:, None] * width + tap, is_channel[:, None] & (tap < width), other=0.0)
+    total = tl.sum(tl.where(tap < width, window * weights.to(tl.float32), 0.0), 1)
+    if bias is not None:
+        total += tl.load(bias + channel, is_channel).to(tl.float32)
+    tl.store(y + row * channels + channel, total * tl.sigmoid(total), is_channel)
+
+    shifted = tl.load(old + 1, is_channel[:, None] & (tap < width - 2))
+    shifted = tl.where(tap < width - 2, shifted, new[:, None])
+    is_real = tl.load(lengths + row) > 0
+    # One thread's input is another one's place.
+    tl.debug_barrier()
+    tl.store(old, shifted, is_channel[:, None] & (tap < width - 1) & is_real)
+
+
+def advance_token(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    log_decay: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+) -> torch.Tensor:
+    batch, num_heads, head_dim = x.shape
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    block = min(16, triton.next_power_of_2(head_dim))
+    columns = triton.next_power_of_2(B.shape[2])
+    grid = batch, num_heads, triton.cdiv(head_dim, block)
+    strides = x.stride(0), B.stride(0), C.stride(0)
+    sizes = num_heads, num_heads // B.shape[1], head_dim, B.shape[2]
+    _advance_token[grid](x, dt, log_decay, B, C, D, ssm_state, y, *strides, *sizes, block, columns)
+    return y
+
+
+@triton.jit
+def _advance_token(
+    x,
+    dt,
+    log_decay,
+    B,
+    C,
+    D,
+    ssm_state,
+    y,
+    x_stride,
+    B_stride,
+    C_stride,
+    num_heads,
+    heads_per_group,
+    head_dim: tl.constexpr,
+    d_state: tl.constexpr,
+    block: tl.constexpr,
+    columns: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.program_id(2) * block + tl.arange(0, block)
+    n = tl.arange(0, columns)
+    is_channel, is_state = channel < head_dim, n < d_state
+    of_group = (head // heads_per_group) * d_state + n
+    b = tl.load(B + row * B_stride + of_group, is_state, other=0.0).to(tl.float32)
+    c = tl.load(C + row * C_stride + of_group, is_state, other=0.0).to(tl.float32)
+    inputs = tl.load(x + row * x_stride + head * head_dim + channel, is_channel, other=0.0).to(tl.float32)
+    of_head = row * num_heads + head
+    decay = tl.exp(tl.load(log_decay + of_head))
+    added = tl.load(dt + of_head) * inputs
+
+    at = (of_head * head_dim + channel)[:, None] * d_state + n[None]
+    is_here = is_channel[:, None] & is_state[None]
+    state = tl.load(ssm_state + at, is_here, other=0.0) * decay + added[:, None] * b[None]
+    tl.store(ssm_state + at, state, is_here)
+    outputs = tl.sum(state * c[None], 1) + inputs * tl.load(D + head).to(tl.float32)
+    tl.store(y + of_head * head_dim + channel, outputs, is_channel)
+
+
+def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | None, is_gated: bool) -> torch.Tensor:
+    choices = len(x) if ids is None else len(ids)
+    columns = weight.shape[-1]
+    rows = weight.shape[-2] // (1 + is_gated)
+    y = x.new_empty(choices, rows)
+    block, width = _BLOCK, min(512, triton.next_power_of_2(columns))
+    # Neighbouring programs read the same rows of weights, so that choices of one expert find them in the cache.
+    grid = choices, triton.cdiv(rows, block)
+    _multiply_rows[grid](x, weight, ids, y, choices // len(x), rows, columns, is_gated, block, width, num_warps=_WARPS)
+    return y
+
+
+_BLOCK, _WARPS = 4, 4
+
+
+@triton.jit
+def _multiply_rows(
+    x,
+    weight,
+    ids,
+    y,
+    choices_per_token,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    is_gated: tl.constexpr,
+    block: tl.constexpr,
+    width: tl.constexpr,
+):
+    choice = tl.program_id(0)
+    row = tl.program_id(1) * block + tl.arange(0, block)
+    x += (choice // choices_per_token) * columns
+    if ids is not None:
+        weight += tl.load(ids + choice).to(tl.int64) * ((2 if is_gated else 1) * rows * columns)
+    sums = tl.zeros([block, width], tl.float32)
+    if is_gated:
+        ups = tl.zeros([block, width], tl.float32)
+    for start in tl.static_range(0, columns, width):
+        column = start + tl.arange(0, width)
+        values = tl.load(x + column, column < columns, other=0.0).to(tl.float32)[None]
+        at = weight + row[:, None] * columns + column[None]
+        is_here = (row < rows)[:, None] & (column < columns)[None]
+        sums += tl.load(at, is_here, other=0.0).to(tl.float32) * values
+        if is_gated:
+            ups += tl.load(at + rows * columns, is_here, other=0.0).to(tl.float32) * values
+    total = tl.sum(sums, 1)
+    if is_gated:
+        total = total * tl.sigmoid(total) * tl.sum(ups, 1)
+    tl.store(y + choice * rows + row, total.to(y.dtype.element_ty), row < rows)
+
+
+def attend_token(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    kv_length: int,
+) -> torch.Tensor:
+    query = query.contiguous()
+    batch, _, num_heads, head_dim = query.shape
+    part = max(_SHORTEST_PART, triton.next_power_of_2(triton.cdiv(kv_length, _MOST_PARTS)))
+    parts, width = triton.cdiv(kv_length, part), triton.next_power_of_2(head_dim)
+    # For each part the weighted sum of values, the sum of weights, and the score that they are relative to.
+    partial = query.new_empty(batch, num_heads, parts, head_dim + 2, dtype=torch.float32)
+    output = torch.empty_like(query)
+    kv_heads, max_length = key_cache.shape[1:3]
+    sizes = num_heads // kv_heads, kv_heads, max_length, head_dim
+    _attend_to_part[num_heads, batch, parts](
+        query, key_cache, value_cache, positions, lengths, partial, scale, *sizes, part, 64, width
+    )
+    _join_parts[num_heads, batch](partial, output, parts, head_dim, triton.next_power_of_2(parts), width)
+    return output
+
+
+@triton.jit
+def _attend_to_part(
+    query,
+    key_cache,
+    value_cache,
+    positions,
+    lengths,
+    partial,
+    scale,
+    heads_per_kv,
+    kv_heads,
+    max_length,
+    head_dim: tl.constexpr,
+    part: tl.constexpr,
+    block: tl.constexpr,
+    width: tl.constexpr,
+):
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at_head = row * tl.num_programs(0) + head
+    d = tl.arange(0, width)
+    is_d = d < head_dim
+    values = tl.load(query + at_head * head_dim + d, is_d, other=0.0).to(tl.float32) * scale
+    visible = tl.where(tl.load(lengths + row) > 0, tl.load(positions + row) + 1, 0)
+    start = tl.program_id(2) * part
+    end = tl.minimum(start + part, visible)
+    cache = ((row + 1) * kv_heads + head // heads_per_kv) * max_length * head_dim
+
+    top, total, weighted = _LOWEST, 0.0, tl.zeros([width], tl.float32)
+    for first in range(start, end, block):
+        entry = first + tl.arange(0, block)
+        is_visible = entry < end
+        at = cache + entry[:, None] * head_dim + d[None]
+        is_here = is_visible[:, None] & is_d[None]
+        keys = tl.load(key_cache + at, is_here, other=0.0).to(tl.float32)
+        scores = tl.where(is_visible, tl.sum(keys * values[None], 1), _LOWEST)
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        weights = tl.exp(scores - new_top)
+        rescale = tl.exp(top - new_top)
+        total = total * rescale + tl.sum(weights, 0)
+        entries = tl.load(value_cache + at, is_here, other=0.0).to(tl.float32)
+        weighted = weighted * rescale + tl.sum(weights[:, None] * entries, 0)
+        top = new_top
+    partial += (at_head * tl.num_programs(2) + tl.program_id(2)) * (head_dim + 2)
+    tl.store(partial + d, weighted, is_d)
+    tl.store(partial + head_dim, total)
+    tl.store(partial + head_dim + 1, top)
+
+
+@triton.jit
+def _join_parts(partial, output, parts, head_dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr):
+    at_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    part, d = tl.arange(0, block), tl.arange(0, width)
+    is_part, is_d = part < parts, d < head_dim
+    at = partial + (at_head * parts + part) * (head_dim + 2)
+    tops = tl.load(at + head_dim + 1, is_part, other=_LOWEST)
+    weights = tl.exp(tops - tl.max(tops, 0))
+    total = tl.sum(tl.load(at + head_dim, is_part, other=0.0) * weights, 0)
+    sums = tl.load(at[:, None] + d[None], is_part[:, None] & is_d[None], other=0.0) * weights[:, None]
+    # The weight of the largest score is 1, so that the total is less where nothing is visible only.
+    joined = tl.sum(sums, 0) / tl.where(total < 1.0, 1.0, total)
+    tl.store(output + at_head * head_dim + d, joined.to(output.dtype.element_ty), is_d)
