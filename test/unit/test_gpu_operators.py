@@ -1,4 +1,4 @@
-"""The operators of graphs on a GPU, in plain torch on the CPU, give the numbers of the definitions."""
+"""The operators of graphs on a GPU, with the definitions of its kernels on the CPU, give the numbers of plain torch."""
 
 import math
 
@@ -40,6 +40,16 @@ class TestLinear:
     def test_mlp(self, shape, dtype):
         weights = random(24, 16, dtype=dtype), random(16, 12, dtype=dtype)
         compare("mlp", random(*shape, dtype=dtype), *weights, dtype=dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_router(tokens, dtype):
+    """In float32 whatever the dtype of the weights."""
+    x, weight = random(tokens, 16, dtype=dtype), random(6, 16, dtype=dtype)
+    output = GPU.router_logits(x, weight)
+    assert output.dtype == torch.float32
+    assert relative_error(output, x.double() @ weight.double().T) <= 1e-6
 
 
 @DTYPES

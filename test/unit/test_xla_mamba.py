@@ -5,10 +5,16 @@ import torch
 
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum as definition_of_segment_sum
 from granite4_neuron.ops.selective_state_step import selective_state_step
-from granite4_neuron.ops.xla.mamba import mamba_chunk_scan, segment_sum
+from granite4_neuron.ops.xla import gpu, mamba
+from granite4_neuron.ops.xla.mamba import segment_sum
 from test.unit.test_ops import relative_error
 
 HEADS, HEAD_DIM, D_STATE = 8, 4, 6
+
+
+@pytest.fixture(params=[mamba, gpu], ids=["xla", "gpu"])
+def mamba_chunk_scan(request):
+    return request.param.mamba_chunk_scan
 
 
 def inputs(batch, length, n_groups, max_A=16.0):
@@ -35,7 +41,7 @@ def recurrence(x, dt, A, B, C, D, states):
 @pytest.mark.parametrize("n_groups", [1, 2])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 16), (16, 16), (17, 16), (64, 16), (100, 32), (100, 128)])
-def test_equals_the_recurrence(length, chunk_size, batch, n_groups):
+def test_equals_the_recurrence(mamba_chunk_scan, length, chunk_size, batch, n_groups):
     torch.manual_seed(length)
     arguments = inputs(batch, length, n_groups)
     y, states = mamba_chunk_scan(*arguments, chunk_size)
@@ -44,7 +50,7 @@ def test_equals_the_recurrence(length, chunk_size, batch, n_groups):
     assert relative_error(states, exact_states) <= 1e-5
 
 
-def test_fast_decay():
+def test_fast_decay(mamba_chunk_scan):
     """Sums of logarithms go down to -10,000, where exp of a difference of sums would be 0 / 0 or lose all digits."""
     torch.manual_seed(0)
     arguments = inputs(1, 200, 1, max_A=128.0)
@@ -54,7 +60,7 @@ def test_fast_decay():
     assert relative_error(states, exact_states) <= 1e-5
 
 
-def test_padding_changes_nothing():
+def test_padding_changes_nothing(mamba_chunk_scan):
     x, dt, A, B, C, D, states = inputs(2, 40, 1)
     dt[:, 25:] = 0.0
     y, after = mamba_chunk_scan(x, dt, A, B, C, D, states, 16)
@@ -63,7 +69,7 @@ def test_padding_changes_nothing():
     assert torch.allclose(after, expected, atol=1e-5)
 
 
-def test_it_is_the_definition_of_one_token():
+def test_it_is_the_definition_of_one_token(mamba_chunk_scan):
     x, dt, A, B, C, D, states = inputs(2, 1, 2)
     y, after = mamba_chunk_scan(x, dt, A, B, C, D, states)
     assert torch.allclose(y[:, 0], selective_state_step(states, x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], D), atol=1e-5)

@@ -41,7 +41,8 @@ class CudaGraph:
     def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed."""
         on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
-        self._from_host.copy_(torch.cat(on_host).pin_memory(), non_blocking=True)
+        pinned = torch.empty(self._from_host.shape, dtype=self._from_host.dtype, pin_memory=True)
+        self._from_host.copy_(torch.cat(on_host, out=pinned), non_blocking=True)
         for ours, given in zip(self._inputs, inputs, strict=True):
             if given.device.type != "cpu":
                 ours.copy_(given)
@@ -58,14 +59,17 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def tensor_cores(dtype: torch.dtype) -> Iterator[None]:
-    """Have products of float32 made by tensor cores, for a model in bfloat16; of one in float32 they stay exact.
+def tensor_cores(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Have a GPU's tensor cores make products of float32 in a model of bfloat16; in one of float32 they stay exact.
 
-    These round operands to 11 bits and add in float32. Weights and what they are multiplied with have 8 bits, so that
-    the products of recurrence and attention are rounded only.
+    They round operands to 11 bits and add in float32. Weights, and what these are multiplied with, have 8 bits; so only
+    the products of recurrence and attention are less exact.
     """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        yield
+        return
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == torch.bfloat16 else before)
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:

@@ -32,7 +32,6 @@ from granite4_neuron.runtime.interface import (
     Verification,
     accepted_rows,
     check_verification,
-    step_inputs,
 )
 
 PREFILL_BUCKETS = (128, 512, 2048)
@@ -146,7 +145,7 @@ class GraphRuntime(BoundModel, ABC):
         Its shapes depend on the number of rows and tokens and on the cache's bucket only.
 
         Args:
-            inputs: of `step_inputs`, in int32, on the host.
+            inputs: of `graph_inputs`, on the host.
             in_order: whether there is a row for each slot, in their order; otherwise there is one row.
         """
 
@@ -198,8 +197,14 @@ def bucket(length: int, buckets: Sequence[int]) -> int:
 
 
 def graph_inputs(rows: Sequence[Row], tokens: int) -> list[torch.Tensor]:
-    """Return `step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
-    return [tensor.to(torch.int32) for tensor in step_inputs(rows, tokens)]
+    """Return `interface.step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
+    values = (
+        [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows],
+        [list(range(row.start, row.start + tokens)) for row in rows],
+        [len(row.tokens) for row in rows],
+        [row.slot for row in rows],
+    )
+    return [torch.tensor(each, dtype=torch.int32) for each in values]
 
 
 def _is_decode(row: Row) -> bool:

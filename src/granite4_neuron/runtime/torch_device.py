@@ -157,17 +157,17 @@ class TorchRuntime(GraphRuntime):
     ) -> torch.Tensor:
         form = Form(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
         slot = None if in_order or form.looks_up else int(inputs[3])
-        logits, _ = self._execute(run_step, state, form, inputs, state_tensors(state, slot))
+        logits, _ = self._execute(run_step, state, form, inputs, slot)
         return self._to_host(logits)
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         form = Form(kv_length, in_order=True, all_logits=True, verifies=True)
-        logits, kept_inputs = self._execute(run_step, state, form, inputs, state_tensors(state))
+        logits, kept_inputs = self._execute(run_step, state, form, inputs)
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
-        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs), state_tensors(state))
+        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
         return {name: view.clone() for name, view in state.slot_views(slot).items()}
@@ -178,24 +178,18 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def _execute(
-        self, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors, tensors: Tensors
+        self, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors, slot: int | None = None
     ) -> Any:
-        """Run `run_step` or `run_advance`."""
+        """Run `run_step` or `run_advance`; with a slot, on views of its recurrent state."""
 
         def run(*inputs: torch.Tensor) -> Any:
-            if self._graph_per_layer:
-                return function(self._call, self.model, form, inputs, tensors)
-            return self._call(function, directly, self.model, form, inputs, tensors)
+            tensors = state_tensors(state, slot)
+            with tensor_cores(self.device, self.model.dtype):
+                if self._graph_per_layer:
+                    return function(self._call, self.model, form, inputs, tensors)
+                return self._call(function, directly, self.model, form, inputs, tensors)
 
-        if not self._captures:
-            return run(*(tensor.to(self.device) for tensor in inputs))
-        with tensor_cores(self.model.dtype):
-            return self._execute_on_gpu(run, function, state, form, inputs)
-
-    def _execute_on_gpu(
-        self, run: Call, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors
-    ) -> Any:
-        if form.all_logits and not form.verifies:
+        if not self._captures or (form.all_logits and not form.verifies):
             # Logits of a prompt are too large to keep memory for them.
             return run(*(tensor.to(self.device) for tensor in inputs))
         captured = next(memory.captured for memory in self._memories if memory.user() is state)

@@ -29,6 +29,7 @@ GPU = replace(
     fused_experts=gpu.fused_experts,
     cached_attention=gpu.cached_attention,
     mamba_prefill=gpu.CHUNKED,
+    mamba_quadratic=gpu.QUADRATIC,
     mamba_decode=gpu.SINGLE_TOKEN,
 )
 

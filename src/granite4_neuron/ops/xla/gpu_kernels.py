@@ -128,14 +128,11 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | Non
     columns = weight.shape[-1]
     rows = weight.shape[-2] // (1 + is_gated)
     y = x.new_empty(choices, rows)
-    block, width = _BLOCK, min(512, triton.next_power_of_2(columns))
+    block, width = 4, min(512, triton.next_power_of_2(columns))
     # Neighbouring programs read the same rows of weights, so that choices of one expert find them in the cache.
     grid = choices, triton.cdiv(rows, block)
-    _multiply_rows[grid](x, weight, ids, y, choices // len(x), rows, columns, is_gated, block, width, num_warps=_WARPS)
+    _multiply_rows[grid](x, weight, ids, y, choices // len(x), rows, columns, is_gated, block, width)
     return y
-
-
-_BLOCK, _WARPS = 4, 4
 
 
 @triton.jit

@@ -6,9 +6,6 @@ of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
@@ -17,27 +14,6 @@ from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
 
 # Tokens that are scanned at once: the number of partitions that Trainium's engines work on.
 CHUNK_SIZE = 128
-
-
-class RunningSums(NamedTuple):
-    """A way to sum along the last axis of [rows, length] in float32, given `_upper_triangle` of that length.
-
-    up_to: values[0] + ... + values[i]. after: values[i + 1] + ... + values[length - 1].
-    """
-
-    up_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-PRODUCTS = RunningSums(
-    up_to=lambda values, upper: values @ upper,
-    after=lambda values, upper: values @ upper.triu(1).T,
-)
-# For devices that scan well, or whose fast products round their operands.
-SCANS = RunningSums(
-    up_to=lambda values, upper: values.cumsum(-1),
-    after=lambda values, upper: F.pad(values[:, 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1),
-)
 
 
 def mamba_chunk_scan(
@@ -49,7 +25,6 @@ def mamba_chunk_scan(
     D: torch.Tensor,
     initial_states: torch.Tensor,
     chunk_size: int = CHUNK_SIZE,
-    sums: RunningSums = PRODUCTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `ops.mamba_chunk_scan_combined` with the final states, for dt after softplus and limit.
 
@@ -60,7 +35,6 @@ def mamba_chunk_scan(
         B, C: [batch, length, n_groups, d_state].
         initial_states: [batch, num_heads, head_dim, d_state].
         chunk_size: tokens per chunk.
-        sums: how logarithms of decays are summed.
 
     Returns:
         (y, the states after the last token), shaped like x and initial_states; y in x's dtype, states in float32.
@@ -73,16 +47,16 @@ def mamba_chunk_scan(
     # A row is a chunk of a sequence: x [rows, num_heads * head_dim, chunk_size], dt [rows, num_heads, chunk_size].
     x_chunks, dt_chunks = (_tokens_last(values.float(), chunk_size) for values in (x.flatten(2), dt))
     C_chunks = _tokens_last(C.float().flatten(2), chunk_size).reshape(-1, d_state, chunk_size)
-    B_chunks = _chunks(B.float().flatten(2), chunk_size)
+    B_chunks = chunks(B.float().flatten(2), chunk_size)
     B_chunks = B_chunks.unflatten(2, (n_groups, d_state)).transpose(1, 2).reshape(-1, chunk_size, d_state)
     rows = len(x_chunks)
     heads, groups = rows * num_heads, rows * n_groups
 
     log_decay = (dt_chunks * A.float()[:, None]).view(heads, chunk_size)
     upper = _upper_triangle(chunk_size, x.device)
-    from_start = torch.exp(sums.up_to(log_decay, upper)).view(heads, 1, chunk_size)
-    to_end = torch.exp(sums.after(log_decay, upper)).view(heads, 1, chunk_size)
-    decay = torch.exp(segment_sum(log_decay, sums))  # [heads, from, to]
+    from_start = torch.exp(log_decay @ upper).view(heads, 1, chunk_size)
+    to_end = torch.exp(log_decay @ upper.triu(1).T).view(heads, 1, chunk_size)
+    decay = torch.exp(segment_sum(log_decay))  # [heads, from, to]
 
     dt_x = x_chunks.view(heads, head_dim, chunk_size) * dt_chunks.view(heads, 1, chunk_size)
     at_end = (dt_x * to_end).view(groups, -1, chunk_size)
@@ -91,7 +65,6 @@ def mamba_chunk_scan(
         initial_states.float(),
         added.view(rows, num_heads, head_dim * d_state),
         log_decay.sum(-1).view(rows, num_heads),
-        sums,
     )
 
     causal_scores = torch.bmm(B_chunks, C_chunks).triu()  # [groups, from, to], once for all heads of a group
@@ -103,8 +76,8 @@ def mamba_chunk_scan(
     return (y[:, :length] + x.float() * D.float()[:, None]).to(x.dtype), states.view(initial_states.shape)
 
 
-def segment_sum(values: torch.Tensor, sums: RunningSums = PRODUCTS) -> torch.Tensor:
-    """Compute `ops.mamba_chunk_scan.segment_sum`, transposed: [rows, length] to [rows, length, length].
+def segment_sum(values: torch.Tensor) -> torch.Tensor:
+    """Compute `ops.mamba_chunk_scan.segment_sum`, transposed, as a product: [rows, length] to [rows, length, length].
 
     The entry at [j, i] is values[j + 1] + ... + values[i] for j <= i, and 0 for j > i. It is summed from its own terms
     here too.
@@ -112,7 +85,7 @@ def segment_sum(values: torch.Tensor, sums: RunningSums = PRODUCTS) -> torch.Ten
     length = values.shape[-1]
     upper = _upper_triangle(length, values.device)
     terms = values[:, None] * upper.triu(1)  # at [j, k] values[k] where k > j
-    return sums.up_to(terms.view(-1, length), upper).view(-1, length, length)
+    return (terms.view(-1, length) @ upper).view(-1, length, length)
 
 
 def _upper_triangle(size: int, device: torch.device) -> torch.Tensor:
@@ -120,7 +93,7 @@ def _upper_triangle(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _pass_on(
-    initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor, sums: RunningSums
+    initial_states: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before each chunk, and those after the last one.
 
@@ -138,7 +111,7 @@ def _pass_on(
         return initial_states, initial_states * torch.exp(log_decay)[..., None] + added
     chunks = rows // batch
     passed = [
-        _pass_on_in_a_row(initial_states[row], added[at : at + chunks], log_decay[at : at + chunks], sums)
+        _pass_on_in_a_row(initial_states[row], added[at : at + chunks], log_decay[at : at + chunks])
         for row, at in enumerate(range(0, rows, chunks))
     ]
     before, after = zip(*passed, strict=True)
@@ -146,17 +119,17 @@ def _pass_on(
 
 
 def _pass_on_in_a_row(
-    initial_state: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor, sums: RunningSums
+    initial_state: torch.Tensor, added: torch.Tensor, log_decay: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `_pass_on`, for the [num_heads, ...] initial state and the [chunks, num_heads, ...] of one row."""
     # [num_heads, from, to]: from the initial state or a chunk, to before a chunk or after the last one.
-    decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)), sums)).triu()
+    decay = torch.exp(segment_sum(F.pad(log_decay.T, (1, 0)))).triu()
     parts = torch.cat([initial_state[None], added]).transpose(0, 1)
     passed = torch.bmm(decay.transpose(1, 2), parts)  # [num_heads, chunks + 1, head_dim * d_state]
     return passed[:, :-1].transpose(0, 1), passed[:, -1]
 
 
-def _chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
+def chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Cut [batch, length, width] into [rows, chunk_size, width], the last one of a sequence padded with zeros."""
     padding = -values.shape[1] % chunk_size
     if padding:
@@ -166,7 +139,7 @@ def _chunks(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
 
 def _tokens_last(values: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Cut [batch, length, width] into [rows, width, chunk_size], contiguous."""
-    return _chunks(values, chunk_size).transpose(1, 2).contiguous()
+    return chunks(values, chunk_size).transpose(1, 2).contiguous()
 
 
 def _chunked(x, dt, A, B, C, D, ssm_state, chunk_size) -> Results:
