@@ -1,5 +1,5 @@
-"""No function takes more than eight positional arguments, in Python and in C++. Kernels in Triton may: there each number
-is an argument.
+"""No function takes more than eight positional arguments, in Python and in C++. Kernels in Triton may: there each
+number is an argument.
 """
 
 import ast
