@@ -232,7 +232,10 @@ def test_a_process_that_is_killed(place, runtime):
 
 def test_the_bound_is_kept_and_the_least_recently_used_go(place, runtime):
     used, size = TOKENS[:16], 150_000
+    process(place, runtime, used, size=size)
+    [file] = place.glob("0-16-*")
     for seed in range(2, 12):
+        assert file.exists()
         process(place, runtime, used, random_tokens(VOCAB, 40, seed=seed).tolist(), size=size)
         assert bytes_in(place) <= size
     assert process(place, runtime, used)[1] == 16
