@@ -152,6 +152,8 @@ class TestRefusals:
             self.refused(capsys, "is not a whole number of at least", *arguments)
         self.refused(capsys, "'much' is no size", "--port", "0", "--max-body", "much")
         self.refused(capsys, "'much' is no size", "--port", "0", "--prefix-cache", "much")
+        self.refused(capsys, "belongs to --prefix-cache-dir", "--port", "0", "--prefix-cache-dir-size", "1GiB")
+        self.refused(capsys, "is no folder", "--port", "0", "--prefix-cache-dir", "/none/kept")
         self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
 
     @pytest.mark.parametrize("key", ["", " ", "key\n", "k\x00", "\udcff"], ids=repr)
@@ -164,3 +166,21 @@ class TestRefusals:
     def test_what_is_not_installed(self, capsys, monkeypatch):
         monkeypatch.setattr("granite4_neuron.commands.serve.find_spec", lambda name: None)
         self.refused(capsys, r"serve needs fastapi and uvicorn .* pip install 'granite4-neuron\[serve\]'")
+
+
+def test_the_prefix_cache_outlives_the_server(tmp_path):
+    folder = ["--prefix-cache-dir", str(tmp_path / "kept")]
+    body = {"prompt": "An assignment statement binds a name. " * 8, "max_tokens": 20, "temperature": 0, "logprobs": 3}
+
+    def answer(*options):
+        with serve_process(*options) as (process, address):
+            got = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0 and "prefix cache" not in process.stderr.read()
+        details = got["usage"]["prompt_tokens_details"]
+        return got["choices"], details["cached_tokens"] if details else 0, got["usage"]["prompt_tokens"]
+
+    choices, cached, tokens = answer(*folder)
+    assert cached == 0
+    assert answer(*folder) == (choices, tokens, tokens)
+    assert answer("--prefix-cache", "0") == (choices, 0, tokens)

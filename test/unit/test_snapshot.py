@@ -190,9 +190,9 @@ class TestRefused:
 
     def test_another_version(self, ours, file):
         with safe_open(file, framework="pt") as stored:
-            about = stored.metadata()["snapshot"].replace('"version": 1', '"version": 2')
+            about = stored.metadata()["snapshot"].replace('"version": 2', '"version": 3')
         save_file(load_file(file), file, metadata={"snapshot": about})
-        with pytest.raises(UserError, match="has version 2 of the format and this package reads 1"):
+        with pytest.raises(UserError, match="has version 3 of the format and this package reads 2"):
             Snapshot.load(file, ours)
 
     def test_a_state_that_is_too_short(self, ours, snapshot):
@@ -203,6 +203,14 @@ class TestRefused:
     def test_a_truncated_file(self, ours, file, length):
         file.write_bytes(file.read_bytes()[:length])
         with pytest.raises(UserError, match="is damaged or incomplete"):
+            Snapshot.load(file, ours)
+
+    @pytest.mark.parametrize("place", [-1, -3000])
+    def test_a_flipped_bit(self, ours, file, place):
+        data = bytearray(file.read_bytes())
+        data[place] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=r"is damaged .* has other numbers"):
             Snapshot.load(file, ours)
 
     def test_no_snapshot_at_all(self, ours, tmp_path):

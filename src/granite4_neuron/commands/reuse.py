@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint.folder import find
-from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
+from granite4_neuron.commands.options import at_least, check_folder_of, kernels_of, load_runtime
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+    from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, SlotPrefixCache
     from granite4_neuron.engine.drafters import Drafter
     from granite4_neuron.runtime.interface import Runtime
 
 DRAFT_TOKENS = 4
+_FOLDER_SIZE = "10GiB"
 _MOST_BYTES = 2.0**60
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -38,6 +39,20 @@ def add_prefix_cache(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="for one prompt: start from the state in FILE if it exists, and write the prompt's state there",
+    )
+
+
+def add_prefix_folder(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--prefix-cache-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="also keep the prefix cache in files of this folder, for the next start; processes may share it",
+    )
+    parser.add_argument(
+        "--prefix-cache-dir-size",
+        metavar="SIZE",
+        help=f"limit of these files (default: {_FOLDER_SIZE})",
     )
 
 
@@ -89,7 +104,11 @@ def prefix_cache(
 
 
 def prefix_cache_of(
-    runtime: Runtime, max_bytes: int, num_sequences: int, at_branches: bool = False
+    runtime: Runtime,
+    max_bytes: int,
+    num_sequences: int,
+    at_branches: bool = False,
+    folder: PrefixFolder | None = None,
 ) -> PrefixCache | SlotPrefixCache:
     """Return a `PrefixCache`, or a `SlotPrefixCache` for a runtime that keeps its state itself.
 
@@ -100,7 +119,29 @@ def prefix_cache_of(
 
     if runtime.own_slots:
         return SlotPrefixCache(runtime, spare_slots(runtime, num_sequences, max_bytes))
-    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=at_branches)
+    return PrefixCache(runtime, max_bytes, runtime.tokens_per_step, at_branches=at_branches, folder=folder)
+
+
+def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder | None:
+    """Return the folder of --prefix-cache-dir; None without the option.
+
+    Raises:
+        UserError: a size is malformed, the runtime makes no snapshots, or the folder is not what it must be.
+    """
+    max_bytes = num_bytes(options.prefix_cache_dir_size or _FOLDER_SIZE)
+    if options.prefix_cache_dir is None:
+        if options.prefix_cache_dir_size is not None:
+            raise UserError("--prefix-cache-dir-size belongs to --prefix-cache-dir.")
+        return None
+    from granite4_neuron.engine import PrefixFolder
+    from granite4_neuron.ops.cpu.build import library_key
+    from granite4_neuron.runtime.interface import require
+
+    require(runtime, "snapshot")
+    where = options.backend, options.device, options.graphs, options.cpu_kernels
+    # A text is the same bit by bit only where the same operators have run.
+    facts = library_key(), *where, kernels_of(options, options.kernels), runtime.fallbacks
+    return PrefixFolder(options.prefix_cache_dir, max_bytes, runtime, repr(facts))
 
 
 def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +20,18 @@ from granite4_neuron.commands.options import (
     model_folder,
 )
 from granite4_neuron.commands.output import write
-from granite4_neuron.commands.reuse import add_speculation, new_engine, num_bytes, prefix_cache_of
+from granite4_neuron.commands.reuse import (
+    add_prefix_folder,
+    add_speculation,
+    new_engine,
+    num_bytes,
+    prefix_cache_of,
+    prefix_folder,
+)
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
-    from granite4_neuron.engine import PrefixCache, SlotPrefixCache
+    from granite4_neuron.engine import PrefixCache, PrefixFolder, SlotPrefixCache
     from granite4_neuron.runtime.interface import Runtime
 
 EXIT_FAILED = 1
@@ -111,6 +119,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="SIZE",
         help=f"memory of the prefix cache, 0 for none; a draft model takes as much again (default: {_PREFIX_CACHE})",
     )
+    add_prefix_folder(reuse)
     add_speculation(reuse)
     add_runtime(serve)
     serve.set_defaults(run=run)
@@ -127,7 +136,8 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.serving.sequences import Limits
     from granite4_neuron.serving.server import Server
 
-    with bind(options.host, options.port) as listener:
+    with ExitStack() as at_end:
+        listener = at_end.enter_context(bind(options.host, options.port))
         is_open = not is_for_this_machine(listener)
         if is_open and key is None:
             print(
@@ -139,7 +149,10 @@ def run(options: argparse.Namespace) -> int:
         if model in adapters:
             raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
         runtime, tokenizer = load_runtime(options, folder, adapters=adapters)
-        cache = _prefix_cache(options, runtime)
+        kept = prefix_folder(options, runtime)
+        if kept is not None:
+            at_end.callback(kept.close)
+        cache = _prefix_cache(options, runtime, kept)
         engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
 
         def on_start(port: int) -> None:
@@ -180,16 +193,23 @@ def _api_key(options: argparse.Namespace) -> str | None:
     return key
 
 
-def _prefix_cache(options: argparse.Namespace, runtime: Runtime) -> PrefixCache | SlotPrefixCache | None:
+def _prefix_cache(
+    options: argparse.Namespace, runtime: Runtime, folder: PrefixFolder | None
+) -> PrefixCache | SlotPrefixCache | None:
     """Return the prefix cache; None if it is switched off, or if the runtime has no room for one and the user gave no
     size.
 
     Raises:
-        UserError: the size is malformed, or the runtime has no room for the size that was given.
+        UserError: the size is malformed, the runtime has no room for the size that was given, or there is a folder for
+            a cache that is switched off.
     """
     max_bytes = num_bytes(options.prefix_cache or _PREFIX_CACHE)
+    if not max_bytes:
+        if folder is not None:
+            raise UserError("--prefix-cache-dir needs a prefix cache in memory, and --prefix-cache is 0.")
+        return None
     try:
-        return prefix_cache_of(runtime, max_bytes, options.max_num_seqs, at_branches=True) if max_bytes else None
+        return prefix_cache_of(runtime, max_bytes, options.max_num_seqs, at_branches=True, folder=folder)
     except UserError as reason:
         if options.prefix_cache is not None:
             raise

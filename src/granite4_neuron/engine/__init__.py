@@ -5,6 +5,7 @@ from granite4_neuron.engine.draft_model import DraftModel
 from granite4_neuron.engine.engine import Engine
 from granite4_neuron.engine.logprobs import TokenLogprob
 from granite4_neuron.engine.prefix_cache import PrefixCache
+from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.engine.request import GenerationStats, Output, PromptReport, Request
 from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ __all__ = [
     "GenerationStats",
     "Output",
     "PrefixCache",
+    "PrefixFolder",
     "PromptReport",
     "Request",
     "Sampler",

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.snapshot import (
@@ -106,6 +107,7 @@ class PrefixCache:
             cut anyway. None for the ends only.
         at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for a third one with the
             same beginning; the prompt is cut there.
+        folder: keeps snapshots in files too, and is asked for longer ones than are in memory; None for none.
 
     Raises:
         UserError: the runtime makes no snapshots, or the interval is not such a multiple.
@@ -113,7 +115,15 @@ class PrefixCache:
 
     slots: Sequence[int] = ()
 
-    def __init__(self, runtime: Runtime, max_bytes: int | None, interval: int | None, *, at_branches: bool = False):
+    def __init__(
+        self,
+        runtime: Runtime,
+        max_bytes: int | None,
+        interval: int | None,
+        *,
+        at_branches: bool = False,
+        folder: PrefixFolder | None = None,
+    ):
         require(runtime, "snapshot")
         if interval is not None and (interval < 1 or interval % runtime.tokens_per_step):
             raise UserError(
@@ -125,17 +135,22 @@ class PrefixCache:
         self.at_branches = at_branches
         self.stats = PrefixCacheStats()
         self._runtime = runtime
+        self._folder = folder
         self._root = _Node(None, 0)
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
-        node, _, _ = self._descend(tokens)
-        while node.recurrent is None:
-            if node.parent is None:
-                return None
-            node = node.parent
+        node = self._longest(tokens)
+        if self._folder is not None:
+            found = self._folder.find(tokens, node.length + SHORTEST_SHARED)
+            if found is not None:
+                self._load(found)
+                node = self._longest(tokens)
+        if node.recurrent is None:
+            return None
+        self._write(node, tokens)
         self._entries.move_to_end(node)
         node.users += 1
         self.stats.in_use += 1
@@ -147,10 +162,8 @@ class PrefixCache:
         if not self.at_branches:
             return set()
         node, _, shared = self._descend(tokens)
-        length, kept = node.length + shared, node
-        while kept.recurrent is None and kept.parent is not None:
-            kept = kept.parent
-        return {length} if length - kept.length >= SHORTEST_SHARED else set()
+        length = node.length + shared
+        return {length} if length - _entry_above(node).length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""
@@ -172,6 +185,12 @@ class PrefixCache:
             logits: [vocab_size], float32, after the last of them.
         """
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
+        self._write(self._longest(tokens), tokens)
+
+    def _write(self, entry: _Node, tokens: Sequence[int]) -> None:
+        """Have an entry of a sequence kept in the folder too."""
+        if self._folder is not None and entry.length:
+            self._folder.keep(tuple(tokens[: entry.length]), self._snapshots(entry), entry.logits)
 
     def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
@@ -196,10 +215,13 @@ class PrefixCache:
             UserError: it is of another model, does not hold what it should, or was not made by `export`.
         """
         snapshot.check(self._runtime)
-        tensors = dict(snapshot.tensors)
-        logits = tensors.pop(LOGITS, None)
-        if len(snapshot.tokens) != snapshot.length or snapshot.start or logits is None:
+        if len(snapshot.tokens) != snapshot.length or snapshot.start or LOGITS not in snapshot.tensors:
             raise UserError("the snapshot was not made from a prefix cache, with tokens and logits; make it again.")
+        self._load(snapshot)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        tensors = dict(snapshot.tensors)
+        logits = tensors.pop(LOGITS)
 
         def take(start: int) -> Snapshot:
             return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
@@ -216,6 +238,10 @@ class PrefixCache:
         snapshots = self._snapshots(node)
         tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
+
+    def _longest(self, tokens: Sequence[int]) -> _Node:
+        """Return the longest entry that is a prefix of a sequence; the root if there is none."""
+        return _entry_above(self._descend(tokens)[0])
 
     def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
         """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the
@@ -307,6 +333,13 @@ def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+def _entry_above(node: _Node) -> _Node:
+    """Return the node itself or the nearest above it that is an entry; the root if there is none."""
+    while node.recurrent is None and node.parent is not None:
+        node = node.parent
+    return node
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:

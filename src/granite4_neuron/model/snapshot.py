@@ -26,7 +26,7 @@ from granite4_neuron.regular_files import check_regular
 Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 
 FORMAT = "granite4-neuron snapshot"
-VERSION = 1
+VERSION = 2
 LOGITS = "logits"  # after the last token; a prefix cache adds them
 _SAMPLES = 64  # values of each weight
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
@@ -40,6 +40,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
 # Fields of a file about its snapshot, beside format and version.
 _FIELDS = {
     "start": _is_count,
@@ -48,6 +52,7 @@ _FIELDS = {
     "fingerprint": _is_text,
     "tokens": lambda value: isinstance(value, list) and all(map(_is_count, value)),
     "note": _is_text,
+    "digests": _are_texts,
 }
 
 
@@ -114,6 +119,7 @@ class Snapshot:
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
         about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
+        about |= dict(digests={name: _digest(tensor) for name, tensor in self.tensors.items()})
         target = Path(os.path.realpath(file))  # a link stays, its target is replaced
         partial = None
         try:
@@ -122,6 +128,7 @@ class Snapshot:
             descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
             os.close(descriptor)
             save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
+            _flush(partial)
             os.replace(partial, target)
             partial = None
         except (OSError, SafetensorError) as error:
@@ -132,8 +139,10 @@ class Snapshot:
                 os.unlink(partial)
 
     @classmethod
-    def load(cls, file: Path, model: Model) -> Snapshot:
-        """Read a file that `save` wrote of a sequence of this model. What it says is compared before tensors are read.
+    def load(cls, file: Path, model: Model, *, keys_and_values_only: bool = False) -> Snapshot:
+        """Read a file that `save` wrote of a sequence of this model: all, or its keys and values only.
+
+        What it says is compared before tensors are read, and then each tensor with its digest.
 
         Raises:
             UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
@@ -151,7 +160,13 @@ class Snapshot:
                     for name, one in slices.items()
                 }
                 _check_layout(str(file), header, layout, model)
-                return replace(header, tensors={name: stored.get_tensor(name) for name in layout})
+                names = [name for name in layout if _has_positions(name) or not keys_and_values_only]
+                # A copy, because the tensor is a view of the file, which may change or become shorter.
+                tensors = {name: stored.get_tensor(name).clone() for name in names}
+            for name, tensor in tensors.items():
+                if _digest(tensor) != about["digests"].get(name):
+                    raise UserError(f"{file} is damaged ({name} has other numbers); make the snapshot again.")
+            return replace(header, tensors=tensors)
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror or error}).") from None
         except SafetensorError as error:
@@ -243,6 +258,19 @@ def _values(weight: Weights, places: torch.Tensor) -> torch.Tensor:
         return weight.detach().flatten()[places.to(weight.device)]
     columns = weight.shape[-1]
     return weight.rows(places // columns).gather(1, (places % columns)[:, None])
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+
+
+def _flush(file: str) -> None:
+    """Have a file on the disk, so that it is whole under its later name even after a loss of power."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _about(file: Path, text: str) -> dict[str, Any]:

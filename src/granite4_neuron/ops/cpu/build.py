@@ -84,7 +84,7 @@ def _library() -> Path:
         _Unavailable: there is no place for it, or nothing to compile it with.
         CalledProcessError: it does not compile.
     """
-    folder, name = _private_folder(_cache_folder()), f"kernels-{_key(_SOURCES)}"
+    folder, name = _private_folder(_cache_folder()), f"kernels-{library_key()}"
     for library in folder.glob(f"{name}-*.so"):
         if _is_ours(library) and library.stem == f"{name}-{_digest(library)}":
             return library
@@ -247,8 +247,8 @@ def _format_flags(sources: Path) -> list[str]:
     return [*includes, f"-DGRANITE4_FORMATS(DO, ...)={' '.join(f'DO({name}, __VA_ARGS__)' for name in names)}"]
 
 
-def _key(sources: Path) -> str:
-    """Return a hash of everything that the library depends on."""
+def library_key(sources: Path = _SOURCES) -> str:
+    """Return a hash of everything that the library depends on, and with it the last bits of its results."""
     digest = hashlib.sha256()
     for file in sorted((*sources.rglob("*.h"), *sources.glob("*.cpp"))):
         digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())

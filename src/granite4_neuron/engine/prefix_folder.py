@@ -1,0 +1,258 @@
+"""Snapshots of a prefix cache in the files of a folder, for later processes and for others beside this one."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import re
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.snapshot import LOGITS, Snapshot, cut_keys_and_values, padded_keys_and_values
+from granite4_neuron.runtime.interface import Runtime
+
+_LOGGER = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{64})\.safetensors")
+_UNFINISHED = re.compile(rf"\.{_NAME.pattern}\..*")  # `Snapshot.save` writes to such a file first
+_HEADER_BYTES = 2**16  # of a file, at most; the largest model's have 20 kB
+_WAITING = 8  # snapshots that wait to be written; their memory is held until then
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class _File:
+    """start, length: of its snapshot. key: see `PrefixFolder._keys`."""
+
+    start: int
+    length: int
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.start}-{self.length}-{self.key}.safetensors"
+
+
+class PrefixFolder:
+    """Snapshots of sequences by their tokens, in files of a folder. The least recently used are removed first.
+
+    A file has the recurrent state and the logits after a sequence's tokens, and the keys and values since the longest
+    shorter snapshot of the same sequence in the folder. It is written by a thread, whole or not at all. Processes may
+    share a folder; one sees the files of another when it starts and whenever it writes. What an adapter has computed is
+    not written: its number is another one in the next process.
+
+    A file that is damaged or not what its name says is logged once, and is as good as absent. So is the folder while it
+    cannot be written to.
+
+    Args:
+        folder: made if it is not there.
+        max_bytes: limit of its files in bytes.
+        runtime: the model that runs the sequences.
+        facts: text that names what else its numbers depend on, such as its kernels. States are found only where it is
+            the same.
+
+    Raises:
+        UserError: the folder cannot be made or read, belongs to somebody else, or others may enter it.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, runtime: Runtime, facts: str = ""):
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self._runtime = runtime
+        self._model = hashlib.sha256(repr((runtime.fingerprint, runtime.state_dtype, facts)).encode())
+        self._refused: set[_File] = set()
+        self._is_failing = False
+        _make_private(folder)
+        try:
+            self._files = frozenset(self._sizes())
+        except OSError as error:
+            raise UserError(f"{folder} cannot be read ({error.strerror}).") from None
+        self._queue: queue.Queue[tuple[Sequence[int], Sequence[Snapshot], torch.Tensor] | None]
+        self._queue = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._run, name="prefix folder", daemon=True)
+        self._thread.start()
+
+    def find(self, tokens: Sequence[int], least: int) -> Snapshot | None:
+        """Read the longest prefix of a sequence that has at least so many tokens: all of it, with tokens and logits."""
+        while (chain := self._longest_chain(tokens, range(least, len(tokens) + 1))) is not None:
+            if (snapshots := self._read(chain)) is not None:
+                length = chain[-1].length
+                tensors = padded_keys_and_values(snapshots, length)
+                return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens[:length]), note="")
+        return None
+
+    def keep(self, tokens: Sequence[int], snapshots: Sequence[Snapshot], logits: torch.Tensor) -> None:
+        """Have the thread write a snapshot if it is not there, and note its use, unless it has too much to do.
+
+        Args:
+            tokens: as `PrefixCache.keep`.
+            snapshots: one after another, up to the last of the tokens. Their tensors are not copied.
+            logits: [vocab_size], float32, after the last of them.
+        """
+        with suppress(queue.Full):
+            self._queue.put_nowait((tokens, snapshots, logits))
+
+    def close(self) -> None:
+        """Write what waits to be written, for some seconds at most."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _keys(self, tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, str]:
+        """Return a hash of the model and the first tokens for each of these lengths."""
+        data, digest, done, keys = array("q", tokens), self._model.copy(), 0, {}
+        for length in sorted(lengths):
+            digest.update(data[done:length])
+            keys[length], done = digest.hexdigest(), length
+        return keys
+
+    def _longest_chain(self, tokens: Sequence[int], lengths: range) -> list[_File] | None:
+        """Return files that together hold the longest prefix of such a length, in order; None if there are none."""
+        files = {file.key: file for file in self._files if file not in self._refused}
+        keys = self._keys(tokens, {file.length for file in files.values() if file.length <= len(tokens)})
+        for length in sorted(keys, reverse=True):
+            if length in lengths and (chain := _chain(files, keys, length)) is not None:
+                return chain
+        return None
+
+    def _read(self, chain: Sequence[_File]) -> list[Snapshot] | None:
+        """Return the snapshots of files, all but the last without recurrent state; None if one is not there or not what
+        it should be. It is not asked for again.
+        """
+        snapshots = []
+        for file in chain:
+            path = self.folder / file.name
+            try:
+                snapshot = Snapshot.load(path, self._runtime, keys_and_values_only=file != chain[-1])
+                if (snapshot.start, snapshot.length, snapshot.note) != (file.start, file.length, file.key):
+                    raise UserError(f"{path} is of another sequence than its name says.")
+                if file == chain[-1] and LOGITS not in snapshot.tensors:
+                    raise UserError(f"{path} has no logits.")
+            except UserError as error:
+                if path.exists():
+                    self._refused.add(file)
+                    _LOGGER.warning("The prefix cache does without a file: %s", error)
+                else:  # another process has removed it
+                    self._files -= {file}
+                return None
+            snapshots.append(snapshot)
+        return snapshots
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(*item)
+                self._is_failing = False
+            except (OSError, UserError) as error:
+                if not self._is_failing:
+                    _LOGGER.warning("The prefix cache keeps nothing in %s for now: %s", self.folder, error)
+                self._is_failing = True
+
+    def _write(self, tokens: Sequence[int], snapshots: Sequence[Snapshot], logits: torch.Tensor) -> None:
+        if max(tokens) >= self._runtime.config.vocab_size or self._is_used(tokens):
+            return
+        length = len(tokens)
+        with self._locked():
+            sizes = self._sizes()
+            self._files = frozenset(sizes)
+            if self._is_used(tokens):  # another process has written it
+                return
+            before = self._longest_chain(tokens, range(1, length)) or []
+            self._touch(before)
+            file = _File(before[-1].length if before else 0, length, self._keys(tokens, [length])[length])
+            tensors = cut_keys_and_values(padded_keys_and_values(snapshots, length), file.start, length)
+            snapshot = replace(snapshots[-1], start=file.start, tensors={**tensors, LOGITS: logits}, note=file.key)
+            if self._make_room(snapshot.num_bytes + _HEADER_BYTES, sizes, before):
+                snapshot.save(self.folder / file.name)
+                self._refused.discard(file)
+                self._files = frozenset(self._sizes())
+
+    def _is_used(self, tokens: Sequence[int]) -> bool:
+        """Note the use of the snapshot of exactly these tokens; return whether there is one."""
+        chain = self._longest_chain(tokens, range(len(tokens), len(tokens) + 1))
+        try:
+            self._touch(chain or [])
+        except FileNotFoundError:
+            return False
+        return chain is not None
+
+    def _touch(self, chain: Sequence[_File]) -> None:
+        for file in chain:
+            os.utime(self.folder / file.name)
+
+    def _make_room(self, needed: int, sizes: Mapping[_File, int], spared: Sequence[_File]) -> bool:
+        """Remove the least recently used files until there is room; if that would not do, return false at once."""
+        if sum(sizes[file] for file in spared) + needed > self.max_bytes:
+            return False
+        total = sum(sizes.values())
+        for file, size in sizes.items():
+            if total + needed <= self.max_bytes:
+                break
+            if file not in spared:
+                (self.folder / file.name).unlink(missing_ok=True)
+                total -= size
+        return True
+
+    def _sizes(self) -> dict[_File, int]:
+        """Return the files of all models with their bytes, the least recently used first."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match is not None and entry.is_file(follow_symlinks=False):
+                    file = _File(int(match[1]), int(match[2]), match[3])
+                    with suppress(FileNotFoundError):  # another process may have removed it
+                        about = entry.stat()
+                        # A longer snapshot needs the shorter ones, and not the other way round.
+                        found.append((about.st_mtime_ns, -file.length, file, about.st_size))
+        found.sort(key=lambda each: each[:2])
+        return {file: size for _, _, file, size in found if file.start < file.length}
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Be the only process that writes to the folder; remove what others had begun to write when they were ended."""
+        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for name in os.listdir(self.folder):
+                if _UNFINISHED.fullmatch(name):
+                    (self.folder / name).unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _chain(files: Mapping[str, _File], keys: Mapping[int, str], length: int) -> list[_File] | None:
+    """Return the files by whose snapshots a sequence of that length is made; None if one is not there."""
+    chain: list[_File] = []
+    while length:
+        file = files.get(keys.get(length, ""))
+        if file is None or file.length != length:
+            return None
+        chain.insert(0, file)
+        length = file.start
+    return chain
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only its owner may enter, or check that it is one.
+
+    Raises:
+        UserError: it is not, or cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.stat()
+    except OSError as error:
+        raise UserError(f"{folder} is no folder, and could not be made ({error.strerror}).") from None
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise UserError(f"{folder} must be a folder that you own and nobody else may enter: chmod 700 {folder}")
