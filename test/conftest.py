@@ -51,7 +51,9 @@ ONCE = (
     "test/unit/test_constraint.py",
     "test/unit/test_cpu_kernels.py",
     "test/unit/test_documented_commands.py",
+    "test/unit/test_checkpoint.py::test_a_write_that_fails_leaves_nothing",
     "test/unit/test_draft_backoff.py",
+    "test/unit/test_engine.py::test_every_sequence_is_what_it_is_alone",
     "test/unit/test_kernel_checks.py",
     "test/unit/test_latency.py",
     "test/unit/test_launch_parameters.py",
@@ -61,12 +63,14 @@ ONCE = (
     "test/unit/test_perplexity.py",
     "test/unit/test_plan.py",
     "test/unit/test_prefix_cache.py",
+    "test/unit/test_prefix_folder.py",
     "test/unit/test_rejection_sampler.py",
     "test/unit/test_slot_prefix_cache.py",
     "test/unit/test_speculation.py",
     "test/unit/test_stochastic_rounding.py",
     "test/unit/test_structured_outputs.py",
     "test/unit/test_text.py",
+    "test/unit/test_tile_products.py",
     "test/unit/test_tokenizer_growth.py",
     "test/unit/test_tool_calls.py",
     "test/unit/test_vllm_operators.py",
@@ -76,6 +80,7 @@ ONCE = (
 # Each compiles many graphs, starts several processes, or takes many steps, of kinds that other tests have too.
 _DEVICE = "test/integration/test_torch_device.py::"
 _CPU_LOGITS = f"{_DEVICE}TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
+_XLA_LOGITS = "test/integration/test_xla.py::TestSteps::test_logits_equal_the_cpu_runtimes"
 _RANKS = "test/integration/test_tensor_parallel.py::test_every_rank_has_the_whole_models_logits"
 SLOW = (
     *(f"{_CPU_LOGITS}{case.name}]" for case in CASES if case.name != "moe"),
@@ -95,6 +100,11 @@ SLOW = (
     f"{_DEVICE}test_every_form_of_state_gives_the_same[moe",
     f"{_DEVICE}test_every_form_of_state_gives_the_same[attention_only_rope-index",
     f"{_RANKS}[groups split, biases, rope]",
+    *(f"{_XLA_LOGITS}[{case.name}]" for case in CASES if case.name not in ("moe", "rope", "mamba_only")),
+    "test/integration/test_xla.py::test_the_end_of_a_context_of_131072_tokens",
+    f"{_DEVICE}TestKernels::test_verification",
+    "test/integration/test_compile.py::test_each_kind_of_step_is_one_graph[two_groups]",
+    "test/integration/test_tensor_parallel.py::test_graphs_of_two_ranks_have_the_whole_models_logits[cpu]",
     f"{_RANKS}[untied dense]",
     f"{_RANKS}[kv heads replicated, 4 ranks]",
     "test/integration/test_bundled.py::test_40000_tokens_of_prompt",
