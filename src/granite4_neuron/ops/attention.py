@@ -73,18 +73,18 @@ class RunningSoftmax:
         at = torch.arange(start, start + keys.shape[2], dtype=torch.int32, device=keys.device)
         values = values.where(at[:, None] < self.written, values.new_zeros(()))
 
-        scores = self.multiply(self.query, keys.float().transpose(2, 3))
+        scores = self._multiply(self.query, keys.float().transpose(2, 3))
         scores = scores.where(at <= self.last_visible, self.lowest)
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - top)
         rescale = torch.exp(self.top - top)
         self.top = top
         self.total = torch.addcmul(weights.sum(-1, keepdim=True), self.total, rescale)
-        sums = self.multiply(weights, values.float())
+        sums = self._multiply(weights, values.float())
         self.weighted = torch.addcmul(sums, self.weighted, rescale)
 
     @staticmethod
-    def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Multiply matrices, [batch, heads, n, k] by [batch, heads, k, m], as a product of rank 3."""
         return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).unflatten(0, x.shape[:2])
 

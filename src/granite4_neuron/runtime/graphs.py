@@ -32,6 +32,7 @@ from granite4_neuron.runtime.interface import (
     Verification,
     accepted_rows,
     check_verification,
+    step_inputs,
 )
 
 PREFILL_BUCKETS = (128, 512, 2048)
@@ -197,14 +198,8 @@ def bucket(length: int, buckets: Sequence[int]) -> int:
 
 
 def graph_inputs(rows: Sequence[Row], tokens: int) -> list[torch.Tensor]:
-    """Return `interface.step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
-    values = (
-        [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows],
-        [list(range(row.start, row.start + tokens)) for row in rows],
-        [len(row.tokens) for row in rows],
-        [row.slot for row in rows],
-    )
-    return [torch.tensor(each, dtype=torch.int32) for each in values]
+    """Return `step_inputs` in int32: devices have no indices of 64 bits, or slow ones."""
+    return step_inputs(rows, tokens, torch.int32)
 
 
 def _is_decode(row: Row) -> bool:

@@ -171,12 +171,15 @@ def adapters_of(rows: Sequence[Row]) -> torch.Tensor | None:
     return torch.tensor(numbers) if any(numbers) else None
 
 
-def step_inputs(rows: Sequence[Row], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def step_inputs(rows: Sequence[Row], tokens: int, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
     """Pad rows on the right to the model's inputs: input_ids, positions [rows, tokens]; lengths, slots [rows]."""
-    input_ids = torch.tensor([[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows])
-    positions = torch.tensor([[row.start] for row in rows]) + torch.arange(tokens)
-    lengths = torch.tensor([len(row.tokens) for row in rows])
-    return input_ids, positions, lengths, torch.tensor([row.slot for row in rows])
+    values = (
+        [[*row.tokens, *[0] * (tokens - len(row.tokens))] for row in rows],
+        [list(range(row.start, row.start + tokens)) for row in rows],
+        [len(row.tokens) for row in rows],
+        [row.slot for row in rows],
+    )
+    return [torch.tensor(each, dtype=dtype) for each in values]
 
 
 def check_verification(runtime: Runtime, rows: Sequence[Row]) -> None:

@@ -20,10 +20,9 @@ def cached_attention(
     kv_length: int,
     *,
     block_size: int | None = None,
-    softmax: type[RunningSoftmax] = RunningSoftmax,
 ) -> torch.Tensor:
     """Compute `ops.cached_attention`, one block after another."""
-    attention = softmax(query, key_cache.shape[1], positions, lengths, scale)
+    attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
     block_size = block_size or block_length(query.shape[1])
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
