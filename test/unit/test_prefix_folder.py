@@ -1,6 +1,7 @@
 """A prefix cache in a folder: what a later process finds, that texts stay the same, and what damage does to it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -172,8 +173,9 @@ def test_a_write_that_was_cut_off(place, runtime):
     process(place, runtime, TOKENS[:20])
     whole = file_of(place, 20)
     left = place / f".{whole.name}.abc123"
-    whole.replace(left)
-    left.write_bytes(left.read_bytes()[:1000])
+    left.mkdir()
+    (left / ".tmpAbCdEf").write_bytes(whole.read_bytes()[:1000])
+    whole.unlink()
     (place / "notes.txt").write_text("mine")
     assert process(place, runtime, TOKENS[:20])[1] == 16
     assert not left.exists() and (place / "notes.txt").exists() and process(place, runtime, TOKENS[:20])[1] == 20
@@ -197,9 +199,10 @@ def start_writer(place, seed, size):
 
 def bytes_in(place):
     total = 0
-    for entry in os.scandir(place):
-        with suppress(FileNotFoundError):
-            total += entry.stat().st_size
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
     return total
 
 
@@ -218,13 +221,21 @@ def test_two_processes_at_once(place, runtime):
         Snapshot.load(file, runtime)
 
 
-def test_a_process_that_is_killed(place, runtime):
-    writer = start_writer(place, 1, SIZE)
-    while not place.exists() or len(list(place.iterdir())) < 5:
-        time.sleep(0.001)
-    writer.kill()
-    writer.wait()
-    writer.stderr.close()
+KILLED = """
+import os, signal
+from granite4_neuron.model import snapshot
+flushed = []
+def flush(file):
+    flushed.append(file)
+    if len(flushed) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+snapshot._flush = flush
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes(place, runtime):
+    killed = subprocess.run([sys.executable, "-c", KILLED + WRITER, place, "1", str(SIZE)])
+    assert killed.returncode == -signal.SIGKILL and len(list(place.glob(PATTERN))) == 4 and list(place.glob(".*"))
     prompt = TOKENS[:20] + OTHERS[:9]
     texts, found, logits = process(place, runtime, prompt)
     assert found >= 16 and is_as_alone(runtime, prompt, texts, logits) and not list(place.glob(".*"))

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from granite4_neuron.runtime.interface import Runtime
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{64})\.safetensors")
-_UNFINISHED = re.compile(rf"\.{_NAME.pattern}\..*")  # `Snapshot.save` writes to such a file first
+_UNFINISHED = re.compile(rf"\.{_NAME.pattern}\..*")  # `Snapshot.save` writes in such a folder first
 _HEADER_BYTES = 2**16  # of a file, at most; the largest model's have 20 kB
 _WAITING = 8  # snapshots that wait to be written; their memory is held until then
 _CLOSE_SECONDS = 10.0
@@ -225,7 +226,7 @@ class PrefixFolder:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             for name in os.listdir(self.folder):
                 if _UNFINISHED.fullmatch(name):
-                    (self.folder / name).unlink(missing_ok=True)
+                    shutil.rmtree(self.folder / name, ignore_errors=True)
             yield
         finally:
             os.close(descriptor)

@@ -121,22 +121,19 @@ class Snapshot:
         about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
         about |= dict(digests={name: _digest(tensor) for name, tensor in self.tensors.items()})
         target = Path(os.path.realpath(file))  # a link stays, its target is replaced
-        partial = None
         try:
             with suppress(FileNotFoundError):
                 check_regular(file)
-            descriptor, partial = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-            os.close(descriptor)
-            save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
-            _flush(partial)
-            os.replace(partial, target)
-            partial = None
+            # In a folder of its own, because safetensors writes to another file first, whose name it chooses.
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+                partial = os.path.join(folder, target.name)
+                save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
+                os.chmod(partial, 0o600)
+                _flush(partial)
+                os.replace(partial, target)
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error  # without the name of the partial file
             raise UserError(f"{file} could not be written ({reason}).") from None
-        finally:
-            if partial is not None:
-                os.unlink(partial)
 
     @classmethod
     def load(cls, file: Path, model: Model, *, keys_and_values_only: bool = False) -> Snapshot:
