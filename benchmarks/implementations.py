@@ -1,4 +1,6 @@
-"""Implementations in a latency benchmark: this package, transformers or llama.cpp, each in a process of its own."""
+"""Implementations in a latency benchmark: this package, transformers, llama.cpp or OpenVINO, each in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import transformers
 
 from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
+from benchmarks.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
 from granite4_neuron.checkpoint.loading import load_model, stored_dtype
 from granite4_neuron.choices import QUANTIZATIONS
@@ -35,6 +38,7 @@ OURS = "granite4-neuron"
 PLAIN = "granite4-neuron, torch kernels"
 TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
+OPENVINO = "openvino"
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,8 @@ def _serve(
             implementation = Transformers(folder, dtype, options.device)
         elif name == LLAMA_CPP:
             implementation = LlamaCpp(options.llama_cpp, options.gguf, options.threads)
+        elif name == OPENVINO:
+            implementation = OpenVino(options.openvino, dtype, options.threads, max(options.batch_size))
         else:
             implementation = Ours(folder, options)
     except UserError as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import transformers
 
-from benchmarks.implementations import LLAMA_CPP, TRANSFORMERS
+from benchmarks import openvino
+from benchmarks.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
@@ -45,7 +46,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--profile", action="store_true", help="print where the time goes, part by part, in place of the rest"
     )
     parser.add_argument(
-        "--compare", choices=[TRANSFORMERS, LLAMA_CPP], help="run this on the same weights too, and print ratios"
+        "--compare",
+        choices=[TRANSFORMERS, LLAMA_CPP, OPENVINO],
+        help="run this on the same weights too, and print ratios",
     )
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="FOLDER", help="for --compare llama.cpp: of llama-bench and llama-quantize"
@@ -56,6 +59,12 @@ def parser(description: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="for --compare llama.cpp: the weights (default: made for the run; with --quantize int8 in Q8_0, with int4 "
         "in Q4_0)",
+    )
+    parser.add_argument(
+        "--openvino",
+        type=Path,
+        metavar="FOLDER",
+        help="for --compare openvino: the same weights, as `optimum-cli export openvino` has written them",
     )
     parser.add_argument(
         "--busy",
@@ -83,6 +92,10 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 0:
             raise UserError(f"--{name} must be at least 0.")
     _check_llama_cpp(options)
+    if (options.compare == OPENVINO) != (options.openvino is not None):
+        raise UserError("--compare openvino and --openvino, the folder of the exported model, go together.")
+    if options.openvino is not None:
+        openvino.check(options.openvino)
     if options.compare == TRANSFORMERS and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     check_folder_of(options.json)

@@ -136,6 +136,8 @@ class TestLlamaCpp:
             (("--compare", "llama.cpp", "--llama-cpp", "/no/such/folder"), "there is no file /no/such/folder/llama-b"),
             (("--compare", "llama.cpp", "--llama-cpp", "x", "--batch-size", "2"), "llama-bench decodes one sequence"),
             (("--gguf", "model.gguf"), "belong to --compare llama.cpp"),
+            (("--compare", "openvino"), "--openvino, the folder of the exported model, go together"),
+            (("--openvino", "x"), "--openvino, the folder of the exported model, go together"),
         ],
     )
     def test_bad_input(self, arguments, message):
