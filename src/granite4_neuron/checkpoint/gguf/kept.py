@@ -70,10 +70,15 @@ def kept_weights(stored: GGUFTensors, model: GraniteMoeHybridForCausalLM) -> dic
     for name in formats_for(model, INT4.name):
         types = stored.types([name])
         blocks = _BLOCKS.get(next(iter(types))) if len(types) == 1 else None
-        rows = (_SEEN_FIRST, None)
-        if blocks is not None and all(blocks.may_keep(blocks.scales(stored.raw(name, some))) for some in rows):
+        if blocks is not None and _may_keep(stored, name, blocks):
             found[name] = blocks
     return {name: blocks for name, blocks in found.items() if found.get(_partner(name)) is blocks}
+
+
+def _may_keep(stored: GGUFTensors, name: str, blocks: Blocks) -> bool:
+    if not blocks.may_keep(blocks.scales(stored.first_rows(name, _SEEN_FIRST))):
+        return False
+    return blocks.may_keep(blocks.scales(stored.raw(name)))
 
 
 def _partner(name: str) -> str:

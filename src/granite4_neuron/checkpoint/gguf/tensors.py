@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.names import from_gguf, gguf_names, to_gguf
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
+
+if TYPE_CHECKING:
+    import numpy
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 TYPES = (*FLOAT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -31,6 +35,13 @@ class GGUFTensors:
         self._file = open_gguf(path)
         self._config = read_config(self._file)
         self._shapes = {name: one.shape for name, one in parameters(self._config).items()}
+        self._expected = {
+            stored: tuple(tensor.shape)
+            for name, shape in self._shapes.items()
+            for stored, tensor in zip(
+                self._parts(name), to_gguf(name, torch.empty(shape, device="meta"), self._config), strict=True
+            )
+        }
         self._check()
 
     def dtype(self) -> str:
@@ -46,35 +57,33 @@ class GGUFTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """Read a parameter, in float32 and with the values that ggml gives it."""
-        return self._joined(name, [torch.from_numpy(self._file.dequantized(one)) for one in self._parts(name)])
+        return self._joined(name, self._file.dequantized)
 
-    def raw(self, name: str, rows: int | None = None) -> torch.Tensor:
-        """Read the bytes of a matrix, [..., rows, bytes of a row], or only of its first rows in each part of it."""
-        parts = [torch.from_numpy(self._file.raw(one)[..., :rows, :].copy()) for one in self._parts(name)]
-        return self._joined(name, parts) if rows is None else torch.cat(parts, dim=-2)
+    def raw(self, name: str) -> torch.Tensor:
+        """Read the bytes of a matrix, [..., rows, bytes of a row]."""
+        return self._joined(name, lambda part: self._file.raw(part).copy())
+
+    def first_rows(self, name: str, rows: int) -> torch.Tensor:
+        """Read the bytes of the first rows of each part of a matrix, [..., rows, bytes of a row]."""
+        return torch.cat([torch.from_numpy(self._file.raw(one)[..., :rows, :].copy()) for one in self._parts(name)], -2)
 
     def _parts(self, name: str) -> tuple[str, ...]:
         return gguf_names(name, self._config)
 
-    def _joined(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, name: str, read: Callable[[str], numpy.ndarray]) -> torch.Tensor:
+        # In their own shapes again: ggml leaves out axes of one on the outside.
+        parts = [torch.from_numpy(read(one)).reshape(*self._expected[one][:-1], -1) for one in self._parts(name)]
         return from_gguf(name, parts, self._shapes[name], self._config)
 
     def _check(self) -> None:
-        there = self._file.tensors
-        expected = {
-            stored: tuple(tensor.shape)
-            for name, shape in self._shapes.items()
-            for stored, tensor in zip(
-                self._parts(name), to_gguf(name, torch.empty(shape, device="meta"), self._config), strict=True
-            )
-        }
+        there, expected = self._file.tensors, self._expected
         wrong = {
             "missing": sorted(expected.keys() - there.keys()),
             "not of this model": sorted(there.keys() - expected.keys()),
             "of another shape": [
                 f"{name} is {list(there[name].shape)} instead of {list(shape)}"
                 for name, shape in expected.items()
-                if name in there and there[name].shape != shape
+                if name in there and _kept_axes(there[name].shape) != _kept_axes(shape)
             ],
         }
         faults = [f"{what}: {_listed(names)}" for what, names in wrong.items() if names]
@@ -86,6 +95,10 @@ class GGUFTensors:
                 f"{self.path} has tensors of types that are not supported: {_listed(strange)}; supported are "
                 f"{', '.join(TYPES)}."
             )
+
+
+def _kept_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return _kept_axes(shape[1:]) if shape[:1] == (1,) else shape
 
 
 def _listed(names: list[str]) -> str:
