@@ -2,8 +2,8 @@
 
     python -m benchmarks.gguf --model FILE.gguf --llama-cpp FOLDER
 
-Where weights have 16 bits or fewer, llama.cpp rounds activations too, to the same or to 8 bits. So llama.cpp also runs the
-file as llama-quantize turns it to float32: against that, only the order of sums differs.
+Where weights have 16 bits or fewer, llama.cpp rounds activations too, to the same or to 8 bits. So llama.cpp also runs
+the file as llama-quantize turns it to float32: against that, only the order of sums differs.
 """
 
 from __future__ import annotations

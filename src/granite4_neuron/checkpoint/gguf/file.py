@@ -116,7 +116,7 @@ def _opened(path: Path, size: int, changed: int) -> GGUFFile:
         reader = _reader(path)
         file = GGUFFile(path, reader)
     # The library raises no class of its own, and numpy raises these for what lies outside of the file.
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{path} is damaged or incomplete ({reason}); download or copy it again.") from None
     if reader.byte_order != "I":
@@ -162,10 +162,10 @@ def _texts(data: numpy.ndarray, start: int, length: int) -> tuple[list[str], int
     """Read texts, each after its length in bytes; return them and where they end."""
     texts, view = [], memoryview(data)
     for _ in range(length):
-        end = start + _LENGTH.size
-        end, start = end + _LENGTH.unpack_from(view, start)[0], end
+        begin = start + _LENGTH.size
+        end = begin + (_LENGTH.unpack_from(view, start)[0] if begin <= len(view) else 0)
         if end > len(view):
             raise ValueError(f"it ends after {len(view):,} bytes, before its contents do")
-        texts.append(str(view[start:end], "utf-8"))
+        texts.append(str(view[begin:end], "utf-8"))
         start = end
     return texts, start

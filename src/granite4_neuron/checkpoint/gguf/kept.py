@@ -99,7 +99,7 @@ def remark_on(stored: GGUFTensors, kept: Collection[str], dtype: torch.dtype) ->
     if not types:
         return None
     name = str(dtype).removeprefix("torch.")
-    how = f"{stored.path} has weights in {' and '.join(types)}, which are kept in {name} here"
+    how = f"{stored.path} has weights in {', '.join(types)}, which are kept in {name} here"
     if dtype == torch.float32:
         return f"{how}, with the same values."
     return f"{how} and rounded where it does not hold their values; float32 does."
