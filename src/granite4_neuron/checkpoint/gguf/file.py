@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 _LENGTH = struct.Struct("<Q")  # before a text
 _LIST_HEADER = 12  # bytes: the type of its entries, and their number
+_ROWS_AS_ONE = 32  # a power of two
 _OPEN_FILES = 2  # that are remembered: a model's, and a draft model's
 
 
@@ -77,7 +78,11 @@ class GGUFFile:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        values = dequantize(self.raw(name), GGMLQuantizationType[self.tensors[name].type])
+        about, raw = self.tensors[name], self.raw(name)
+        rows = raw.size // raw.shape[-1]
+        # Blocks know nothing of rows. The library takes 16 rows at a time, and longer ones are three times as fast.
+        together = min(_ROWS_AS_ONE, rows & -rows)
+        values = dequantize(raw.reshape(rows // together, -1), GGMLQuantizationType[about.type]).reshape(about.shape)
         return values if values.flags.writeable else numpy.array(values)
 
 
