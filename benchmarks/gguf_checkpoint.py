@@ -1,73 +1,59 @@
-"""Writes a checkpoint as a GGUF file for llama-bench, in its stored dtype and without a tokenizer.
+"""Writes a checkpoint as a GGUF file for llama.cpp, in its stored dtype and with its tokenizer, if it has one.
 
     python -m benchmarks.gguf_checkpoint FOLDER FILE
 
-This needs gguf (`pip install gguf`). llama-quantize quantizes the file.
+llama-quantize quantizes the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers.pre_tokenizers import PreTokenizer
+from tokenizers.pre_tokenizers import Sequence as Steps
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.errors import reports_errors
+from granite4_neuron.checkpoint.gguf.config import DENSE, EXPERTS, HYBRID
+from granite4_neuron.checkpoint.gguf.names import gguf_names, to_gguf
+from granite4_neuron.checkpoint.gguf.tokenizer import WORDS
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.model.parameters import parameters
 
 if TYPE_CHECKING:
     import gguf
 
-_ARCHITECTURE = "granitehybrid"
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.dt_bias": "ssm_dt.bias",
-    "mamba.A_log": "ssm_a",
-    "mamba.D": "ssm_d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-}
-_FEED_FORWARDS = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_FLOAT32 = ("ssm_conv1d", "ssm_norm", "ffn_gate_inp")  # and all vectors
+_FLOAT32 = ("mamba.conv1d.weight", "router.layer.weight")  # and all vectors
 
 
 def write_gguf(folder: Path, file: Path) -> None:
     """Write the model of a checkpoint folder, tensor by tensor.
 
     Raises:
-        UserError: gguf is not installed, the model has rotary embeddings, or the checkpoint is not one.
+        UserError: the checkpoint is not one, or not a folder.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("a GGUF file needs gguf; install it with: pip install gguf.") from None
+    import gguf
+
     config = GraniteMoeHybridConfig.from_file(folder / "config.json")
-    if config.uses_rope:
-        raise UserError(f"the model in {folder} has rotary embeddings, which are not written to GGUF files here.")
     stored = StoredTensors(folder)
     stored.check(config)
     dtype = stored.dtype()
-    writer = gguf.GGUFWriter(file, _ARCHITECTURE)
+    writer = gguf.GGUFWriter(file, _architecture(config))
     _write_config(writer, config)
+    if (folder / "tokenizer.json").is_file():
+        _write_tokenizer(writer, load_tokenizer(folder, config), config.vocab_size)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     shapes = {name: one.shape for name, one in parameters(config).items()}
     for name, shape in shapes.items():
         for written, tensor in _written(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), config):
@@ -82,11 +68,16 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.close()
 
 
+def _architecture(config: GraniteMoeHybridConfig) -> str:
+    if MAMBA in config.layer_types:
+        return HYBRID
+    return EXPERTS if config.num_local_experts else DENSE
+
+
 def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> None:
     writer.add_block_count(len(config.layer_types))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(
         config.intermediate_size if config.num_local_experts else config.shared_intermediate_size
@@ -97,12 +88,20 @@ def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> No
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv([0 if kind == MAMBA else config.num_key_value_heads for kind in config.layer_types])
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_scaling_finetuned(False)  # which says that there are no rotary embeddings
+    writer.add_rope_scaling_finetuned(config.uses_rope)  # which says whether there are rotary embeddings
+    writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_attention_scale(config.attention_multiplier)
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_logit_scale(config.logits_scaling)
+    for number, add in (
+        (config.bos_token_id, writer.add_bos_token_id),
+        (config.eos_token_id, writer.add_eos_token_id),
+        (config.pad_token_id, writer.add_pad_token_id),
+    ):
+        if isinstance(number, int):
+            add(number)
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
@@ -110,35 +109,38 @@ def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> No
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
 
 
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+    from gguf import TokenType
+
+    about = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = next((name for name, same in WORDS.items() if _pre_tokenizer(same()) == about["pre_tokenizer"]), None)
+    if about["model"]["type"] != "BPE" or words is None:
+        raise UserError("only tokenizers that are those of a Granite model are written to GGUF files.")
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [TokenType.UNUSED] * vocab_size
+    for token, number in tokenizer.get_vocab().items():
+        tokens[number], types[number] = token, TokenType.NORMAL
+    for added in about["added_tokens"]:
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in about["model"]["merges"]])
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _pre_tokenizer(steps: list[PreTokenizer]) -> dict[str, Any]:
+    """Return pre-tokenizers as tokenizer.json has them."""
+    return json.loads((steps[0] if len(steps) == 1 else Steps(steps)).__getstate__())
+
+
 def _written(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the names and values in the GGUF file for a stored tensor."""
-    layer, prefix, part = "", "", name
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
-        layer, part = match.groups()
-        prefix = f"blk.{layer}."
-    part = part.removesuffix(".weight")
-    block, _, linear = part.partition(".")
-    if linear in _FEED_FORWARDS:
-        ending = "_exps" if block == "block_sparse_moe" else "_shexp" if config.num_local_experts else ""
-        names = _FEED_FORWARDS[linear]
-        for one, half in zip(names, tensor.chunk(len(names), dim=-2), strict=True):
-            yield f"{prefix}{one}{ending}.weight", half
-        return
-    ending = ".weight" if name.endswith(".weight") else ""
-    if part.endswith(".bias"):
-        part, ending = part.removesuffix(".bias"), ".bias"
-    written = _NAMES[part]
-    if tensor.dim() == 1 or written in _FLOAT32:
+    if tensor.dim() == 1 or name.endswith(_FLOAT32):
         tensor = tensor.float()
-    if written == "ssm_a":
-        tensor = -tensor.exp()
-    if written in ("ssm_a", "ssm_d"):
-        tensor = tensor[:, None]
-    if written == "ssm_norm":
-        tensor = tensor.unflatten(0, (config.mamba_n_groups, -1))
-    if written == "ssm_conv1d" and tensor.dim() > 1:
-        tensor = tensor.squeeze(1)
-    yield f"{prefix}{written}{ending}", tensor
+    return zip(gguf_names(name, config), to_gguf(name, tensor, config), strict=True)
 
 
 @reports_errors

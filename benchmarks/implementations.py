@@ -22,12 +22,12 @@ from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
+from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.checkpoint.loading import load_model, stored_dtype
+from granite4_neuron.checkpoint.source import quantization_of, read_config
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
-from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -103,6 +103,8 @@ class Transformers:
     """transformers' model, one cached forward pass per step."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str):
+        if is_gguf(folder):
+            raise UserError(f"transformers does not read {folder}; convert writes a checkpoint folder of it.")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self.weight_bytes = self._model.get_memory_footprint(return_buffers=False)
 
@@ -129,7 +131,7 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     """Return this package's runtime for the checkpoint in a folder."""
     operators = cpu.operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
-    model = load_model(folder, dtype, quantize=options.quantize, operators=operators)
+    model = load_model(folder, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
@@ -142,7 +144,7 @@ def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
 
 def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
     """Return the requested quantisation, or that of the stored weights; of two the one with fewer bits."""
-    stored = stored_quantization(folder / "config.json")
+    stored = quantization_of(folder)
     if options.quantize or stored is None:
         return options.quantize
     return stored.name if stored.name in QUANTIZATIONS else f"int{min(scheme.bits for scheme in stored.schemes)}"
@@ -198,7 +200,7 @@ def _serve(
     except UserError as error:
         connection.send(error)
         return
-    vocab_size = GraniteMoeHybridConfig.from_file(folder / "config.json").vocab_size
+    vocab_size = read_config(folder).vocab_size
     while True:
         try:
             point, turn = connection.recv()

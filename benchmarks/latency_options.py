@@ -13,9 +13,10 @@ from benchmarks.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
+from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.commands.options import add_backend, add_cpu_options, check_folder_of, dtype_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import DTYPES, family_names
 from granite4_neuron.generation.loading import check_backend
 from granite4_neuron.runtime.torch_device import find_device
 
@@ -25,7 +26,9 @@ BACKENDS = ("cpu", "torch", "nxdi")
 def parser(description: str) -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="checkpoint folder or Hugging Face id (default: the small bundled model)")
+    parser.add_argument(
+        "--model", help="checkpoint folder, GGUF file or Hugging Face id (default: the small bundled model)"
+    )
     parser.add_argument(
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
@@ -162,7 +165,7 @@ def check_lengths(folder: Path, options: argparse.Namespace) -> None:
     Raises:
         UserError: it does not.
     """
-    limit = GraniteMoeHybridConfig.from_file(folder / "config.json").max_position_embeddings
+    limit = read_config(folder).max_position_embeddings
     longest = max(options.prompt_length) + options.output_length
     if longest > limit:
         raise UserError(f"prompt and output make {longest} tokens; this model takes at most {limit}.")

@@ -17,8 +17,9 @@ from benchmarks.implementations import cpu_runtime
 from benchmarks.latency_report import machine_facts, source
 from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitation
 from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.gguf.file import is_gguf
+from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, ngram_tokens
-from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import DraftModel
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation.loading import load_tokenizer
@@ -76,7 +77,7 @@ def _speculation(
 
 def _beginning(folder: Path) -> list[int]:
     """Return the beginning of a text that the bundled model knows by heart; any tokens if there is no tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
+    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
         return list(range(8))
-    tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+    tokenizer = load_tokenizer(folder, read_config(folder))
     return tokenizer.encode("An assignment statement")

@@ -323,7 +323,7 @@ FAULTS = {
     "weights of zeros": (lambda folder: (folder / WEIGHTS).write_bytes(bytes(10_000)), "is damaged or incomplete"),
     "weights cut off": (lambda folder: os.truncate(folder / WEIGHTS, 5000), "is damaged or incomplete"),
     "a pointer of Git LFS": (text_of(WEIGHTS, LFS_POINTER), "is a pointer of Git LFS; git lfs pull downloads"),
-    "only GGUF": (only("granite-Q4_K_M.gguf"), "It holds GGUF files, which llama.cpp reads; this package reads safe"),
+    "only GGUF": (only("granite-Q4_K_M.gguf"), "It holds GGUF files; give one of them: "),
     "only pytorch_model.bin": (only("pytorch_model.bin"), "It holds weights as pickled by torch (pytorch_model.bin)"),
     "a folder of the Hugging Face cache": (hub_cache, "snapshots/0123456789"),
     "a tensor too many": (tensors(lambda stored: stored.update(extra=torch.zeros(1))), "not of this model: extra"),

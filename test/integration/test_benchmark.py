@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -26,7 +27,6 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import EMBEDDING, parameters
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu
@@ -292,7 +292,6 @@ class TestStates:
 )
 def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     """Every weight is there once, under llama.cpp's name and with the values that llama.cpp computes with."""
-    gguf = pytest.importorskip("gguf")
     stored = StoredTensors(case_folder)
     config = GraniteMoeHybridConfig.from_file(case_folder / "config.json")
     write_gguf(case_folder, tmp_path / "model.gguf")
@@ -309,13 +308,6 @@ def test_a_checkpoint_as_gguf(tmp_path, case_folder):
     ending = "_shexp" if config.num_local_experts else ""
     assert torch.equal(tensors[f"blk.0.ffn_gate{ending}.weight"], gate)
     assert torch.equal(tensors[f"blk.0.ffn_up{ending}.weight"], up)
-
-
-def test_gguf_files_have_no_rotary_embeddings(tmp_path, random_checkpoints):
-    pytest.importorskip("gguf")
-    (case,) = (case for case in CASES if case.name == "rope")
-    with pytest.raises(UserError, match="has rotary embeddings"):
-        write_gguf(random_checkpoints(case), tmp_path / "model.gguf")
 
 
 def test_a_round_trip():

@@ -1,4 +1,4 @@
-"""Finds a checkpoint: in a folder, in this package, or on the Hugging Face Hub."""
+"""Finds a checkpoint: in a folder, in a GGUF file, in this package, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from importlib import resources
 from pathlib import Path
 
+from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 
@@ -19,7 +20,6 @@ _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 _SECONDS_TO_CONNECT = 2.0
 _OTHER_FORMATS = {
-    "*.gguf": "GGUF files, which llama.cpp reads",
     "pytorch_model*.bin": "weights as pickled by torch (pytorch_model.bin)",
     "consolidated*.pth": "weights as pickled by torch (consolidated.pth)",
 }
@@ -32,14 +32,14 @@ def bundled_checkpoint() -> Path:
 
 def find(model: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if
-    needed.
+    needed. A GGUF file is returned as it is.
 
     Args:
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
 
     Raises:
         UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
-            model; or a folder has a revision.
+            model; or a folder or file has a revision.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise UserError(f"the model is {model!r}; give the folder of a checkpoint or a Hugging Face id.")
@@ -48,8 +48,12 @@ def find(model: str | os.PathLike[str], revision: str | None = None) -> Path:
         if revision is not None:
             raise UserError(f"{name} is a folder; a revision is of a Hugging Face id, so leave it out.")
         return _checked(Path(name))
+    if is_gguf(Path(name)):
+        if revision is not None:
+            raise UserError(f"{name} is a file; a revision is of a Hugging Face id, so leave it out.")
+        return Path(name)
     if os.path.exists(name):
-        raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint.{_format_of(name)}")
+        raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint, or a GGUF file.")
     if not _HUB_ID.fullmatch(name):
         shown = name if name.isprintable() and name else repr(name)
         raise UserError(f"{shown} is not a folder{_suggestion(name)}")
@@ -63,12 +67,28 @@ def what_else_is_in(folder: Path) -> str:
         return f" It is a folder of the Hugging Face cache; give {newest.parent}."
     if any((folder.parent.parent / "blobs").glob("*.incomplete")):
         return " It is a download that was not completed; give the Hugging Face id again to complete it."
+    if file := next(iter(sorted(folder.glob("*.gguf"))), None):
+        return f" It holds GGUF files; give one of them: {file}."
     for pattern, what in _OTHER_FORMATS.items():
         if any(folder.glob(pattern)):
             return f" It holds {what}; this package reads safetensors."
     if folder.parent.name == "snapshots":
         return " It is an incomplete copy in the Hugging Face cache; give the Hugging Face id to download the rest."
     return ""
+
+
+def require_folder(checkpoint: Path) -> Path:
+    """Return a checkpoint that is a folder.
+
+    Raises:
+        UserError: it is a GGUF file.
+    """
+    if is_gguf(checkpoint):
+        raise UserError(
+            f"{checkpoint} is a GGUF file, which compiled graphs of NxD Inference are not made from; granite4-neuron "
+            "convert writes a checkpoint folder of it."
+        )
+    return checkpoint
 
 
 def _checked(folder: Path) -> Path:
@@ -79,17 +99,13 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _format_of(name: str) -> str:
-    return " It is a GGUF file; this package reads safetensors." if name.endswith(".gguf") else ""
-
-
 def _suggestion(name: str) -> str:
     """Return the rest of a sentence that says that `name` is not a folder."""
     if address := _HUB_ADDRESS.fullmatch(name):
         return f"; did you mean {address[1]}?"
     if GraniteMoeHybridConfig.is_family_member(name):
         return f" on this machine; did you mean ibm-granite/granite-4.0-{name.removeprefix('granite-4.0-')}?"
-    return "; give the folder of a checkpoint or a Hugging Face id (owner/name)."
+    return "; give the folder of a checkpoint, a GGUF file or a Hugging Face id (owner/name)."
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

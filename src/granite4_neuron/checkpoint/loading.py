@@ -1,4 +1,4 @@
-"""Reads and writes weights: safetensors checkpoints under Hugging Face's names."""
+"""Reads and writes weights: safetensors checkpoints under Hugging Face's names, and GGUF files, which are read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from granite4_neuron import available_memory
+from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
+from granite4_neuron.checkpoint.gguf.kept import kept_weights, remark_on
+from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
+from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer, read_tokenizer
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.quantized import quantized_weights
+from granite4_neuron.checkpoint.source import dtype_of, quantization_of, read_config
 from granite4_neuron.checkpoint.stored_tensors import INDEX, StoredTensors
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
-from granite4_neuron.config.quantization import quantization_config, stored_quantization
+from granite4_neuron.config.quantization import quantization_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
@@ -54,9 +59,11 @@ def load_model(
     operators: Operators = TORCH,
     adapter: Adapter | None = None,
     must_be_finite: bool = False,
+    keep_quantized: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[str], None] = lambda sentence: None,
 ) -> GraniteMoeHybridForCausalLM:
-    """Read a checkpoint folder into a model, tensor by tensor: peak memory is the model and one tensor.
+    """Read a checkpoint folder or a GGUF file into a model, tensor by tensor: peak memory is the model and one tensor.
 
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
     convolutions, norms and biases are not. The format says what becomes of a head that is tied to the embedding.
@@ -65,14 +72,18 @@ def load_model(
     one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
-        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
-        dtype: of the weights in memory; None for the dtype that the embedding is stored in.
+        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json; or a GGUF file.
+        dtype: of the weights in memory; None for the dtype that the embedding is stored in, and for bfloat16 if the
+            weights in a GGUF file are quantized.
         parallel: the rank whose part is read.
         quantize: one of `choices.QUANTIZATIONS`, or None for the weights as stored; not for a part of a model.
         operators: quantize the matrices and lay them out: those that the model will be bound to.
         adapter: merged into the weights; of this model, and not an activated one. Not for a part of a model.
         must_be_finite: look at every number. Where it is not asked for, the logits will tell.
+        keep_quantized: keep weights of a GGUF file quantized of which int4 or int8 has the same numbers, unless
+            `quantize` or an adapter is given.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
+        remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
 
     Raises:
         UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
@@ -81,8 +92,8 @@ def load_model(
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
     folder = Path(folder)
-    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
-    stored, quantization = StoredTensors(folder), stored_quantization(folder / "config.json")
+    config, quantization = read_config(folder), quantization_of(folder)
+    stored = GGUFTensors(folder) if is_gguf(folder) else StoredTensors(folder)
     if quantization is not None and quantize not in (None, quantization.name):
         raise UserError(f"the weights in {folder} are in {quantization.name}; {quantize} is made from the original.")
     if parallel.degree > 1 and (quantize or quantization):
@@ -100,13 +111,17 @@ def load_model(
         )
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
-    quantized = quantized_weights(stored, model, quantization)
-    stored.check(config, {name: each.layout(model.get_parameter(name).shape) for name, each in quantized.items()})
+    if isinstance(stored, GGUFTensors):
+        quantized = kept_weights(stored, model) if keep_quantized and not quantize and adapter is None else {}
+    else:
+        quantized = quantized_weights(stored, model, quantization)
+        stored.check(config, {name: each.layout(model.get_parameter(name).shape) for name, each in quantized.items()})
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    stored_formats = {name: each.format for name, each in quantized.items()}
-    formats = formats_for(model, quantize) if quantization is None else stored_formats
+    if isinstance(stored, GGUFTensors) and (sentence := remark_on(stored, quantized, dtype)):
+        remark(sentence)
+    formats = {name: each.format for name, each in quantized.items()} or formats_for(model, quantize)
     plan = WeightPlan(model, dtype, formats, operators)
     available_memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with available_memory.enough_for(f"the weights in {folder}"):
@@ -135,14 +150,14 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     Raises:
         UserError: they are not those of the model, and the message lists what is wrong; or they are quantized.
     """
-    if (quantization := stored_quantization(folder / "config.json")) is not None:
+    if (quantization := quantization_of(folder)) is not None:
         raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
     StoredTensors(folder).check(config)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype in which a checkpoint's embedding, and so the model, is stored."""
-    return getattr(torch, StoredTensors(folder).dtype())
+    """Return the dtype in which a checkpoint's embedding, and so the model, is stored; see `source.dtype_of`."""
+    return getattr(torch, dtype_of(folder))
 
 
 def save_model(
@@ -153,7 +168,8 @@ def save_model(
     Args:
         model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
         folder: must not exist, or be empty.
-        files_from: a checkpoint folder whose tokenizer and generation config are copied along.
+        files_from: a checkpoint folder whose tokenizer and generation config are copied along, or a GGUF file, whose
+            tokenizer is written.
         max_shard_size: larger checkpoints are split into files of at most this size.
 
     Raises:
@@ -177,9 +193,19 @@ def save_model(
         if plan.is_sharded:
             _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
         _write_json(partial / "config.json", about)
-        for name in (*TOKENIZER_FILES, GENERATION_CONFIG) if files_from else ():
-            if (files_from / name).is_file():
-                shutil.copyfile(files_from / name, partial / name)
+        if files_from is not None:
+            _write_files(files_from, partial)
+
+
+def _write_files(files_from: Path, folder: Path) -> None:
+    """Write a checkpoint's tokenizer and generation config."""
+    if is_gguf(files_from):
+        if has_tokenizer(file := open_gguf(files_from)):
+            read_tokenizer(file).save_pretrained(folder)
+        return
+    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        if (files_from / name).is_file():
+            shutil.copyfile(files_from / name, folder / name)
 
 
 def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:

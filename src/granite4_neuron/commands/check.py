@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.source import quantization_of
 from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
@@ -17,7 +17,6 @@ from granite4_neuron.commands.options import (
     number_in,
 )
 from granite4_neuron.commands.output import print_table, write
-from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,9 +71,10 @@ def run(options: argparse.Namespace) -> int:
         )
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
+    from granite4_neuron.evaluation.reference import readable_by_transformers
 
     folder = model_folder(options)
-    if (stored := stored_quantization(folder / CONFIG)) is not None:
+    if (stored := quantization_of(folder)) is not None:
         raise UserError(
             f"logits are compared with those of the original weights, and the ones in {folder} are in {stored.name}; "
             f"check the original with --quantize {' or '.join(QUANTIZATIONS)}."
@@ -83,10 +83,11 @@ def run(options: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
-    if options.layers:
-        compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
-        return _print_layers(list(compared), runtime)
-    report = accuracy.measure(folder, prompts, options.tokens, runtime)
+    with readable_by_transformers(folder) as folder:
+        if options.layers:
+            compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
+            return _print_layers(list(compared), runtime)
+        report = accuracy.measure(folder, prompts, options.tokens, runtime)
     print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
     write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.folder import find, require_folder
 from granite4_neuron.checkpoint.output_folder import check_output
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.commands.compiled_options import (
@@ -109,8 +109,8 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.neuron.nxdi.loading import compile_model
 
-    folder = find(options.model)
-    draft_folder = None if options.draft_model is None else find(options.draft_model)
+    folder = require_folder(find(options.model))
+    draft_folder = None if options.draft_model is None else require_folder(find(options.draft_model))
     with _naming_second_ways():
         compile_model(
             folder,

@@ -7,12 +7,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from granite4_neuron.checkpoint.folder import CONFIG
 from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
+from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.commands.options import add_model, dtype_of, model_folder
+from granite4_neuron.commands.options import add_model, dtype_of, model_folder, print_remark
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import printable
 
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.ops import TORCH, cpu
 
     folder = model_folder(options)
-    config = GraniteMoeHybridConfig.from_file(folder / CONFIG)
+    config = read_config(folder)
     adapter = None if options.adapter is None else read_adapter(options.adapter, config)
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
             adapter=adapter,
             must_be_finite=True,
             progress=progress,
+            remark=print_remark,
         )
     save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.source import quantization_of
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
@@ -23,7 +23,6 @@ from granite4_neuron.commands.options import (
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, size, write
 from granite4_neuron.config import DTYPES, MAMBA
-from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     text = read_text(options.file, "there is no text; give a file, or the text on standard input.")
     formats = list(dict.fromkeys([REFERENCE, *options.compare])) if options.compare else [None]
     folder = model_folder(options)
-    if options.compare and (stored := stored_quantization(folder / CONFIG)) is not None:
+    if options.compare and (stored := quantization_of(folder)) is not None:
         raise UserError(
             f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
         )

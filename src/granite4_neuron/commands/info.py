@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
-from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.source import quantization_of, types_of
 from granite4_neuron.commands.options import add_model, config_and_dtype, folder_of, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.config.quantization import StoredQuantization, stored_quantization
 from granite4_neuron.model.parameters import parameters
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 
@@ -23,21 +23,20 @@ def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
     folder = folder_of(name, options.revision)
     config, dtype = config_and_dtype(name if folder is None else str(folder))
-    quantization = None if folder is None else stored_quantization(folder / CONFIG)
+    quantization = None if folder is None else quantization_of(folder)
     # Not at the top: --help prints no table.
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", escape(name), title="Granite checkpoint", show_header=True)
-    for row in _info_rows(config, dtype, quantization):
+    stored_in = types_of(folder) if folder is not None else []
+    for row in _info_rows(config, dtype, [quantization.name] if quantization else stored_in):
         table.add_row(*row)
     print_table(table)
     return 0
 
 
-def _info_rows(
-    config: GraniteMoeHybridConfig, dtype: str, quantization: StoredQuantization | None
-) -> list[tuple[str, str]]:
+def _info_rows(config: GraniteMoeHybridConfig, dtype: str, stored_in: Sequence[str]) -> list[tuple[str, str]]:
     itemsize = DTYPE_BYTES[dtype]
     table = parameters(config).values()
     total = active = sum(one.numel for one in table)
@@ -69,7 +68,7 @@ def _info_rows(
         ("parameters", f"{total:,}"),
         ("active per token", f"{active:,}"),
         ("weights", f"{size(total * itemsize)} in {dtype}"),
-        *([] if quantization is None else [("stored in", quantization.name)]),
+        *([("stored in", ", ".join(stored_in))] if stored_in else []),
         ("state per sequence", size(sequence_bytes(config, itemsize))),
         ("KV cache per token", f"{token_bytes(config, itemsize):,} bytes"),
         ("longest context", f"{config.max_position_embeddings:,} tokens"),

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.folder import CONFIG, bundled_checkpoint, find
-from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+from granite4_neuron.checkpoint import source
+from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
 from granite4_neuron.choices import (
     BACKENDS,
     CPU_KERNELS,
@@ -27,7 +27,7 @@ from granite4_neuron.choices import (
 )
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,8 @@ def add_model(parser: argparse.ArgumentParser, family: bool = False) -> None:
     names = f", or one of {', '.join(family_names())}" if family else ""
     parser.add_argument(
         "--model",
-        help=f"a checkpoint folder or a Hugging Face id{names} (default: the small model that comes with the package)",
+        help=f"a checkpoint folder, a GGUF file or a Hugging Face id{names} (default: the small model that comes with "
+        "the package)",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hugging Face id")
 
@@ -221,7 +222,12 @@ def load_runtime(
             tuned_configs=options.tuned_configs,
             adapters=adapters,
             progress=progress,
+            remark=print_remark,
         )
+
+
+def print_remark(sentence: str) -> None:
+    print(printable(sentence), file=sys.stderr)
 
 
 def add_cpu_options(parser: argparse._ActionsContainer) -> None:
@@ -290,7 +296,7 @@ def config_and_dtype(name: str, revision: str | None = None) -> tuple[GraniteMoe
     if (folder := folder_of(name, revision)) is None:
         config = GraniteMoeHybridConfig.from_family(name)
         return config, config.torch_dtype
-    return GraniteMoeHybridConfig.from_file(folder / CONFIG), StoredTensors(folder).dtype()
+    return source.read_config(folder), source.dtype_of(folder)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -11,8 +11,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.adapters import read_adapter
-from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.folder import bundled_checkpoint, find, require_folder
+from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
+from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer
 from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
+from granite4_neuron.checkpoint.source import quantization_of, read_config
 from granite4_neuron.choices import (
     BACKENDS,
     CPU_KERNELS,
@@ -24,7 +27,6 @@ from granite4_neuron.choices import (
 )
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
-from granite4_neuron.config.quantization import stored_quantization
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
@@ -53,11 +55,13 @@ def load(
     tuned_configs: str | Path | None = None,
     adapters: Mapping[str, str | Path] = {},
     progress: Callable[[int, int], None] | None = None,
+    remark: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Load a model into a runtime that is ready to run; return it and the model's tokenizer.
 
     Args:
-        model: a checkpoint folder or a Hugging Face id; None for the small checkpoint that comes with the package.
+        model: a checkpoint folder, a GGUF file or a Hugging Face id; None for the small checkpoint that comes with the
+            package.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
         dtype: of weights and activations; None for that of the stored weights.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
@@ -70,6 +74,7 @@ def load(
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
+        remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
 
     Raises:
         UserError: no such checkpoint, it is not a complete Granite 4 hybrid one, or the backend is not there.
@@ -84,10 +89,10 @@ def load(
     ):
         check_choice(name, value, choices)
     folder = find(model if model is not None else bundled_checkpoint(), revision)
-    config = GraniteMoeHybridConfig.from_file(folder / "config.json")
+    config = read_config(folder)
     tokenizer = load_tokenizer(folder, config)
     generation_config = _read_generation_config(folder, config)
-    stored = stored_quantization(folder / "config.json")
+    stored = quantization_of(folder)
     check_backend(
         backend,
         device=device,
@@ -103,10 +108,18 @@ def load(
         adapters=adapters,
     )
     if backend == "nxdi":
-        return load_compiled(folder, Path(compiled), generation_config), tokenizer
+        return load_compiled(require_folder(folder), Path(compiled), generation_config), tokenizer
     loaded_adapters = {name: read_adapter(adapter, config) for name, adapter in adapters.items()}
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
-    weights = load_model(folder, dtype, quantize=quantize, operators=operators, progress=progress)
+    weights = load_model(
+        folder,
+        dtype,
+        quantize=quantize,
+        operators=operators,
+        keep_quantized=backend == "cpu",
+        progress=progress,
+        remark=remark,
+    )
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
@@ -170,12 +183,22 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
 
 
 def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
-    """Load the checkpoint's tokenizer.
+    """Load the tokenizer of a checkpoint folder or a GGUF file.
 
     Raises:
         UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it has
             more entries than the model's vocabulary.
     """
+    tokenizer = read_tokenizer(open_gguf(folder)) if is_gguf(folder) else _read_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has {len(tokenizer)} entries and the model only {config.vocab_size}; "
+            "they are not of the same checkpoint."
+        )
+    return tokenizer
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"{folder} has no tokenizer.json.")
@@ -192,11 +215,6 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
         raise
     except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse
         raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} entries and the model only {config.vocab_size}; "
-            "they are not of the same checkpoint."
-        )
     return tokenizer
 
 

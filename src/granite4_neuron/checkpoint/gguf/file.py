@@ -1,0 +1,176 @@
+"""A GGUF file: its metadata and its tensors, as they are stored."""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.regular_files import check_regular
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy
+
+_MAGIC = b"GGUF"
+_LENGTH = struct.Struct("<Q")  # before a text
+_LIST_HEADER = 12  # bytes: the type of its entries, and their number
+_ROWS_AS_ONE = 32  # a power of two
+_OPEN_FILES = 2  # that are remembered: a model's, and a draft model's
+
+
+class GGUFTensor(NamedTuple):
+    """A tensor in the file.
+
+    type: the name of its type, such as "Q4_0".
+    shape: with the columns last; in the file they are first.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class GGUFFile:
+    """Metadata and tensors of a GGUF file. Only the metadata is in memory."""
+
+    def __init__(self, path: Path, reader: gguf.GGUFReader):
+        self.path = path
+        self._fields = reader.fields
+        self.tensors = {
+            one.name: GGUFTensor(
+                one.tensor_type.name, tuple(map(int, reversed(one.shape))), int(one.data_offset), int(one.n_bytes)
+            )
+            for one in reader.tensors
+        }
+
+    def get(self, key: str) -> Any:
+        """Return a value of the metadata as plain Python: a number, text, flag or list of these; None if there is none.
+
+        Raises:
+            UserError: it is not such a value.
+        """
+        field = self._fields.get(key)
+        try:
+            is_list = field is not None and isinstance(field.parts[-1], list)
+            return field.parts[-1] if is_list else field and field.contents()
+        except (ValueError, IndexError, TypeError):
+            raise UserError(f"{self.path} is damaged: its {key} cannot be read.") from None
+
+    def raw(self, name: str) -> numpy.ndarray:
+        """Return the bytes of a tensor, [..., rows, bytes of a row]. They are mapped for as long as the array lives."""
+        # Not at the top: most commands read no GGUF file.
+        import numpy
+        from gguf import GGMLQuantizationType
+        from gguf.quants import quant_shape_to_byte_shape
+
+        about = self.tensors[name]
+        shape = quant_shape_to_byte_shape(about.shape, GGMLQuantizationType[about.type])
+        return numpy.memmap(self.path, mode="r", offset=about.offset, shape=shape)
+
+    def dequantized(self, name: str) -> numpy.ndarray:
+        """Return a tensor in float32, with exactly the values that ggml gives it."""
+        import numpy
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        about, raw = self.tensors[name], self.raw(name)
+        rows = raw.size // raw.shape[-1]
+        # Blocks know nothing of rows. The library takes 16 rows at a time, and longer ones are three times as fast.
+        together = min(_ROWS_AS_ONE, rows & -rows)
+        values = dequantize(raw.reshape(rows // together, -1), GGMLQuantizationType[about.type]).reshape(about.shape)
+        return values if values.flags.writeable else numpy.array(values)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file, by its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Open a GGUF file, or return it if it has just been opened: reading its vocabulary takes a second.
+
+    Raises:
+        UserError: it is no GGUF file, is damaged, is one part of several, or gguf is not installed.
+    """
+    try:
+        about = check_regular(path)
+        return _opened(path, about.st_size, about.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _opened(path: Path, size: int, changed: int) -> GGUFFile:
+    with open(path, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise UserError(f"{path} is not a GGUF file, whose first four bytes are GGUF.")
+    try:
+        reader = _reader(path)
+        file = GGUFFile(path, reader)
+    # The library raises no class of its own, and numpy raises these for what lies outside of the file.
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(f"{path} is damaged or incomplete ({reason}); download or copy it again.") from None
+    if reader.byte_order != "I":
+        raise UserError(f"{path} is in the byte order of other processors; convert it with gguf-convert-endian.")
+    if (parts := file.get("split.count")) not in (None, 0, 1):
+        raise UserError(f"{path} is one of {parts} parts of a model; join them with llama-gguf-split --merge.")
+    return file
+
+
+def _reader(path: Path) -> gguf.GGUFReader:
+    try:
+        import gguf
+        import numpy
+    except ImportError:
+        raise UserError(f"{path} is a GGUF file, which takes gguf; install it with: pip install gguf.") from None
+
+    class Reader(gguf.GGUFReader):
+        """Refuses what lies beyond the end of the file, where numpy returns less than it was asked for, and reads lists
+        as Python's: the library makes an array of each of the hundreds of thousands of entries of a vocabulary.
+        """
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> numpy.ndarray:
+            if offset + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
+                raise ValueError(f"it ends after {len(self.data):,} bytes, before its contents do")
+            return super()._get(offset, dtype, count, override_order)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type != gguf.GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind = gguf.GGUFValueType(self._get(orig_offs, numpy.uint32)[0])
+            start, length = orig_offs + _LIST_HEADER, int(self._get(orig_offs + 4, numpy.uint64)[0])
+            if kind == gguf.GGUFValueType.STRING:
+                values, end = _texts(self.data, start, length)
+            else:
+                numbers = self._get(start, self.gguf_scalar_to_np[kind], length)
+                values, end = numbers.tolist(), start + numbers.nbytes
+            return end - orig_offs, [values], [0], [gguf.GGUFValueType.ARRAY, kind]
+
+    return Reader(os.fspath(path))
+
+
+def _texts(data: numpy.ndarray, start: int, length: int) -> tuple[list[str], int]:
+    """Read texts, each after its length in bytes; return them and where they end."""
+    texts, view = [], memoryview(data)
+    for _ in range(length):
+        begin = start + _LENGTH.size
+        end = begin + (_LENGTH.unpack_from(view, start)[0] if begin <= len(view) else 0)
+        if end > len(view):
+            raise ValueError(f"it ends after {len(view):,} bytes, before its contents do")
+        texts.append(str(view[begin:end], "utf-8"))
+        start = end
+    return texts, start

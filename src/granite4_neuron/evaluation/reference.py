@@ -1,0 +1,25 @@
+"""The checkpoint folder that transformers reads as the reference."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from granite4_neuron.checkpoint.gguf.file import is_gguf
+from granite4_neuron.checkpoint.loading import load_model, save_model
+
+
+@contextmanager
+def readable_by_transformers(checkpoint: Path) -> Iterator[Path]:
+    """Provide a checkpoint as a folder: of a GGUF file one with its values in float32, for a while."""
+    if not is_gguf(checkpoint):
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "reference"
+        save_model(load_model(checkpoint, torch.float32), folder)
+        yield folder
