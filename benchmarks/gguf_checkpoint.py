@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a GGUF file for llama-bench, in its stored dtype and without a tokenizer.
+"""Writes a checkpoint as a GGUF file for llama-bench and llama-server, in its stored dtype and without its tokenizer.
 
     python -m benchmarks.gguf_checkpoint FOLDER FILE
 
@@ -47,6 +47,7 @@ _NAMES = {
 }
 _FEED_FORWARDS = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NORMAL = 1  # a token that is neither a byte nor a control character
 _FLOAT32 = ("ssm_conv1d", "ssm_norm", "ffn_gate_inp")  # and all vectors
 
 
@@ -86,7 +87,11 @@ def _write_config(writer: gguf.GGUFWriter, config: GraniteMoeHybridConfig) -> No
     writer.add_block_count(len(config.layer_types))
     writer.add_context_length(config.max_position_embeddings)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    # llama-server gives no tokens without a text for each; these are their numbers.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>" for number in range(config.vocab_size)])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_token_types([_NORMAL] * config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(
         config.intermediate_size if config.num_local_experts else config.shared_intermediate_size
