@@ -7,8 +7,8 @@ chunks, behind a prefix hit, with drafts and on other numbers of threads.
 Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
 does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
 plugin, vllm-plugin with it; both need an environment with vLLM. llama.cpp is llama-server with the same weights; it
-needs gguf (`pip install gguf`). The tables of products show the price of a fixed order of sums: products of this package
-beside torch's own, whose order depends on the number of rows.
+needs gguf (`pip install gguf`). The tables of products show the price of a fixed order of sums: products of this
+package beside torch's own, whose order depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=["bfloat16"], help="default: %(default)s")
     parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")
-    parser.add_argument("--prompt-length", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--prompt-length", type=int, default=600, help="default: %(default)s")
     parser.add_argument("--output-length", type=int, default=24, help="default: %(default)s")
     return parser
 
