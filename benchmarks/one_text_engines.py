@@ -200,7 +200,9 @@ class VLLM:
         return texts[sum(map(len, first)) :]
 
     def _process(self, way: Way) -> subprocess.Popen:
-        options = dict(max_num_batched_tokens=self._chunk if way.in_chunks else 8192)
+        # A step has at least a token for each sequence.
+        tokens, sequences = (self._chunk, 1) if way.in_chunks else (8192, 32)
+        options = dict(max_num_batched_tokens=tokens, max_num_seqs=sequences)
         options |= dict(enable_prefix_caching=way.from_cache, max_model_len=self._length)
         if way.drafts:
             lookup = dict(prompt_lookup_min=1, prompt_lookup_max=DRAFT_TOKENS)
