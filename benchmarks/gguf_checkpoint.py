@@ -53,7 +53,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     if (folder / "tokenizer.json").is_file():
         _write_tokenizer(writer, load_tokenizer(folder, config), config.vocab_size)
     else:
-        writer.add_tokenizer_model("no_vocab")
+        _write_placeholders(writer, config.vocab_size)
     shapes = {name: one.shape for name, one in parameters(config).items()}
     for name, shape in shapes.items():
         for written, tensor in _written(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), config):
@@ -129,6 +129,16 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast
     writer.add_token_merges([" ".join(merge) for merge in about["model"]["merges"]])
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _write_placeholders(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """Write a text for each token, its number, because llama-server gives no tokens without."""
+    from gguf import TokenType
+
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>" for number in range(vocab_size)])
+    writer.add_token_scores([0.0] * vocab_size)
+    writer.add_token_types([TokenType.NORMAL] * vocab_size)
 
 
 def _pre_tokenizer(steps: list[PreTokenizer]) -> dict[str, Any]:

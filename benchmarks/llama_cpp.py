@@ -10,8 +10,8 @@ from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron import UserError
 
 BENCH, QUANTIZE = "llama-bench", "llama-quantize"
-# The nearest type to each quantisation of this package.
-GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
+# The nearest type to each quantisation of this package, and its dtypes.
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0", "float32": "F32", "bfloat16": "BF16"}
 
 
 class LlamaCpp:
@@ -44,7 +44,7 @@ class LlamaCpp:
 
 
 def gguf_of(folder: Path, quantize: str | None, programs: Path, into: Path) -> Path:
-    """Write the GGUF file of a checkpoint, in its dtype or quantized, to the folder `into`; return its path.
+    """Write the GGUF file of a checkpoint, as stored or in one of `GGUF_TYPES`, to the folder `into`; return its path.
 
     Raises:
         UserError: that failed; the message says why.

@@ -4,10 +4,11 @@ chunks, behind a prefix hit, with drafts and on other numbers of threads.
     python -m benchmarks.one_text --compare transformers vllm
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
 
-Texts are greedy. A row is a token, and its number the log-probability that the implementation reports. Rows behind the
-first token that differs are not compared. vllm is vLLM without this package's plugin, vllm-plugin with it; both
-need an environment with vLLM. The tables of products show the price of a fixed order of sums: products of this package
-beside torch's own, whose order depends on the number of rows.
+Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
+does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
+plugin, vllm-plugin with it; both need an environment with vLLM. llama.cpp is llama-server with the same weights; it
+needs gguf (`pip install gguf`). The tables of products show the price of a fixed order of sums: products of this
+package beside torch's own, whose order depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,14 +27,36 @@ import transformers
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
-from benchmarks.one_text_engines import ENGINES, NUMBERS, OURS, Failed, Text, Way
+from benchmarks.llama_cpp import QUANTIZE
+from benchmarks.one_text_engines import (
+    NUMBERS,
+    OURS,
+    VLLM,
+    Failed,
+    Ours,
+    Served,
+    Text,
+    Transformers,
+    VLLMWithPlugin,
+    Way,
+)
+from benchmarks.one_text_llama_cpp import SERVER, LlamaServer
 from benchmarks.products import measure_products
 from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
 
+LLAMA_CPP = "llama.cpp"
+ENGINES: dict[str, type[Served]] = {
+    OURS: Ours,
+    "transformers": Transformers,
+    "vllm": VLLM,
+    "vllm-plugin": VLLMWithPlugin,
+    LLAMA_CPP: LlamaServer,
+}
 ALONE = Way("alone")
 THREADS = (2, 3)
 WAYS = (
@@ -59,6 +82,10 @@ class Difference:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; return the exit code."""
     options = _parser().parse_args(arguments)
+    if (LLAMA_CPP in options.compare) != (options.llama_cpp is not None):
+        raise UserError(
+            f"--compare {LLAMA_CPP} needs --llama-cpp, the folder of {SERVER} and {QUANTIZE}, and no other does."
+        )
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(ALONE.threads)
@@ -80,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def differences(alone: Sequence[Text], served: Sequence[Text]) -> Difference:
     """Compare texts with those of each sequence alone."""
     pairs = [pair for texts in zip(alone, served, strict=True) for pair in _same_context(*texts)]
+    pairs = [pair for pair in pairs if None not in (pair[0].logprob, pair[1].logprob)]
     differ = [abs(before.logprob - after.logprob) for before, after in pairs if before != after]
     texts = [[[row.token for row in text] for text in each] for each in (alone, served)]
     different_texts = sum(map(operator.ne, *texts))
@@ -154,9 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", nargs="*", choices=others, default=[], help="what is installed beside this package"
     )
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="FOLDER", help=f"for --compare {LLAMA_CPP}: of {SERVER} and {QUANTIZE}"
+    )
     parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=["bfloat16"], help="default: %(default)s")
     parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")
-    parser.add_argument("--prompt-length", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--prompt-length", type=int, default=600, help="default: %(default)s")
     parser.add_argument("--output-length", type=int, default=24, help="default: %(default)s")
     return parser
 

@@ -33,10 +33,10 @@ Groups = Sequence[Sequence[Sequence[int]]]
 
 
 class Row(NamedTuple):
-    """A token, and its log-probability."""
+    """A token, and its log-probability; None if the implementation does not report it."""
 
     token: int
-    logprob: float
+    logprob: float | None
 
 
 Text = Sequence[Row]
@@ -103,7 +103,7 @@ class Ours:
         if cache is not None:
             _finish(engine, [Request(half_of(prompt), 1) for prompt in group])
         texts = _finish(engine, [Request(prompt, self._new, temperature=0, logprobs=0) for prompt in group])
-        _check(way, engine.stats.cached_tokens, engine.stats.drafted_tokens)
+        check_way(way, engine.stats.cached_tokens, engine.stats.drafted_tokens)
         return texts
 
     def close(self) -> None:
@@ -195,12 +195,14 @@ class VLLM:
             self._log.seek(0)
             lines = [line.strip() for line in self._log.read().splitlines() if "Error" in line]
             raise Failed(lines[-1].removeprefix("[rank0]: ") if lines else "its process ended.")
-        _check(way, answer["cached"], answer["drafts"])
+        check_way(way, answer["cached"], answer["drafts"])
         texts = [[Row(*row) for row in text] for text in answer["texts"]]
         return texts[sum(map(len, first)) :]
 
     def _process(self, way: Way) -> subprocess.Popen:
-        options = dict(max_num_batched_tokens=self._chunk if way.in_chunks else 8192)
+        # A step has at least a token for each sequence.
+        tokens, sequences = (self._chunk, 1) if way.in_chunks else (8192, 32)
+        options = dict(max_num_batched_tokens=tokens, max_num_seqs=sequences)
         options |= dict(enable_prefix_caching=way.from_cache, max_model_len=self._length)
         if way.drafts:
             lookup = dict(prompt_lookup_min=1, prompt_lookup_max=DRAFT_TOKENS)
@@ -240,14 +242,6 @@ class VLLMWithPlugin(VLLM):
     plugins = "granite4_neuron_cpu"
 
 
-ENGINES: dict[str, type[Served]] = {
-    OURS: Ours,
-    "transformers": Transformers,
-    "vllm": VLLM,
-    "vllm-plugin": VLLMWithPlugin,
-}
-
-
 def chunk_of(options: argparse.Namespace) -> int:
     """Return the tokens of a prompt in a step, where it runs in chunks."""
     return max(1, options.prompt_length // 3 + 1)
@@ -266,7 +260,7 @@ def _finish(engine: Engine, requests: Sequence[Request]) -> list[Text]:
     return list(texts.values())
 
 
-def _check(way: Way, cached: int, drafts: int) -> None:
+def check_way(way: Way, cached: int, drafts: int) -> None:
     """
     Raises:
         Failed: the texts were not served in this way.

@@ -24,7 +24,6 @@ def main() -> None:
         dtype=job["dtype"],
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_num_seqs=32,
         kv_cache_memory_bytes=2**31,
         disable_log_stats=False,
         **job["options"],

@@ -175,12 +175,16 @@ def test_the_prefix_cache_outlives_the_server(tmp_path):
     def answer(*options):
         with serve_process(*options) as (process, address):
             got = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            metrics = httpx.get(f"{address}/metrics").text
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0 and "prefix cache" not in process.stderr.read()
         details = got["usage"]["prompt_tokens_details"]
-        return got["choices"], details["cached_tokens"] if details else 0, got["usage"]["prompt_tokens"]
+        from_files = re.findall(r"^granite4_neuron_prefix_cache_dir_(\w+) (\S+)$", metrics, re.MULTILINE)
+        cached = details["cached_tokens"] if details else 0
+        return got["choices"], cached, got["usage"]["prompt_tokens"], {name: float(value) for name, value in from_files}
 
-    choices, cached, tokens = answer(*folder)
-    assert cached == 0
-    assert answer(*folder) == (choices, tokens, tokens)
-    assert answer("--prefix-cache", "0") == (choices, 0, tokens)
+    choices, cached, tokens, from_files = answer(*folder)
+    assert cached == from_files["hit_tokens_total"] == 0
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "kept").iterdir())
+    assert answer(*folder) == (choices, tokens, tokens, {"hit_tokens_total": tokens, "bytes": num_bytes})
+    assert answer("--prefix-cache", "0") == (choices, 0, tokens, {})

@@ -34,8 +34,8 @@ class ChunkRuntime(CPURuntime):
 
     tokens_per_step = CHUNK
 
-    def __init__(self, model, kernels="torch"):
-        super().__init__(model, GenerationConfig(top_k=None), kernels=kernels)
+    def __init__(self, model, kernels="torch", state_dtype=None):
+        super().__init__(model, GenerationConfig(top_k=None), kernels=kernels, state_dtype=state_dtype)
         self.steps = []
         self.logits = {}
 

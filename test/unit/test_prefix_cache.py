@@ -271,16 +271,20 @@ class TestMemory:
 
 def test_the_documented_sizes_are_those_of_the_state():
     text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (granite\S+) \| ([\d,]+) bytes \| ([\d,]+) bytes \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (granite\S+)" + 3 * r" \| ([\d,]+) bytes" + r" \|$", text, re.MULTILINE)
     assert {name for name, *_ in rows} == set(family_names())
     for name, *documented in rows:
         config = GraniteMoeHybridConfig.from_family(name)
-        state = HybridState.allocate(config, 2, 9, torch.bfloat16, "meta")
-        recurrent, with_keys = (
-            sum(tensor.nbytes for tensor in state.slot_tensors(torch.tensor([1], device="meta"), 0, length).values())
-            for length in (0, 9)
+        recurrent, small, with_keys = (
+            slot_bytes(HybridState.allocate(config, 2, 9, torch.bfloat16, "meta", state_dtype=dtype), length)
+            for dtype, length in ((torch.float32, 0), (torch.float16, 0), (torch.float32, 9))
         )
-        assert [int(size.replace(",", "")) for size in documented] == [recurrent, (with_keys - recurrent) / 9]
+        assert [int(size.replace(",", "")) for size in documented] == [recurrent, small, (with_keys - recurrent) / 9]
+
+
+def slot_bytes(state, length):
+    tensors = state.slot_tensors(torch.tensor([1], device="meta"), 0, length)
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class TestFiles:

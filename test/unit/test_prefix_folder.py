@@ -65,6 +65,19 @@ def test_a_later_process_goes_on_from_it(place, dtype, prompt, hit):
     assert found == hit and min(logits, default=99) > hit and is_as_alone(runtime, prompt, texts, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_states_in_16_bits(place, runtime, caplog, dtype):
+    """They take that much in the files, and the text behind a hit is still that of the sequence alone."""
+    small = ChunkRuntime(engine_model(), "fused", dtype)
+    process(place, small, TOKENS[:45])
+    stored = Snapshot.load(file_of(place, 45), small).tensors
+    recurrent = {name: tensor.dtype for name, tensor in stored.items() if name.endswith(".ssm_state")}
+    assert recurrent and set(recurrent.values()) == {dtype}
+    texts, found, logits = process(place, small, TOKENS[:70])
+    assert found == 45 and is_as_alone(small, TOKENS[:70], texts, logits)
+    assert PrefixFolder(place, SIZE, runtime).find(TOKENS, 1) is None and not caplog.messages
+
+
 def test_files_share_keys_and_values(place, runtime):
     process(place, runtime, TOKENS[:45])
     names = sorted(tuple(map(int, file.name.split("-")[:2])) for file in place.iterdir())
@@ -83,8 +96,10 @@ def test_what_was_evicted_from_memory_is_read(place, runtime):
             time.sleep(0.01)
     assert cache.stats.evictions and cache.export(TOKENS[:45]) is None and not cache.stats.hit_tokens
     generate_one(engine, Request(TOKENS[:60], 5))
+    generate_one(engine, Request(TOKENS[:60], 5))
     folder.close()
-    assert cache.stats.hit_tokens == 45
+    assert cache.stats.hit_tokens == 45 + 60 and cache.stats.folder_hit_tokens == 45
+    assert cache.folder_bytes == bytes_in(place)
 
 
 DAMAGES = {
@@ -154,7 +169,7 @@ def test_a_file_of_another_model(place, runtime, caplog):
     assert len(caplog.messages) == 1 and "another checkpoint" in caplog.text
 
 
-def test_other_kernels_and_other_states_find_nothing(place, runtime):
+def test_other_kernels_find_nothing(place, runtime):
     process(place, runtime, TOKENS[:45])
     assert PrefixFolder(place, SIZE, runtime).find(TOKENS, 1) is not None
     assert PrefixFolder(place, SIZE, runtime, "other kernels").find(TOKENS, 1) is None

@@ -1,12 +1,13 @@
 """Greedy texts in float32 are those of transformers, whatever vLLM does at the same time."""
 
 import pytest
+import torch
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from test.support.checkpoints import CASES, small_config
-from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, Greedy, prompts_of, run_engines
+from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, TOKENS, Greedy, prompts_of, run_engines
 
 PREFIX = dict(enable_prefix_caching=True)
 SPECULATION = dict(speculative_config=NGRAM)
@@ -43,6 +44,12 @@ EVERYTHING = {**PREFIX, **SPECULATION, **CHUNKS}
 PROCESSES = {
     "tensor parallel": {**EVERYTHING, "tensor_parallel_size": 2},
     "pipeline parallel": {**COMPILED, **PREFIX, **CHUNKS, "pipeline_parallel_size": 2},
+}
+# Ways to serve over two ranks.
+RANKS = {
+    "alone": dict(max_num_seqs=1),
+    "together": {},
+    "n-gram, chunked prefill": {**SPECULATION, **CHUNKS},
 }
 REPLICAS = {**EVERYTHING, "data_parallel_size": 2, "skip_tokenizer_init": True}
 FEW = (0, 3, 5, 7)  # vLLM's processes wait for one another at every layer
@@ -132,6 +139,23 @@ def test_preemption(served, greedy, prompts, name):
 @pytest.mark.parametrize("name", cases(PROCESSES))
 def test_several_processes(served_by_several, greedy, prompts, name):
     check(served_by_several[name], greedy, [prompts[number] for number in FEW], PROCESSES[name])
+
+
+@pytest.mark.slow
+def test_two_ranks_within_rounding(folder, prompts, tmp_path):
+    """With tensor parallelism the layers around the mixer are vLLM's, whose products depend on the number of rows."""
+    engines = {
+        name: engine({**options, "tensor_parallel_size": 2}, folder, range(8)) | dict(sampling=dict(logprobs=0))
+        for name, options in RANKS.items()
+    }
+    results = run_engines(engines, prompts, tmp_path, **A_PROCESSOR_EACH)
+    assert all("error" not in results[name] for name in RANKS)
+    alone = torch.tensor(results["alone"]["logprobs"])
+    assert alone.shape == (8, TOKENS)
+    for name in RANKS:
+        assert results[name]["tokens"] == results["alone"]["tokens"]
+        assert (torch.tensor(results[name]["logprobs"]) - alone).abs().max() <= 1e-4
+    assert results["n-gram, chunked prefill"]["metrics"]["accepted"]
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 @dataclass
 class PrefixCacheStats:
     """queries, hit_tokens: look-ups, and the tokens that they found.
+    folder_hit_tokens: of these, the tokens that only files had.
     snapshots, num_bytes: entries in the cache, and the memory of all nodes in bytes.
     in_use: running sequences that started from an entry.
     evictions: entries evicted so far.
@@ -42,6 +43,7 @@ class PrefixCacheStats:
 
     queries: int = 0
     hit_tokens: int = 0
+    folder_hit_tokens: int = 0
     snapshots: int = 0
     in_use: int = 0
     num_bytes: int = 0
@@ -139,6 +141,11 @@ class PrefixCache:
         self._root = _Node(None, 0)
         self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
 
+    @property
+    def folder_bytes(self) -> int | None:
+        """The bytes of the files in its folder; None without one."""
+        return None if self._folder is None else self._folder.num_bytes
+
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self.stats.queries += 1
@@ -147,7 +154,8 @@ class PrefixCache:
             found = self._folder.find(tokens, node.length + SHORTEST_SHARED)
             if found is not None:
                 self._load(found)
-                node = self._longest(tokens)
+                before, node = node.length, self._longest(tokens)
+                self.stats.folder_hit_tokens += node.length - before
         if node.recurrent is None:
             return None
         self._write(node, tokens)

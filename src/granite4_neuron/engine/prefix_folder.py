@@ -54,6 +54,8 @@ class PrefixFolder:
     A file that is damaged or not what its name says is logged once, and is as good as absent. So is the folder while it
     cannot be written to.
 
+    num_bytes: of the files in the folder, as it last saw them.
+
     Args:
         folder: made if it is not there.
         max_bytes: limit of its files in bytes.
@@ -74,7 +76,7 @@ class PrefixFolder:
         self._is_failing = False
         _make_private(folder)
         try:
-            self._files = frozenset(self._sizes())
+            self._look()
         except OSError as error:
             raise UserError(f"{folder} cannot be read ({error.strerror}).") from None
         self._queue: queue.Queue[tuple[Sequence[int], Sequence[Snapshot], torch.Tensor] | None]
@@ -163,8 +165,7 @@ class PrefixFolder:
             return
         length = len(tokens)
         with self._locked():
-            sizes = self._sizes()
-            self._files = frozenset(sizes)
+            sizes = self._look()
             if self._is_used(tokens):  # another process has written it
                 return
             before = self._longest_chain(tokens, range(1, length)) or []
@@ -175,7 +176,7 @@ class PrefixFolder:
             if self._make_room(snapshot.num_bytes + _HEADER_BYTES, sizes, before):
                 snapshot.save(self.folder / file.name)
                 self._refused.discard(file)
-                self._files = frozenset(self._sizes())
+                self._look()
 
     def _is_used(self, tokens: Sequence[int]) -> bool:
         """Note the use of the snapshot of exactly these tokens; return whether there is one."""
@@ -202,6 +203,12 @@ class PrefixFolder:
                 (self.folder / file.name).unlink(missing_ok=True)
                 total -= size
         return True
+
+    def _look(self) -> dict[_File, int]:
+        """See which files there are; return them as `_sizes`."""
+        sizes = self._sizes()
+        self._files, self.num_bytes = frozenset(sizes), sum(sizes.values())
+        return sizes
 
     def _sizes(self) -> dict[_File, int]:
         """Return the files of all models with their bytes, the least recently used first."""

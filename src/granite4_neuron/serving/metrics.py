@@ -76,6 +76,10 @@ class _EngineCollector(Collector):
             yield _gauge("prefix_cache_snapshots", "Snapshots in the prefix cache.", kept.snapshots)
             yield _gauge("prefix_cache_snapshots_in_use", "Running texts that started from a snapshot.", kept.in_use)
             yield _gauge("prefix_cache_bytes", "Memory of the prefix cache.", kept.num_bytes)
+        if isinstance(self._cache, PrefixCache) and self._cache.folder_bytes is not None:
+            hits = self._cache.stats.folder_hit_tokens
+            yield _counter("prefix_cache_dir_hit_tokens", "Of the tokens found, those that only files had.", hits)
+            yield _gauge("prefix_cache_dir_bytes", "Files in the folder of the prefix cache.", self._cache.folder_bytes)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:
