@@ -90,7 +90,7 @@ MODELS = {
     "granite-4.0-h-small": "did you mean ibm-granite/granite-4.0-h-small?",
     "https://huggingface.co/ibm-granite/granite-4.0-h-350m": "did you mean ibm-granite/granite-4.0-h-350m?",
     "huggingface.co/ibm-granite/granite-4.0-h-1b/tree/main": "did you mean ibm-granite/granite-4.0-h-1b?",
-    "./nothing/here": "is not a folder; give the folder of a checkpoint or a Hugging Face id",
+    "./nothing/here": "is not a folder; give the folder of a checkpoint, a GGUF file or a Hugging Face id",
     "": "'' is not a folder",
 }
 

@@ -42,7 +42,7 @@ def find(model: str | os.PathLike[str], revision: str | None = None) -> Path:
             model; or a folder or file has a revision.
     """
     if not isinstance(model, (str, os.PathLike)):
-        raise UserError(f"the model is {model!r}; give the folder of a checkpoint or a Hugging Face id.")
+        raise UserError(f"the model is {model!r}; give the folder of a checkpoint, a GGUF file or a Hugging Face id.")
     name = os.fspath(model)
     if os.path.isdir(name):
         if revision is not None:

@@ -32,7 +32,6 @@ class GGUFTensor(NamedTuple):
     type: str
     shape: tuple[int, ...]
     offset: int
-    num_bytes: int
 
 
 class GGUFFile:
@@ -42,9 +41,7 @@ class GGUFFile:
         self.path = path
         self._fields = reader.fields
         self.tensors = {
-            one.name: GGUFTensor(
-                one.tensor_type.name, tuple(map(int, reversed(one.shape))), int(one.data_offset), int(one.n_bytes)
-            )
+            one.name: GGUFTensor(one.tensor_type.name, tuple(map(int, reversed(one.shape))), int(one.data_offset))
             for one in reader.tensors
         }
 
@@ -88,7 +85,7 @@ class GGUFFile:
 
 def is_gguf(path: Path) -> bool:
     """Return whether a path is that of a GGUF file, by its name or by its first bytes."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # which is False too of what cannot be a path
         return False
     if path.suffix == ".gguf":
         return True
