@@ -63,8 +63,10 @@ class LRUCache(PrefixCache):
 
 
 class MarconiEntries(Entries):
-    """Marconi's order of eviction, as in the code of its authors (github.com/ruipeterpan/marconi): of the nodes with at
-    most one child the one with the least sum of recency and `alpha` times the FLOPs saved per byte, each between 0 and 1.
+    """Marconi's order of eviction, as in the code of its authors (github.com/ruipeterpan/marconi).
+
+    Of the nodes with at most one child it takes the one with the least sum of recency and `alpha` times the FLOPs saved
+    per byte, each between 0 and 1.
     """
 
     def __init__(self, runtime: Runtime):
@@ -95,9 +97,9 @@ class MarconiEntries(Entries):
 class MarconiCache(PrefixCache):
     """Marconi's policy in the package's tree, for one sequence at a time whose answer has two tokens or more.
 
-    It keeps states only where a prompt diverges from an earlier sequence, and after the last token that was run. `alpha`
-    is 0 until five times as many requests have come as before the first eviction. Then all these are replayed with each
-    value from 0 to 2, and the one that saves most FLOPs is taken for good.
+    It keeps states only where a prompt diverges from an earlier sequence, and after the last token that was run.
+    `alpha` is 0 until five times as many requests have come as before the first eviction. Then all these are replayed
+    with each value from 0 to 2, and the one that saves most FLOPs is taken for good.
     """
 
     def __init__(self, runtime: Runtime, max_bytes: int | None):

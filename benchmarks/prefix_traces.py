@@ -5,7 +5,7 @@ package's policy, with the least recently used evicted first, and with Marconi's
     python -m benchmarks.prefix_traces --sessions 6 --lengths 0.25 --longest-answer 8 --measure
 
 The first needs no model: it counts tokens and bytes with the dimensions of one. --measure serves the traces with the
-engine and reports the times to the first token. Limits of memory are parts of the trace's working set: of what Marconi's
+engine and reports the times to the first token. Limits of memory are parts of the trace's working set: what Marconi's
 policy would keep without a limit.
 """
 

@@ -1,7 +1,7 @@
 """vLLM in a replay of traces: a process that answers prompts one after another.
 
-Its argument is a job in JSON: options of `LLM`. Each line of standard input is a prompt and the number of new tokens, and
-is answered by a line with these tokens, and with how many of the prompt's tokens were cached.
+Its argument are options of `LLM` in JSON. Each line of standard input is a prompt and the number of new tokens. It is
+answered by a line with these tokens, and with how many of the prompt's tokens were cached.
 """
 
 from __future__ import annotations

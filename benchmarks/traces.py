@@ -96,8 +96,8 @@ def conversations(chance: Chance, sessions: int) -> Iterator[Turn]:
 def agents(chance: Chance, sessions: int) -> Iterator[Turn]:
     """Agents of one kind: a system message with tools that all share, and steps with what the tools returned.
 
-    Marconi's evaluation takes SWE-agent's runs, 0.5 sessions per second and among others 5 seconds between steps. Prompts
-    of 8,596 tokens and answers of 182 are the means of Mooncake's trace of tools and agents (FAST 2025).
+    Marconi's evaluation takes runs of SWE-agent, 0.5 sessions per second and 5 seconds between steps, among others.
+    Prompts of 8,596 tokens and answers of 182 are the means of Mooncake's trace of tools and agents (FAST 2025).
     """
     system = chance.tokens(5000)
     for session, time in enumerate(itertools.islice(chance.arrivals(0.5), sessions)):
@@ -108,8 +108,10 @@ def agents(chance: Chance, sessions: int) -> Iterator[Turn]:
 
 
 def few_shot(chance: Chance, sessions: int) -> Iterator[Turn]:
-    """Questions behind the examples of their task, with answers of a letter and the end of the text. MMLU has 57 tasks of
-    five examples; here it is a task for each eighth question. Examples have 700 tokens and questions 90 on average.
+    """Questions behind the examples of their task, with answers of a letter and the end of the text.
+
+    MMLU has 57 tasks of five examples; here it is a task for each eighth question. Examples have 700 tokens and
+    questions 90 on average.
     """
     tasks = [chance.tokens(chance.length(700)) for _ in range(max(2, sessions // 2))]
     for session, time in enumerate(itertools.islice(chance.arrivals(4), 4 * sessions)):

@@ -103,16 +103,17 @@ class Entries:
     the square root of the look-ups since its last use. So in conversations the ends of earlier turns make room first,
     and where prompts share examples or a system message, the ends of sequences that nothing continues.
 
-    What a state saves per byte, and that recency alone is no guide, is from Marconi (Pan et al., MLSys 2025); a priority
-    that divides by age from hyperbolic caching (Blankstein et al., ATC 2017). Marconi weighs the two by a number found in
-    a replay of past requests; here the counts by kind take its place, and follow changes of the traffic.
+    To weigh what a state saves per byte is from Marconi (Pan et al., MLSys 2025), to divide by age from hyperbolic
+    caching (Blankstein et al., ATC 2017). Marconi adds recency and savings, with a factor that it finds in a replay of
+    past requests; counts by kind need no such factor.
     """
 
     def __init__(self) -> None:
         # By kind, each in the order of their last use.
         self._of_kind: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(_KINDS)]
-        # One entry of each kind was found, in one look-up: until something is known, kinds are worth the same.
-        self._found, self._seen = [1] * _KINDS, [1] * _KINDS
+        # What is taken for known before any look-up: where sequences diverged, others will, and what has a longer entry
+        # below is seldom found. Other numbers than 0 leave each kind a chance.
+        self._found, self._seen = [1.0, 0.1, 2.0], [1] * _KINDS
         self._look_ups = 0
 
     def __iter__(self) -> Iterator[Node]:
