@@ -260,15 +260,13 @@ class PrefixCache:
     def _make_room(self, needed: int, neighbour: Node) -> bool:
         """Evict the entries worth least until there is room; if that would not do, evict none and return false.
 
-        The new entry's neighbour is not evicted.
+        The keys and values up to the new entry's neighbour stay.
         """
         if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
             return True
-        neighbour.users += 1  # so that it is not evicted itself
         has_room = self._bytes_in_use(neighbour) + needed <= self.max_bytes
         while has_room and self.stats.num_bytes + needed > self.max_bytes:
-            self._evict(self._entries.least())
-        neighbour.users -= 1
+            self._evict(self._entries.least(), neighbour)
         return has_room
 
     def _bytes_in_use(self, neighbour: Node) -> int:
@@ -277,17 +275,17 @@ class PrefixCache:
         nodes = {node for each in (*used, neighbour) for node in each.path}
         return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: Node, neighbour: Node) -> None:
         self.stats.num_bytes -= node.entry_bytes
         self.stats.snapshots -= 1
         self.stats.evictions += 1
         self._entries.remove(node)
         node.recurrent = node.logits = None
-        self._prune(node)
+        self._prune(node, neighbour)
 
-    def _prune(self, node: Node) -> None:
-        """Remove a node that nothing needs, and then its parents if they are not needed either."""
-        while node.parent is not None and node.recurrent is None and not node.children and not node.users:
+    def _prune(self, node: Node, neighbour: Node | None = None) -> None:
+        """Remove a node that nothing needs, and then its parents up to the neighbour if they are not needed either."""
+        while node is not neighbour and node.parent is not None and node.recurrent is None and not node.children:
             self.stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
             node = node.parent
