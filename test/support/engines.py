@@ -87,11 +87,11 @@ def poison_engine(engine: Engine) -> None:
 class PoisonedPrefixCache(PrefixCache):
     """A prefix cache that fills an entry with NaN before evicting it, so that a later read would show."""
 
-    def _evict(self, node):
+    def _evict(self, node, neighbour):
         with torch.inference_mode():
             for tensor in (*node.recurrent.values(), node.logits):
                 tensor.fill_(math.nan)
-        super()._evict(node)
+        super()._evict(node, neighbour)
 
 
 def cached_bytes(cache: PrefixCache) -> tuple[int, int]:

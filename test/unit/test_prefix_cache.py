@@ -1,6 +1,7 @@
 """Sequences that continue from what earlier ones left: what they find, what it costs, and that texts stay the same."""
 
 import itertools
+import random
 import re
 from pathlib import Path
 
@@ -258,6 +259,40 @@ class TestMemory:
             num_bytes, snapshots = cached_bytes(cache)
             assert num_bytes <= budget and (num_bytes, snapshots) == (cache.stats.num_bytes, cache.stats.snapshots)
         assert cache.stats.evictions > 0 and cache.stats.hit_tokens > 0
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_whatever_comes_a_budget_is_kept_to_and_what_is_in_use_stays(self, runtime, seed):
+        """Random sequences over two tokens, which share beginnings of all lengths; some start from what they find."""
+        chance = random.Random(seed)
+        entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
+        cache = PoisonedPrefixCache(runtime, 8 * entry, None, at_branches=True)
+        state, logits, in_use = runtime.allocate(1, 60), torch.zeros(VOCAB), []
+        for _ in range(400):
+            tokens = chance.choices((0, 1), k=chance.randint(1, 12)) + [2] * chance.randint(0, 40)
+            prefix = cache.find(tokens)
+            if prefix is not None and len(in_use) < 3:
+                in_use.append((prefix, tokens[: prefix.length]))
+            elif prefix is not None:
+                cache.release(prefix)
+            for length in sorted({len(tokens), *cache.new_branches(tokens)}):
+                cache.keep(tokens[:length], state, 1, logits)
+            if in_use and chance.random() < 0.3:
+                cache.release(in_use.pop(chance.randrange(len(in_use)))[0])
+            assert all(cache.export(used) is not None for _, used in in_use)
+            assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
+            assert cache.stats.num_bytes <= 8 * entry and len(list(cache._entries)) == cache.stats.snapshots
+        assert cache.stats.evictions > 100 and cache.stats.hit_tokens
+
+    def test_the_ends_of_earlier_turns_make_room_first(self, runtime):
+        """The end of a conversation's last turn outlives newer ends of earlier turns of another one."""
+        entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
+        token = token_bytes(runtime.config, runtime.dtype.itemsize)
+        cache = PoisonedPrefixCache(runtime, 3 * entry + 100 * token, None)
+        state, logits = runtime.allocate(1, 60), torch.zeros(VOCAB)
+        for tokens in (OTHERS[:30], TOKENS[:20], TOKENS[:40], TOKENS[:60]):
+            cache.keep(tokens, state, 1, logits)
+        assert [cache.export(tokens) is not None for tokens in (OTHERS[:30], TOKENS[:60])] == [True, True]
+        assert cache.stats.evictions == 1 and cache.export(TOKENS[:20]) is None
 
     def test_an_error_leaves_nothing(self, runtime, cache):
         engine = engine_with(runtime, cache)

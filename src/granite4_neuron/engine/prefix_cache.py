@@ -8,14 +8,14 @@ there is a node, with or without a recurrent state.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from granite4_neuron.engine.prefix_folder import PrefixFolder
+from granite4_neuron.engine.prefix_tree import Entries, Node
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.snapshot import (
@@ -50,38 +50,6 @@ class PrefixCacheStats:
     evictions: int = 0
 
 
-@dataclass(eq=False)
-class _Node:
-    """The tokens between its parent's length and its own, with their keys and values.
-
-    recurrent, logits: the state and the logits [vocab_size] after its last token; both None if there is no entry, or it
-        was evicted.
-    users: running sequences that started from it; it is not evicted while there are any.
-    """
-
-    parent: _Node | None
-    length: int
-    tokens: tuple[int, ...] = ()
-    keys_and_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    recurrent: Mapping[str, torch.Tensor] | None = None
-    logits: torch.Tensor | None = None
-    children: dict[int, _Node] = field(default_factory=dict)  # by their first token
-    users: int = 0
-
-    @property
-    def start(self) -> int:
-        return self.length - len(self.tokens)
-
-    @property
-    def path(self) -> list[_Node]:
-        """From the first node below the root to this one."""
-        path, node = [], self
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-
 @dataclass(frozen=True)
 class Prefix:
     """A prefix found in the cache. It is not evicted until it is released.
@@ -93,11 +61,11 @@ class Prefix:
     length: int
     snapshots: Sequence[Snapshot]
     logits: torch.Tensor
-    node: _Node
+    node: Node
 
 
 class PrefixCache:
-    """Snapshots of sequences by their tokens, in the host's memory. The least recently used are evicted first.
+    """Snapshots of sequences by their tokens, in the host's memory. Those worth least are evicted first (`Entries`).
 
     slots: slots of the state that it reserves: none.
 
@@ -138,8 +106,8 @@ class PrefixCache:
         self.stats = PrefixCacheStats()
         self._runtime = runtime
         self._folder = folder
-        self._root = _Node(None, 0)
-        self._entries: OrderedDict[_Node, None] = OrderedDict()  # least recently used first
+        self._root = Node(None, 0)
+        self._entries = Entries()
 
     @property
     def folder_bytes(self) -> int | None:
@@ -156,10 +124,10 @@ class PrefixCache:
                 self._load(found)
                 before, node = node.length, self._longest(tokens)
                 self.stats.folder_hit_tokens += node.length - before
-        if node.recurrent is None:
+        self._entries.look_up(node if node.length else None)
+        if not node.length:
             return None
         self._write(node, tokens)
-        self._entries.move_to_end(node)
         node.users += 1
         self.stats.in_use += 1
         self.stats.hit_tokens += node.length
@@ -171,7 +139,7 @@ class PrefixCache:
             return set()
         node, _, shared = self._descend(tokens)
         length = node.length + shared
-        return {length} if length - _entry_above(node).length >= SHORTEST_SHARED else set()
+        return {length} if length - node.entry_above.length >= SHORTEST_SHARED else set()
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""
@@ -195,7 +163,7 @@ class PrefixCache:
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
         self._write(self._longest(tokens), tokens)
 
-    def _write(self, entry: _Node, tokens: Sequence[int]) -> None:
+    def _write(self, entry: Node, tokens: Sequence[int]) -> None:
         """Have an entry of a sequence kept in the folder too."""
         if self._folder is not None and entry.length:
             self._folder.keep(tuple(tokens[: entry.length]), self._snapshots(entry), entry.logits)
@@ -204,7 +172,7 @@ class PrefixCache:
         """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
-            self._entries.move_to_end(node)
+            self._entries.use(node)
             return
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
@@ -247,11 +215,11 @@ class PrefixCache:
         tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
 
-    def _longest(self, tokens: Sequence[int]) -> _Node:
+    def _longest(self, tokens: Sequence[int]) -> Node:
         """Return the longest entry that is a prefix of a sequence; the root if there is none."""
-        return _entry_above(self._descend(tokens)[0])
+        return self._descend(tokens)[0].entry_above
 
-    def _descend(self, tokens: Sequence[int]) -> tuple[_Node, _Node | None, int]:
+    def _descend(self, tokens: Sequence[int]) -> tuple[Node, Node | None, int]:
         """Return the last node whose tokens all match; its child that matches in part, if any; and how many of the
         child's tokens match.
         """
@@ -266,67 +234,67 @@ class PrefixCache:
             node = child
         return node, None, 0
 
-    def _snapshots(self, node: _Node) -> list[Snapshot]:
+    def _snapshots(self, node: Node) -> list[Snapshot]:
         *before, last = [self._snapshot(each, each.keys_and_values) for each in node.path]
         return [*before, replace(last, tensors={**node.recurrent, **node.keys_and_values})]
 
-    def _snapshot(self, node: _Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def _snapshot(self, node: Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Node, length: int) -> Node:
         """Insert a node between a node and its parent, after the first `length` of the node's tokens."""
         first, rest = node.tokens[:length], node.tokens[length:]
-        upper = _Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
+        upper = Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
         upper.children[rest[0]] = node
+        upper.continuations = 1
         node.parent.children[first[0]] = upper
         node.parent, node.tokens = upper, rest
         node.keys_and_values = cut_keys_and_values(node.keys_and_values, length, length + len(rest))
         return upper
 
-    def _add(self, node: _Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor) -> None:
+    def _add(self, node: Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor) -> None:
         if tokens:
             parent = node
-            node = _Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
+            node = Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
-            self.stats.num_bytes += _bytes(node.keys_and_values)
+            self._entries.continue_from(parent)
+            self.stats.num_bytes += node.tokens_bytes
         node.recurrent = recurrent_state(snapshot.tensors)
         node.logits = logits.clone()
-        self.stats.num_bytes += _entry_bytes(node)
+        self.stats.num_bytes += node.entry_bytes
         self.stats.snapshots += 1
-        self._entries[node] = None
+        self._entries.use(node)
 
-    def _make_room(self, needed: int, neighbour: _Node) -> bool:
-        """Evict the least recently used entries until there is room; if that would not do, evict none and return false.
+    def _make_room(self, needed: int, neighbour: Node) -> bool:
+        """Evict the entries worth least until there is room; if that would not do, evict none and return false.
 
-        The new entry's neighbour is not evicted.
+        The keys and values up to the new entry's neighbour stay.
         """
         if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
             return True
-        neighbour.users += 1  # so that it is not evicted itself
         has_room = self._bytes_in_use(neighbour) + needed <= self.max_bytes
         while has_room and self.stats.num_bytes + needed > self.max_bytes:
-            self._evict(next(node for node in self._entries if not node.users))
-        neighbour.users -= 1
+            self._evict(self._entries.least(), neighbour)
         return has_room
 
-    def _bytes_in_use(self, neighbour: _Node) -> int:
+    def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""
         used = [node for node in self._entries if node.users]
         nodes = {node for each in (*used, neighbour) for node in each.path}
-        return sum(_entry_bytes(node) for node in used) + sum(_bytes(node.keys_and_values) for node in nodes)
+        return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
 
-    def _evict(self, node: _Node) -> None:
-        self.stats.num_bytes -= _entry_bytes(node)
+    def _evict(self, node: Node, neighbour: Node) -> None:
+        self.stats.num_bytes -= node.entry_bytes
         self.stats.snapshots -= 1
         self.stats.evictions += 1
-        del self._entries[node]
+        self._entries.remove(node)
         node.recurrent = node.logits = None
-        self._prune(node)
+        self._prune(node, neighbour)
 
-    def _prune(self, node: _Node) -> None:
-        """Remove a node that nothing needs, and then its parents if they are not needed either."""
-        while node.parent is not None and node.recurrent is None and not node.children and not node.users:
-            self.stats.num_bytes -= _bytes(node.keys_and_values)
+    def _prune(self, node: Node, neighbour: Node | None = None) -> None:
+        """Remove a node that nothing needs, and then its parents up to the neighbour if they are not needed either."""
+        while node is not neighbour and node.parent is not None and node.recurrent is None and not node.children:
+            self.stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
             node = node.parent
 
@@ -341,18 +309,3 @@ def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
-
-
-def _entry_above(node: _Node) -> _Node:
-    """Return the node itself or the nearest above it that is an entry; the root if there is none."""
-    while node.recurrent is None and node.parent is not None:
-        node = node.parent
-    return node
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _entry_bytes(node: _Node) -> int:
-    return _bytes(node.recurrent) + node.logits.nbytes

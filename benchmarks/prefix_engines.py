@@ -1,0 +1,150 @@
+"""Engines that serve traces: this package's, whose first tokens are timed, and others, whose caches are asked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import transformers
+
+from benchmarks.one_text_engines import Failed
+from benchmarks.prefix_policies import POLICIES, MarconiCache
+from benchmarks.traces import Tokens, Turn, replay
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.engine import Engine, PrefixCache, Request
+from granite4_neuron.ops import cpu
+from granite4_neuron.runtime.cpu import CPURuntime
+
+NO_CACHE = "no cache"
+
+
+def first_token_times(turns: Sequence[Turn], folder: Path, max_bytes: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds to the first token of each prompt, for each policy and without a cache: medians over repeats.
+
+    Prompts are served one at a time: each without a cache and with each policy in turns.
+    """
+    model = load_model(folder, torch.bfloat16, operators=cpu.operators())
+    runtime = CPURuntime(model, transformers.GenerationConfig())
+    runs = [_first_token_times(turns, runtime, max_bytes) for _ in range(repeats)]
+    return {name: list(map(statistics.median, zip(*(run[name] for run in runs), strict=True))) for name in runs[0]}
+
+
+def _first_token_times(turns: Sequence[Turn], runtime: CPURuntime, max_bytes: int) -> dict[str, list[float]]:
+    caches: dict[str, PrefixCache | None] = {NO_CACHE: None}
+    caches |= {name: policy(runtime, max_bytes) for name, policy in POLICIES.items()}
+    longest = _longest(turns)
+    engines = {name: Engine(runtime, 1, max_length=longest, prefix_cache=cache) for name, cache in caches.items()}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+
+    def serve(prompt: Tokens, length: int) -> Tokens:
+        # The first of a round finds the processor's caches and clock as another left them.
+        first = len(times[NO_CACHE]) % len(engines)
+        order = [*engines, *engines][first : first + len(engines)]
+        for name in order:
+            seconds, answer = _generate(engines[name], prompt, length)
+            times[name].append(seconds)
+            if isinstance(caches[name], MarconiCache):
+                caches[name].tune()
+        return answer
+
+    replay(turns, serve)
+    return times
+
+
+def _generate(engine: Engine, prompt: Tokens, length: int) -> tuple[float, Tokens]:
+    """Return the seconds to the first token, and all new ones."""
+    tokens, first = [], 0.0
+    started = time.perf_counter()
+    engine.add(Request(prompt, length, temperature=0))
+    while engine.has_work:
+        for output in engine.step():
+            first = first or time.perf_counter() - started
+            tokens.append(output.token)
+    return first, tokens
+
+
+def _longest(turns: Sequence[Turn]) -> int:
+    lengths: dict[int, int] = {}
+    for turn in turns:
+        lengths[turn.session] = lengths.get(turn.session, 0) + len(turn.new) + turn.answer_length
+    return max(lengths.values()) + 1
+
+
+class Served(Protocol):
+    """An engine of others."""
+
+    def generate(self, prompt: Tokens, length: int) -> tuple[int, Tokens]:
+        """Return how many of the prompt's tokens its cache had, and greedy new tokens.
+
+        Raises:
+            Failed: it cannot.
+        """
+
+    def close(self) -> None:
+        """End it."""
+
+
+class VLLMWithPlugin:
+    """vLLM with this package's plugin, in a process of its own. Its memory is also that of the running sequence."""
+
+    def __init__(self, folder: Path, max_bytes: int, turns: Sequence[Turn], options: argparse.Namespace):
+        if importlib.util.find_spec("vllm") is None:
+            raise Failed("vLLM is not installed in this environment.")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it is closed with this object)
+        job = dict(model=str(folder), max_model_len=_longest(turns), kv_cache_memory_bytes=max_bytes)
+        environment = os.environ | dict(VLLM_PLUGINS="granite4_neuron_cpu", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        environment |= dict(OMP_NUM_THREADS=str(torch.get_num_threads()), VLLM_CPU_OMP_THREADS_BIND="nobind")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.prefix_vllm", json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+
+    def generate(self, prompt: Tokens, length: int) -> tuple[int, Tokens]:
+        try:
+            self._process.stdin.write(json.dumps([prompt, length]) + "\n")
+            self._process.stdin.flush()
+            answer = json.loads(self._process.stdout.readline() or "null")
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            self._log.seek(0)
+            lines = [line.strip() for line in self._log.read().splitlines() if "Error: " in line]
+            raise Failed(lines[-1].removeprefix("[rank0]: ") if lines else "its process ended.")
+        return answer["cached"], answer["tokens"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+
+ENGINES: dict[str, type[Served]] = {"vllm-plugin": VLLMWithPlugin}
+
+
+def found_tokens(turns: Sequence[Turn], served: Served) -> tuple[int, int]:
+    """Replay a trace; return how many tokens of prompts the engine's cache had, and how many there were."""
+    found = tokens = 0
+
+    def serve(prompt: Tokens, length: int) -> Tokens:
+        nonlocal found, tokens
+        cached, answer = served.generate(prompt, length)
+        found, tokens = found + cached, tokens + len(prompt)
+        return answer
+
+    replay(turns, serve)
+    return found, tokens

@@ -1,0 +1,71 @@
+"""benchmarks/prefix_traces.py: its traces, what it counts without a model, and that the engine finds the same."""
+
+import re
+
+import pytest
+import torch
+
+from benchmarks import prefix_engines, prefix_traces
+from benchmarks.prefix_policies import LRU, MARCONI, OURS, SizesOnly, savings
+from benchmarks.traces import TRACES, Sizes, replay, trace
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.engine import Engine, PrefixCache
+from granite4_neuron.generation import bundled_checkpoint
+from granite4_neuron.ops import cpu
+
+CONFIG = GraniteMoeHybridConfig.from_family("h-350m")
+
+
+def small(name, sessions=12, lengths=0.25):
+    return trace(name, Sizes(sessions, lengths, 8, 1000), seed=0)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces(name):
+    """They are the same each time, in order, and have prompts with beginnings in common."""
+    turns = small(name)
+    assert turns == small(name) != trace(name, Sizes(12, 0.25, 8, 1000), seed=1)
+    assert [turn.time for turn in turns] == sorted(turn.time for turn in turns)
+    prompts = []
+    replay(turns, lambda prompt, length: prompts.append(tuple(prompt)) or [5] * length)
+    assert len(prompts) == len(turns) > len({prompt[:20] for prompt in prompts})
+    assert all(2 <= turn.answer_length <= 8 for turn in turns)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_no_policy_finds_more_than_this_package(name):
+    turns = small(name, sessions=6)
+    most = savings(turns, MARCONI, CONFIG, None)
+    for percent in (25, 50, 100):  # less would be room for one or two states
+        found = {
+            policy: savings(turns, policy, CONFIG, most.num_bytes * percent // 100) for policy in (LRU, MARCONI, OURS)
+        }
+        assert max(found.values(), key=lambda each: each.hit_rate).hit_rate == found[OURS].hit_rate
+        assert 0 < found[OURS].saved < 1 and found[OURS].num_bytes <= most.num_bytes * percent // 100
+
+
+def test_sizes_are_those_of_the_model():
+    runtime, cache = SizesOnly(CONFIG), PrefixCache(SizesOnly(CONFIG), None, None)
+    cache.keep(range(100), None, 0, runtime.logits)
+    assert cache.stats.num_bytes == 22_321_152 + 401_408 + 100 * 4_096
+
+
+@pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+def test_the_engine_finds_what_the_replay_counts(monkeypatch):
+    turns, engines = small("shift", sessions=2, lengths=0.1), []
+    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    monkeypatch.setattr(
+        prefix_engines, "Engine", lambda *args, **options: engines.append(Engine(*args, **options)) or engines[-1]
+    )
+    times = prefix_engines.first_token_times(turns, bundled_checkpoint(), 300_000, repeats=1)
+    assert {len(each) for each in times.values()} == {len(turns)} and min(map(min, times.values())) > 0
+    found = [engine.stats.cached_tokens for engine in engines]
+    assert found == [0, *(savings(turns, policy, config, 300_000).found_tokens for policy in (LRU, MARCONI, OURS))]
+
+
+def test_table(capsys):
+    before = torch.get_num_threads()
+    assert prefix_traces.main(["--sessions", "6", "--lengths", "0.1", "--budgets", "5", "100"]) == 0
+    assert torch.get_num_threads() == before
+    rows = re.findall(r"│ (\S+) +│ (\d+) %, [\d,]+ MiB +(?:│ [\d.]+ / [\d.]+ +){3}│", capsys.readouterr().out)
+    assert rows == [(name, percent) for name in TRACES for percent in ("5", "100")]
