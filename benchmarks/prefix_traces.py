@@ -148,7 +148,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of measurements (default: %(default)s)")
     parser.add_argument("--compare", nargs="*", choices=ENGINES, default=[], help="other engines on the same traces")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="of llama-server, to compare with llama.cpp")
     return parser
 
 

@@ -261,6 +261,7 @@ class PrefixCache:
             self.stats.num_bytes += node.tokens_bytes
         node.recurrent = recurrent_state(snapshot.tensors)
         node.logits = logits.clone()
+        node.entry_bytes = node.logits.nbytes + sum(tensor.nbytes for tensor in node.recurrent.values())
         self.stats.num_bytes += node.entry_bytes
         self.stats.snapshots += 1
         self._entries.use(node)
@@ -288,7 +289,7 @@ class PrefixCache:
         self.stats.snapshots -= 1
         self.stats.evictions += 1
         self._entries.remove(node)
-        node.recurrent = node.logits = None
+        node.recurrent, node.logits, node.entry_bytes = None, None, 0
         self._prune(node, neighbour)
 
     def _prune(self, node: Node, neighbour: Node | None = None) -> None:

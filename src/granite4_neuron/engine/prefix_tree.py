@@ -20,6 +20,7 @@ class Node:
 
     recurrent, logits: the state and the logits [vocab_size] after its last token; both None if there is no entry, or it
         was evicted.
+    entry_bytes: the bytes of these two.
     continuations: how many different tokens have followed it in sequences so far.
     users: running sequences that started from it; it is not evicted while there are any.
     last_use: the number of look-ups when it was kept or found last.
@@ -31,6 +32,7 @@ class Node:
     keys_and_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     recurrent: Mapping[str, torch.Tensor] | None = None
     logits: torch.Tensor | None = None
+    entry_bytes: int = 0
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     continuations: int = 0
     users: int = 0
@@ -67,12 +69,7 @@ class Node:
     @property
     def tokens_bytes(self) -> int:
         """The bytes of its keys and values."""
-        return _bytes(self.keys_and_values)
-
-    @property
-    def entry_bytes(self) -> int:
-        """The bytes of the entry itself, without keys and values."""
-        return _bytes(self.recurrent) + self.logits.nbytes
+        return sum(tensor.nbytes for tensor in self.keys_and_values.values())
 
     @property
     def saved_tokens(self) -> int:
@@ -154,7 +151,3 @@ class Entries:
                 age = self._look_ups - entry.last_use + 1
                 worth[entry] = found / seen * entry.saved_tokens / entry.freed_bytes / math.sqrt(age)
         return min(worth, key=worth.__getitem__)
-
-
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
