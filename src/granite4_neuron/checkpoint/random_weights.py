@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+# Larger parameters are drawn by pieces of this many values, on all cores.
+_PIECE = 2**20
 
 
 def random_model(
@@ -39,8 +43,23 @@ def _fill(
     elif name.endswith(".D") or "norm" in name:
         parameter.normal_(1.0, 0.2, generator=generator)
     elif name.endswith("embed_tokens.weight"):
-        parameter.normal_(0.0, 1.0 / config.embedding_multiplier, generator=generator)
+        _fill_normally(parameter, 1.0 / config.embedding_multiplier, generator)
     elif name.endswith("bias"):
         parameter.normal_(0.0, 0.2, generator=generator)
     else:
-        parameter.normal_(0.0, 1.0 / math.sqrt(parameter.shape[-1]), generator=generator)
+        _fill_normally(parameter, 1.0 / math.sqrt(parameter.shape[-1]), generator)
+
+
+def _fill_normally(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    pieces = parameter.detach().view(-1).split(_PIECE)
+    if len(pieces) == 1:
+        parameter.normal_(0.0, std, generator=generator)
+        return
+    # Each piece has a generator of its own, so that the values do not depend on the number of threads.
+    seeds = torch.randint(2**62, (len(pieces),), generator=generator).tolist()
+
+    def fill(piece: torch.Tensor, seed: int) -> None:
+        piece.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, pieces, seeds))
