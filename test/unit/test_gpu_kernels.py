@@ -80,6 +80,20 @@ def test_products(columns, is_gated, dtype):
     compare("multiply_rows", x, weight, ids, is_gated, dtype=dtype)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (3, 64, 6), (70, 72, 10), (2, 5, 5)])
+def test_choice_of_experts(tokens, experts, top_k):
+    """In whole numbers, so that there are equal ones; the last token's are NaN."""
+    logits = random(tokens, experts).mul(3).round()
+    logits[-1] = math.nan
+    (expected, expected_ids), (weights, ids) = (
+        module.choose_experts(copied(logits, device), top_k) for module, device in ((gpu, "cpu"), (gpu_kernels, DEVICE))
+    )
+    weights, ids = weights.cpu(), ids.cpu()
+    assert ids.dtype == expected_ids.dtype and torch.equal(ids[:-1], expected_ids[:-1])
+    assert ((ids >= 0) & (ids < experts)).all() and weights[-1].isnan().all()
+    torch.testing.assert_close(weights[:-1], expected[:-1], rtol=1e-6, atol=0.0)
+
+
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
 def test_attention(kv_length, dtype):

@@ -26,6 +26,7 @@ GPU = replace(
     linear=gpu.linear,
     mlp=gpu.mlp,
     router_logits=gpu.router_logits,
+    topk_softmax=gpu.topk_softmax,
     fused_experts=gpu.fused_experts,
     cached_attention=gpu.cached_attention,
     mamba_prefill=gpu.CHUNKED,

@@ -13,17 +13,17 @@ from granite4_neuron.ops import moe as plain_moe
 from granite4_neuron.ops import quantization
 from granite4_neuron.ops.causal_conv1d import causal_conv1d
 from granite4_neuron.ops.mamba_kernels import MambaKernels, Results
-from granite4_neuron.ops.xla import attention, moe
+from granite4_neuron.ops.xla import attention, moe, topk
 from granite4_neuron.ops.xla.mamba import CHUNK_SIZE, chunks
 
 # Up to which a product is one of each token with the weights: few enough for weights to be read once.
 _FEW_TOKENS = 16
 
 
-def _kernel(definition: Callable[..., torch.Tensor], mutates: tuple[str, ...] = ()) -> Callable[..., torch.Tensor]:
+def _kernel(definition: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Return granite4_neuron::NAME, one node of a graph: on a GPU the kernel of this name, on a CPU the definition."""
 
-    def launch(*arguments: Any) -> torch.Tensor:
+    def launch(*arguments: Any) -> Any:
         # Not at the top: Triton comes with a torch for GPUs only.
         from granite4_neuron.ops.xla import gpu_kernels
 
@@ -80,6 +80,11 @@ def multiply_rows(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor | Non
     return plain_moe.silu_and_mul(y) if is_gated else y
 
 
+def choose_experts(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `ops.xla.topk_softmax`."""
+    return topk.topk_softmax(router_logits, top_k)
+
+
 def attend_token(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -98,6 +103,7 @@ def attend_token(
 _convolve_token = _kernel(convolve_token, mutates=("conv_state",))
 _advance_token = _kernel(advance_token, mutates=("ssm_state",))
 _multiply_rows = _kernel(multiply_rows)
+_choose_experts = _kernel(choose_experts)
 _attend_token = _kernel(attend_token)
 
 
@@ -114,6 +120,12 @@ def _(x, *others):
 @_multiply_rows.register_fake
 def _(x, weight, ids, is_gated):
     return x.new_empty(len(x) if ids is None else len(ids), weight.shape[-2] // (1 + is_gated))
+
+
+@_choose_experts.register_fake
+def _(router_logits, top_k):
+    weights = router_logits.new_empty(len(router_logits), top_k, dtype=torch.float32)
+    return weights, weights.new_empty(weights.shape, dtype=torch.int32)
 
 
 @_attend_token.register_fake
@@ -142,6 +154,11 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(x) > _FEW_TOKENS:
         return plain_moe.router_logits(x, weight)
     return _multiply_rows(x.float(), weight, None, False)
+
+
+def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `ops.topk_softmax`, with the experts in int32."""
+    return _choose_experts(router_logits.float(), top_k)
 
 
 def fused_experts(
