@@ -24,7 +24,7 @@ every_quantization = pytest.mark.parametrize("quantize", QUANTIZATIONS)
 
 @every_quantization
 def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels, quantize, tmp_path):
-    model = load_model(case_folder, quantize=quantize)
+    model = load_model(case_folder, FORMATS[quantize].lossless_dtype, quantize=quantize)
     save_model(model, tmp_path / "quantized")
     stored = load_model(tmp_path / "quantized")
     assert stored.is_quantized and stored.dtype == model.dtype
@@ -39,7 +39,11 @@ def test_what_is_written_is_the_model_quantized_on_loading(case_folder, kernels,
 def test_no_weight_is_laid_out_that_the_model_does_not_keep(case_folder, kernels, quantize):
     seen = []
     model = load_model(
-        case_folder, quantize=quantize, operators=kernels, progress=lambda done, whole: seen.append((done, whole))
+        case_folder,
+        FORMATS[quantize].lossless_dtype if quantize else None,
+        quantize=quantize,
+        operators=kernels,
+        progress=lambda done, whole: seen.append((done, whole)),
     )
     sizes = [w.nbytes if isinstance(w, torch.Tensor) else w.num_bytes for _, w in model.named_weights()]
     assert seen[-1] == (sum(sizes), sum(sizes)) and len(seen) == len(sizes)
@@ -100,7 +104,7 @@ def test_convert(capsys, quantize, tmp_path):
     folder = tmp_path / "quantized"
     assert cli.main(["convert", "--quantize", quantize, "--output", str(folder)]) == 0
     size, original = ((each / WEIGHTS).stat().st_size for each in (folder, bundled_checkpoint()))
-    assert size <= {"int8": 0.6, "int4": 0.33}[quantize] * original
+    assert size <= {"int8": 0.6, "int4": 0.33, "lossless12": 0.8}[quantize] * original
     texts = []
     for options in (["--model", str(folder)], ["--quantize", quantize]):
         assert cli.main(["generate", *options, "--max-tokens", "8", "An assignment"]) == 0
@@ -110,7 +114,30 @@ def test_convert(capsys, quantize, tmp_path):
     assert "check the original with --quantize" in capsys.readouterr().err
 
 
+def test_lossless12_gives_the_logits_of_bfloat16(kernels):
+    plain, lossless = (
+        load_model(bundled_checkpoint(), torch.bfloat16, quantize=quantize, operators=kernels)
+        for quantize in (None, "lossless12")
+    )
+    tokens = random_tokens(plain.config.vocab_size, 3, 60)
+    for cuts in ([60], [1] * 20 + [40]):
+        expected = run_cuts(plain.bind(kernels), tokens, cuts)
+        assert torch.equal(run_cuts(lossless.bind(kernels), tokens, cuts), expected)
+
+
 class TestRefusals:
+    def test_lossless12_of_another_dtype(self):
+        with pytest.raises(UserError, match="keeps the numbers of bfloat16, and the dtype is torch"):
+            load_model(bundled_checkpoint(), torch.float32, quantize="lossless12")
+
+    def test_a_weight_that_lossless12_does_not_hold(self, tmp_path):
+        model = load_model(bundled_checkpoint())
+        with torch.no_grad():
+            model.model.embed_tokens.weight[7, :40] = 1e-30
+        save_model(model, tmp_path / "wide")
+        with pytest.raises(UserError, match=r"embed_tokens.weight has a row .* load it without --quantize"):
+            load_model(tmp_path / "wide", torch.bfloat16, quantize="lossless12")
+
     @pytest.fixture
     def folder(self, tmp_path):
         original = bundled_checkpoint()

@@ -14,6 +14,7 @@ from granite4_neuron.ops.formats.int4 import FORMAT as INT4
 from granite4_neuron.ops.formats.int4 import GROUP
 from granite4_neuron.ops.formats.int8 import _PART, quantize_per_channel
 from granite4_neuron.ops.formats.int8 import FORMAT as INT8
+from granite4_neuron.ops.formats.lossless12 import FORMAT as LOSSLESS12
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.test_ops import relative_error
@@ -120,6 +121,33 @@ class TestInt4:
 
     def test_size(self):
         assert INT4.quantize(torch.randn(64, 256)).num_bytes * 8 == 4.5 * 64 * 256
+
+
+class TestLossless12:
+    @given(
+        shape=st.sampled_from([(1, 1), (7, 33), (2, 3, 64), (5, 2000)]),
+        exponent=st.integers(-140, 120),
+        seed=st.integers(0, 1000),
+    )
+    def test_it_has_the_bits_of_bfloat16(self, shape, exponent, seed):
+        """Up to eight numbers of a row are of any size: zeros, numbers that are not normal, the largest, infinity."""
+        g = torch.Generator().manual_seed(seed)
+        weight = (torch.randn(shape, generator=g) * 2.0**exponent).bfloat16()
+        others = torch.tensor([0.0, -0.0, 1e-39, -9e-41, 3e38, -math.inf, 1e-30, -1e30])
+        columns = torch.randperm(shape[-1], generator=g)[:8]
+        weight[..., columns] = others[: len(columns)].bfloat16()
+        if not LOSSLESS12.holds(stored := LOSSLESS12.quantize(weight)):  # random numbers near zero are others as well
+            return
+        assert torch.equal(stored.dequantize(torch.bfloat16).view(torch.int16), weight.view(torch.int16))
+
+    def test_a_row_with_more_others_than_there_is_room_for(self):
+        weight = torch.ones(3, 100)
+        weight[1, :8], weight[2, :9] = 1e-9, 1e-9
+        assert LOSSLESS12.holds(LOSSLESS12.quantize(weight[:2]))
+        assert not LOSSLESS12.holds(LOSSLESS12.quantize(weight))
+
+    def test_size(self):
+        assert LOSSLESS12.quantize(torch.randn(64, 1024)).num_bytes == 64 * (1536 + 10)
 
 
 def in_groups(weight):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from granite4_neuron.ops.cpu import build
-from granite4_neuron.ops.formats import int4, int8
+from granite4_neuron.ops.formats import int4, int8, lossless12
 
 DRIVER = Path(__file__).parents[1] / "support" / "tile_sums.cpp"
-FORMATS = {"plain": None, "int8": int8.FORMAT, "int4": int4.FORMAT}
+FORMATS = {"plain": None, "int8": int8.FORMAT, "int4": int4.FORMAT, "lossless12": lossless12.FORMAT}
 ROWS = 70
 COUNTS = (1, 2, 3, 4, 5, 16, 17, 33, 300)
 
@@ -71,6 +71,8 @@ def numbers_of(name, weight):
         return weight, None, weight.float().numpy(), None, None
     stored = FORMATS[name].quantize(weight)
     scales = stored.scales.float()
+    if name == "lossless12":
+        return stored.values, scales, weight.float().numpy(), None, None
     if name == "int8":
         return stored.values, scales, stored.values.float().numpy(), None, scales.view(-1).numpy()
     values = stored.values.view(len(weight), -1)

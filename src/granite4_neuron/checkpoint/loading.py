@@ -31,7 +31,7 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
-from granite4_neuron.ops import Format, QuantizedWeight, Weight, as_tensor
+from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.ops.weight_memory import WeightMemory
 
@@ -87,7 +87,8 @@ def load_model(
 
     Raises:
         UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
-            enough memory for it; or a number that must be finite is not, or would not be in `dtype`.
+            enough memory for it; a number that must be finite is not, or would not be in `dtype`; or a format without
+            loss has not the numbers of `dtype`, or does not hold a weight.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -119,6 +120,9 @@ def load_model(
     dtype = dtype or getattr(torch, stored.dtype())
     if dtype not in _DTYPES:
         raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
+    if quantize and FORMATS[quantize].lossless_dtype not in (None, dtype):
+        exact = str(FORMATS[quantize].lossless_dtype).removeprefix("torch.")
+        raise UserError(f"{quantize} keeps the numbers of {exact}, and the dtype is {dtype}; choose --dtype {exact}.")
     if isinstance(stored, GGUFTensors) and (sentence := remark_on(stored, quantized, dtype)):
         remark(sentence)
     formats = {name: each.format for name, each in quantized.items()} or formats_for(model, quantize)

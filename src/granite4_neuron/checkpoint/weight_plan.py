@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD
+from granite4_neuron.errors import UserError
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, Weight
@@ -85,11 +86,20 @@ class WeightPlan:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
     def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
-        """Lay out a stored weight, in `memory`, as the model has it."""
+        """Lay out a stored weight, in `memory`, as the model has it.
+
+        Raises:
+            UserError: its format does not hold it.
+        """
         places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
         if isinstance(weight, torch.Tensor):
             format = self._formats.get(name)
             weight = weight.to(self._dtype) if format is None else self._operators.quantize(weight, format)
+            if format is not None and not format.holds(weight):
+                raise UserError(
+                    f"{name} has a row whose weights are of too many sizes for {format.name}; load it without "
+                    "--quantize, which gives the same numbers."
+                )
         if self._is_packed(name):
             return self._operators.pack(weight, self._dtype, places[""])
         return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)

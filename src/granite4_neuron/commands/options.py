@@ -248,7 +248,8 @@ def add_cpu_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="for the cpu backend: hold the large weights in this format (default: as stored)",
+        help="for the cpu backend: hold the large weights in this format; lossless12 has the numbers of bfloat16 "
+        "(default: as stored)",
     )
     parser.add_argument(
         "--state-dtype",

@@ -47,9 +47,11 @@ class Format(ABC):
 
     quantizes_tied_embedding: whether a head that is the embedding stays one matrix with it, in the format `head`.
         Otherwise the embedding is not quantized, and the head has values of its own.
+    lossless_dtype: the dtype of which it has exactly the numbers, where it `holds` them; None if it rounds.
     """
 
     quantizes_tied_embedding: ClassVar[bool] = False
+    lossless_dtype: ClassVar[torch.dtype | None] = None
 
     @property
     def name(self) -> str:
@@ -72,8 +74,12 @@ class Format(ABC):
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Round a matrix [..., rows, columns] of any floating dtype to the values of this format.
 
-        Where numbers of a row are not finite, its scales are not finite either.
+        Where numbers of a row are not finite, its scales are not finite either, or the format has these numbers too.
         """
+
+    def holds(self, weight: QuantizedWeight) -> bool:
+        """Return whether a weight that was quantized in this format stands for what it was made of."""
+        return True
 
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:

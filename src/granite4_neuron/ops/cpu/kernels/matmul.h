@@ -53,10 +53,11 @@ template <typename Arithmetic, int COUNT>
 
 // emit(t, v, the sum over steps of weights times x[v], in the order of the columns) for TILES tiles that are `stride`
 // bytes apart, COUNT vectors, and a column at least; t and v are known to the compiler, and sums stay in registers.
+// readers: of the tiles; step: of the first tile.
 template <typename Steps, int COUNT, int TILES, typename Emit>
 [[gnu::always_inline]] inline void sum_steps(
-    const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns, Prefetch& prefetch,
-    const Emit& emit) {
+    std::array<ReaderOf<Steps>, TILES>& readers, const char* step, int64_t stride,
+    const typename Steps::Arithmetic::Input* x, int64_t columns, Prefetch& prefetch, const Emit& emit) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : ActivationPanel<Arithmetic>::PLACES;
   // Beside the sums there is room for all vectors' factors and a register of weights, and not for an operand.
@@ -68,7 +69,7 @@ template <typename Steps, int COUNT, int TILES, typename Emit>
     for_each<TILES>([&](auto t) {
       prefetch.template step<Steps::PREFETCH_BYTES>(t * stride);
       for_each<Arithmetic::VECTORS / 2>([&](auto part) {
-        auto weights = Steps::template load<part>(step + t * stride);
+        auto weights = readers[t].template load<part>(step + t * stride);
         auto sum = [&](auto v, auto i) -> Vec& { return sums[t * COUNT + v][2 * part + i]; };
         auto factor = [&](auto v) { return Arithmetic::broadcast(x + v * Arithmetic::COLUMNS); };
         if constexpr (COUNT < Arithmetic::VECTORS && IS_TIGHT) {
@@ -105,16 +106,18 @@ inline void add_in_memory() {
 // acc[t * COUNT + v] = the sums that `sum_steps` emits for SUMMED_COLUMNS at a time, one after another.
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_steps(
-    const char* step, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
+    const char* tile, int64_t stride, const typename Steps::Arithmetic::Input* x, int64_t columns,
     typename Steps::Arithmetic::Accumulators* acc, Prefetch prefetch) {
   using Arithmetic = typename Steps::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : ActivationPanel<Arithmetic>::PLACES;
+  auto readers = readers_of<Steps, TILES>(tile, stride, columns);
+  const char* step = tile + ReaderOf<Steps>::steps_offset(columns);
   for (int v = 0; v < TILES * COUNT; v++) acc[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += SUMMED_COLUMNS) {
     int64_t steps = first / Arithmetic::COLUMNS;
     sum_steps<Steps, COUNT, TILES>(
-        step + steps * Steps::STEP_BYTES, stride, x + steps * X_STEP, std::min(SUMMED_COLUMNS, columns - first),
-        prefetch, [&](auto t, auto v, const auto& sum) {
+        readers, step + steps * Steps::STEP_BYTES, stride, x + steps * X_STEP,
+        std::min(SUMMED_COLUMNS, columns - first), prefetch, [&](auto t, auto v, const auto& sum) {
           auto& total = acc[t * COUNT + v];
           for_each<Arithmetic::VECTORS>([&](auto i) { total[i] = total[i] + sum[i]; });
         });
@@ -130,13 +133,14 @@ inline void multiply_scaled_groups(
   using Arithmetic = typename Tiles::Arithmetic;
   constexpr int64_t X_STEP = COUNT == 1 ? Arithmetic::COLUMNS : ActivationPanel<Arithmetic>::PLACES;
   constexpr int64_t SCALE_BYTES = Tiles::GROUP_BYTES - Tiles::SCALES;
+  auto readers = readers_of<Tiles, TILES>(group, stride, columns);
   for (int v = 0; v < TILES * COUNT; v++) acc[v].fill(Vec(0.0f));
   for (int64_t first = 0; first < columns; first += Tiles::GROUP, group += Tiles::GROUP_BYTES) {
     typename Arithmetic::Accumulators scales[TILES];
     for_each<TILES>([&](auto t) { scales[t] = Tiles::group_scales(group + t * stride); });
     sum_steps<Tiles, COUNT, TILES>(
-        group, stride, x + first / Arithmetic::COLUMNS * X_STEP, std::min(Tiles::GROUP, columns - first), prefetch,
-        [&](auto t, auto v, const auto& sum) {
+        readers, group, stride, x + first / Arithmetic::COLUMNS * X_STEP, std::min(Tiles::GROUP, columns - first),
+        prefetch, [&](auto t, auto v, const auto& sum) {
           auto& total = acc[t * COUNT + v];
           for_each<Arithmetic::VECTORS>([&](auto i) { total[i] = at::vec::fmadd(sum[i], scales[t][i], total[i]); });
         });
@@ -184,12 +188,14 @@ struct LoadedSteps {
   }
   // Those of a tile, at `to`, which has room for `tile_bytes`.
   static void fill(const char* tile, int64_t columns, char* to) {
+    ReaderOf<Tiles> reader(tile, columns);
+    const char* step = tile + reader.steps_offset(columns);
     for (int64_t count = steps_of<Arithmetic>(columns); count > 0; count--) {
       for_each<Arithmetic::VECTORS / 2>([&](auto part) {
-        auto weights = Tiles::template load<part>(tile);
+        auto weights = reader.template load<part>(step);
         std::memcpy(to + 2 * part * VECTOR_BYTES, &weights, sizeof(weights));
       });
-      tile += Tiles::STEP_BYTES;
+      step += Tiles::STEP_BYTES;
       to += STEP_BYTES;
     }
   }

@@ -155,8 +155,10 @@ inline auto block_scales(const char* block) {
 // vectors lie BLOCK_COLUMNS apart, and blocks `height` of these.
 template <typename Steps, int COUNT, int TILES>
 inline void multiply_pairs(
-    const char* block, int64_t stride, const at::BFloat16* x, int64_t height, int64_t columns,
+    const char* tile, int64_t stride, const at::BFloat16* x, int64_t height, int64_t columns,
     TilePairs::Accumulators* acc, Prefetch prefetch) {
+  auto readers = readers_of<Steps, TILES>(tile, stride, columns);
+  const char* block = tile + ReaderOf<Steps>::steps_offset(columns);
   constexpr int PARITIES = 2;
   auto even = [](__m512i pairs) { return Vec(_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))); };
   auto odd = [](__m512i pairs) {
@@ -173,7 +175,7 @@ inline void multiply_pairs(
       for_each<TILES>([&](auto t) {
         const char* step = block + t * stride + pair * Steps::STEP_BYTES;
         prefetch.template step<Steps::PREFETCH_BYTES>(t * stride);
-        auto weights = Steps::template load<0>(step);
+        auto weights = readers[t].template load<0>(step);
         for_each<COUNT>([&](auto v) {
           int32_t factors;
           std::memcpy(&factors, x + v * BLOCK_COLUMNS + 2 * pair, sizeof(factors));

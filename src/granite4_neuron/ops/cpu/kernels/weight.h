@@ -193,13 +193,20 @@ inline Weight weight_in(const at::Tensor& bytes) {
 //   add_scales       copies the scales of a tile's rows into the tile
 //   check            refuses tensors of another size than the weight that is to be packed from them
 //
-// A format whose rows have a scale for each GROUP of columns has other members in the place of `offset`, `value` and
-// `add_scales`:
+// A format with another order within a tile has other members in the place of `offset`, `value` and `add_scales`:
+//
+//   pack             packs a whole matrix, as `pack_tiles`
+//   read_row         reads a row of a tile
+//
+// One of these formats has a scale for each row and GROUP of columns:
 //
 //   GROUP_BYTES      the size of a group: its steps, and from the byte SCALES on its scales
 //   group_scales     the scales of a group
-//   pack             packs a whole matrix, as `pack_tiles`
-//   read_row         reads a row of a tile
+//
+// and another one has a state in the place of `load`:
+//
+//   Reader           loads the steps of one tile, in their order
+//   steps_offset     where the first step is in a tile, in bytes
 template <typename T>
 struct PlainTiles {
   using Value = T;
@@ -236,9 +243,13 @@ struct PlainTiles {
 template <typename Tiles>
 constexpr bool HAS_GROUPS = requires { Tiles::GROUP; };
 
+// Whether a format packs matrices itself.
+template <typename Tiles>
+constexpr bool HAS_PACKING = requires { &Tiles::pack; };
+
 // Packs the matrix `values` [experts, rows, columns] with `scales` [experts, rows, ...], or null, into tiles at `to`.
 template <typename Tiles>
-  requires(!HAS_GROUPS<Tiles>)
+  requires(!HAS_PACKING<Tiles>)
 inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
   int64_t experts = weight.experts, rows = weight.rows, columns = weight.columns;
@@ -259,14 +270,44 @@ inline void pack_tiles(const typename Tiles::Value* values, const float* scales,
 }
 
 template <typename Tiles>
-  requires HAS_GROUPS<Tiles>
+  requires HAS_PACKING<Tiles>
 inline void pack_tiles(const typename Tiles::Value* values, const float* scales, const Weight& weight, char* to) {
   Tiles::pack(values, scales, weight, to);
 }
 
+// Loads the steps of a tile, for most formats one by one.
+template <typename Steps>
+struct ReaderOf {
+  ReaderOf(const char*, int64_t) {}
+  static int64_t steps_offset(int64_t) {
+    return 0;
+  }
+  template <int PART>
+  static typename Steps::Arithmetic::Operand load(const char* step) {
+    return Steps::template load<PART>(step);
+  }
+};
+
+template <typename Steps>
+  requires requires { typename Steps::Reader; }
+struct ReaderOf<Steps> : Steps::Reader {
+  using Steps::Reader::Reader;
+  static int64_t steps_offset(int64_t columns) {
+    return Steps::steps_offset(columns);
+  }
+};
+
+// Those of TILES tiles that are `stride` bytes apart.
+template <typename Steps, int TILES>
+inline auto readers_of(const char* tile, int64_t stride, int64_t columns) {
+  return [&]<int... NUMBERS>(std::integer_sequence<int, NUMBERS...>) {
+    return std::array<ReaderOf<Steps>, TILES>{ReaderOf<Steps>(tile + NUMBERS * stride, columns)...};
+  }(std::make_integer_sequence<int, TILES>());
+}
+
 // Reads one row of a tile, in float32.
 template <typename Tiles>
-  requires(!HAS_GROUPS<Tiles>)
+  requires(!HAS_PACKING<Tiles>)
 inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
   constexpr int64_t STEP = Tiles::Arithmetic::COLUMNS;
   for (int64_t column = 0; column < columns; column++) {
@@ -278,7 +319,7 @@ inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) 
 }
 
 template <typename Tiles>
-  requires HAS_GROUPS<Tiles>
+  requires HAS_PACKING<Tiles>
 inline void read_row(const char* tile, int64_t row, int64_t columns, float* to) {
   Tiles::read_row(tile, row, columns, to);
 }

@@ -1,0 +1,100 @@
+"""Weights of bfloat16 in 12 bits, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from granite4_neuron.ops.weight import Format, QuantizedWeight
+
+CODES = 15  # exponents that have a code, from a row's least one on; code 15 is for others
+_EXPONENTS = 256  # that bfloat16 has
+_HEADER = 2
+_PART = 2**16  # values that are written at a time, in cache
+
+
+class Lossless12(Format):
+    """Numbers of bfloat16: a sign and a mantissa of 8 bits, and a code of 4 bits in the place of the exponent.
+
+    The exponents of nearly all weights of a row are near each other. A row has codes for the 15 in succession that most
+    of its weights have, the least such 15 of several. Other exponents are kept beside. There is room for those of 8
+    weights of a row, or of 1 weight in 128; a row that has more of them is not held, see `holds`.
+
+    values: uint8, [..., rows, columns * 3 / 2, rounded up], with sign and mantissa of all columns, and then the codes:
+        that of an even column in the lower half and that of the next one in the upper half.
+    scales: uint8, [..., rows, 2 + room], with the least exponent that has a code, the number of other exponents (255
+        for any more), and these exponents in the order of columns, filled up with zeros.
+    """
+
+    quantizes_tied_embedding = True
+    lossless_dtype = torch.bfloat16
+
+    def layout(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        *rows, columns = shape
+        return {
+            "": (torch.Size([*rows, columns + -(-columns // 2)]), torch.uint8),
+            "_scale": (torch.Size([*rows, _HEADER + _room(columns)]), torch.uint8),
+        }
+
+    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
+        layout = self.layout(weight.shape)
+        values, scales = (torch.zeros(shape, dtype=dtype, device=weight.device) for shape, dtype in layout.values())
+        columns = weight.shape[-1]
+        parts = [
+            tensor.split(max(1, _PART // columns))
+            for tensor in (weight.reshape(-1, columns), *(each.view(-1, each.shape[-1]) for each in (values, scales)))
+        ]
+        for rows, to_values, to_scales in zip(*parts, strict=True):
+            bits = rows.bfloat16().contiguous().view(torch.int16).int()
+            exponents = bits >> 7 & _EXPONENTS - 1
+            least = _least_exponents(exponents)
+            codes = exponents - least
+            is_other = (codes < 0) | (codes >= CODES)
+            codes = torch.nn.functional.pad(codes.masked_fill(is_other, CODES), (0, columns % 2))
+            to_values[:, :columns] = (bits >> 8 & 0x80 | bits & 0x7F).to(torch.uint8)
+            to_values[:, columns:] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+            to_scales[:, 0] = least[:, 0].to(torch.uint8)
+            to_scales[:, 1] = is_other.sum(-1).clamp(max=255).to(torch.uint8)
+            row, column, place = _others(is_other, _room(columns))
+            to_scales[row, _HEADER + place] = exponents[row, column].to(torch.uint8)
+        return QuantizedWeight(self, values, scales, weight.shape)
+
+    def holds(self, weight: QuantizedWeight) -> bool:
+        return bool((weight.scales[..., 1] <= _room(weight.shape[-1])).all())
+
+    def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+        columns = weight.shape[-1]
+        values, scales = (each.reshape(-1, each.shape[-1]).int() for each in (weight.values, weight.scales))
+        halves = values[:, columns:]
+        codes = torch.stack([halves & 15, halves >> 4], -1).flatten(-2)[:, :columns]
+        exponents = scales[:, :1] + codes
+        row, column, place = _others(codes == CODES, _room(columns))
+        exponents[row, column] = scales[row, _HEADER + place]
+        own = values[:, :columns]
+        bits = (own & 0x80) << 8 | exponents << 7 | own & 0x7F
+        return bits.to(torch.int16).view(torch.bfloat16).view(weight.shape).to(dtype)
+
+
+FORMAT = Lossless12()
+
+
+def _room(columns: int) -> int:
+    """Return how many exponents without a code a row may have."""
+    return min(max(columns // 128, 8), 254)
+
+
+def _least_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the first of the `CODES` exponents that most values of a row have: [rows, columns] to [rows, 1]."""
+    counts = torch.zeros(len(exponents), _EXPONENTS + 1, dtype=torch.int32, device=exponents.device)
+    counts.scatter_add_(1, exponents.long() + 1, torch.ones_like(exponents))
+    below = counts.cumsum(-1)
+    return (below[:, CODES:] - below[:, :-CODES]).argmax(-1, keepdim=True).int()
+
+
+def _others(is_other: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return row, column and place among those of the row, of all values without a code that there is room for."""
+    row, column = is_other.nonzero(as_tuple=True)
+    place = is_other.cumsum(-1)[row, column] - 1
+    fits = place < room
+    return row[fits], column[fits], place[fits]
