@@ -217,6 +217,8 @@ class TestErrors:
                 client.chat.completions.create(model=MODEL, **options)
             assert error.value.code == "context_length_exceeded"
             assert "This model's maximum context length is 512 tokens".lower() in error.value.message.lower()
+            # langchain-openai finds these words where openai's exceptions do not show the code.
+            assert ("prompt is too long" in error.value.message) == ("max_tokens" not in options)
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="gpt", prompt="x")
         assert error.value.code == "model_not_found"

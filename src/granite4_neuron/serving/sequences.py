@@ -22,6 +22,8 @@ from granite4_neuron.serving.protocol import ChatBody, CompletionBody, Conversat
 from granite4_neuron.serving.structured import Structure, structure_of
 from granite4_neuron.serving.tools import structure_of_calls
 
+_LONG = "the prompt is too long"
+
 # New tokens of a completion that does not say how many, as with OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -155,10 +157,10 @@ class SequenceMaker:
             RequestError: 400, the text is too long.
         """
         if self._longest_token is not None and len(text) > self.limits.max_length * self._longest_token:
-            raise self._too_long(f"{which} has {len(text)} characters, which are more tokens than fit", which)
+            raise self._too_long(f"{_LONG}: {which} has {len(text)} characters, which are more tokens than fit", which)
 
     def _too_long(self, what: str, field: str) -> RequestError:
-        # Clients look for the code, or for these words, to tell this error from others.
+        # Clients look for the code, or for these words or `_LONG`, to tell this error from others.
         longest = f"this model's maximum context length is {self.limits.max_length} tokens (--max-model-len)"
         return RequestError(400, f"{what}; {longest}.", field, code="context_length_exceeded")
 
@@ -192,7 +194,9 @@ class SequenceMaker:
         """
         longest, most = self.limits.max_length, self.limits.max_tokens
         if prompt_length >= longest:
-            raise self._too_long(f"{which} has {prompt_length} tokens, and at least one new one must fit", which)
+            raise self._too_long(
+                f"{_LONG}: {which} has {prompt_length} tokens, and at least one new one must fit", which
+            )
         room = min(longest - prompt_length, most or longest)
         if asked is not None and asked > room:
             if room == most:
