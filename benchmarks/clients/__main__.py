@@ -11,6 +11,7 @@ It starts a server with the bundled model. `--python` has this package; the clie
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from benchmarks.clients import guidellm, langchain, litellm, llm, lm_eval, opena
 
 MODULES = (openai, litellm, langchain, lm_eval, guidellm, llm, vllm)
 CLIENTS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+PACKAGES = {"langchain": "langchain_openai"}  # of clients whose package has another name
 
 
 @contextmanager
@@ -39,18 +41,28 @@ def _server(python: str) -> Iterator[str]:
         process.wait()
 
 
+def _is_installed(client: str) -> bool:
+    return importlib.util.find_spec(PACKAGES.get(client, client)) is not None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of {', '.join(CLIENTS)} (default: all)")
+    parser.add_argument(
+        "clients", nargs="*", metavar="CLIENT", help=f"some of {', '.join(CLIENTS)} (default: all that are installed)"
+    )
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the server")
     options = parser.parse_args()
     unknown = set(options.clients) - set(CLIENTS)
     if unknown:
         parser.error(f"there is no client {' or '.join(sorted(unknown))}; there are {', '.join(CLIENTS)}.")
+    clients = options.clients or list(filter(_is_installed, CLIENTS))
+    missing = [client for client in clients if not _is_installed(client)]
+    if missing or not clients:
+        parser.error(f"install {' and '.join(missing or CLIENTS)} first.")
     # No client is to find a key or a configuration of the person who runs this, nor the network.
     os.environ |= {"OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     with _server(options.python) as url, tempfile.TemporaryDirectory() as folder:
-        for name in options.clients or CLIENTS:
+        for name in clients:
             for what in CLIENTS[name].run(url, Path(folder)):
                 print(f"{name}: {what}", flush=True)
 
