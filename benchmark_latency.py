@@ -1,4 +1,5 @@
-"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers or llama.cpp.
+"""Latency of Granite 4 hybrid models on this machine, alone or side by side with transformers,
+llama.cpp or OpenVINO.
 
     python benchmark_latency.py
     python benchmark_latency.py --random-weights h-350m --dtype bfloat16 --compare transformers
@@ -79,7 +80,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
 @contextmanager
 def _gguf(folder: Path, options: argparse.Namespace) -> Iterator[None]:
     """Return options.gguf for llama.cpp; if none is given, a file is written for the time of the run."""
-    if options.compare != LLAMA_CPP or options.gguf is not None:
+    if LLAMA_CPP not in options.compare or options.gguf is not None:
         yield
         return
     with tempfile.TemporaryDirectory() as into:

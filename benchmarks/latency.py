@@ -83,7 +83,7 @@ def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]
         for prompt_length in options.prompt_length
     ]
     ours = PLAIN if options.cpu_kernels == "torch" else OURS
-    names = [ours, options.compare] if options.compare else [ours]
+    names = [ours, *options.compare]
     round_trip = load_round_trip() if options.backend == "cpu" else lambda: None
     with Progress(console=Console(stderr=True), transient=True) as progress:
         return [

@@ -50,8 +50,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--compare",
+        nargs="+",
         choices=[TRANSFORMERS, LLAMA_CPP, OPENVINO],
-        help="run this on the same weights too, and print ratios",
+        default=[],
+        help="run these on the same weights too, and print ratios",
     )
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="FOLDER", help="for --compare llama.cpp: of llama-bench and llama-quantize"
@@ -95,11 +97,11 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 0:
             raise UserError(f"--{name} must be at least 0.")
     _check_llama_cpp(options)
-    if (options.compare == OPENVINO) != (options.openvino is not None):
+    if (OPENVINO in options.compare) != (options.openvino is not None):
         raise UserError("--compare openvino and --openvino, the folder of the exported model, go together.")
     if options.openvino is not None:
         openvino.check(options.openvino)
-    if options.compare == TRANSFORMERS and int(transformers.__version__.split(".")[0]) < 5:
+    if TRANSFORMERS in options.compare and int(transformers.__version__.split(".")[0]) < 5:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     check_folder_of(options.json)
     check_plot(options.plot)
@@ -127,7 +129,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def _check_llama_cpp(options: argparse.Namespace) -> None:
-    if options.compare != LLAMA_CPP:
+    if LLAMA_CPP not in options.compare:
         if options.llama_cpp or options.gguf:
             raise UserError("--llama-cpp and --gguf belong to --compare llama.cpp.")
         return
@@ -153,7 +155,7 @@ def _check_reuse(options: argparse.Namespace) -> None:
     if options.speculate is not None:
         ngram_tokens(options.speculate)
     others = {f"--backend {options.backend}": options.backend != "cpu"}
-    others |= {f"--{name}": getattr(options, name) is not None for name in ("compare", "json", "plot")}
+    others |= {f"--{name}": bool(getattr(options, name)) for name in ("compare", "json", "plot")}
     for option, is_given in others.items():
         if is_given:
             raise UserError(f"{given[0]} is measured on the cpu beside the same without; leave out {option}.")

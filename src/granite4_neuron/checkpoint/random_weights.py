@@ -59,7 +59,7 @@ def _fill_normally(parameter: torch.Tensor, std: float, generator: torch.Generat
     seeds = torch.randint(2**62, (len(pieces),), generator=generator).tolist()
 
     def fill(piece: torch.Tensor, seed: int) -> None:
-        piece.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+        piece.copy_(torch.empty(piece.shape).normal_(0.0, std, generator=torch.Generator().manual_seed(seed)))
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, pieces, seeds))

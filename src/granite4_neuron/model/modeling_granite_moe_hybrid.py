@@ -217,6 +217,8 @@ class GraniteMoeHybridForCausalLM(Module):
 
 def last_tokens(hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
     """Select each row's last real token: [batch, tokens, hidden_size] to [batch, hidden_size]."""
+    if hidden_states.shape[1] == 1:
+        return hidden_states[:, 0]
     # By a mask and not by an index, which suits a compiler for static shapes.
     return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1)
 

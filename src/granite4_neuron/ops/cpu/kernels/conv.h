@@ -9,14 +9,12 @@ namespace granite4_neuron {
 
 // What the first half reads and writes.
 //
-// T is the dtype of inputs, weights and windows. A row of the batch is `row_stride` values of `inputs`; within it
+// T is the dtype of inputs and windows. A row of the batch is `row_stride` values of `inputs`; within it
 // tokens are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.
 template <typename T>
 struct ConvViews {
   const T* inputs;
   int64_t row_stride, token_stride;
-  const T* weight;   // [channels, width], the last tap multiplies the current token
-  const T* bias;     // [channels], or null
   T* windows;        // [slots, channels, width - 1], oldest input first
   float* activated;  // [batch, tokens, channels]
   float* steps;      // [batch, tokens, heads]
@@ -26,24 +24,16 @@ struct ConvViews {
   }
 };
 
-// The convolution's weights for vectors of channels.
-struct Filter {
-  std::vector<float> taps;  // [width, channels]
-  std::vector<float> bias;  // [channels], zeros where the layer has none
-};
-
 // out = silu(convolution) of one token, channels `begin` to `end`; inputs(tap): what the filter's tap multiplies,
 // [channels]. Every path comes through here, and has the same channels in its vectors.
 template <typename Inputs>
-inline void convolve_channels(
-    const Filter& filter, int64_t channels, int64_t width, const Inputs& inputs, float* out, int64_t begin,
-    int64_t end) {
+inline void convolve_channels(const Mixer& m, const Inputs& inputs, float* out, int64_t begin, int64_t end) {
   for (int64_t c = begin; c < end; c += LANES) {
     int64_t lanes = std::min(LANES, end - c);
-    Vec total = Vec::loadu(&filter.bias[c], lanes);
-    for (int64_t tap = 0; tap < width; tap++)
+    Vec total = Vec::loadu(&m.filter.bias[c], lanes);
+    for (int64_t tap = 0; tap < m.width; tap++)
       total = at::vec::fmadd(
-          Vec::loadu(&filter.taps[tap * channels + c], lanes), Vec::loadu(inputs(tap) + c, lanes), total);
+          Vec::loadu(&m.filter.taps[tap * m.channels + c], lanes), Vec::loadu(inputs(tap) + c, lanes), total);
     silu(total).store(out + c, lanes);
   }
 }
@@ -53,8 +43,7 @@ inline void convolve_channels(
 // x: [tokens, channels]; before: the inputs before x, oldest first, [width - 1, channels]; out: [tokens, channels].
 template <typename T>
 inline void convolve(
-    const Mixer& m, const Filter& filter, MatrixView<const T> x, const float* before, float* out, int64_t begin,
-    int64_t end) {
+    const Mixer& m, MatrixView<const T> x, const float* before, float* out, int64_t begin, int64_t end) {
   int64_t channels = m.channels, history = m.width - 1;
   std::vector<float> window(m.width * channels);  // row t % width is token t - history
   auto row_of = [&](int64_t token) { return window.data() + ((token + history) % m.width) * channels; };
@@ -69,7 +58,7 @@ inline void convolve(
   for (int64_t token = begin; token < end; token++) {
     read(token);
     auto inputs = [&](int64_t tap) { return row_of(token - history + tap); };
-    convolve_channels(filter, channels, m.width, inputs, out + token * channels, 0, channels);
+    convolve_channels(m, inputs, out + token * channels, 0, channels);
   }
 }
 
@@ -87,26 +76,10 @@ inline void step_sizes(const Mixer& m, const T* raw, float* to) {
     to[head] = std::clamp(softplus(to[head] + m.dt_bias[head]), limits.dt_low, limits.dt_high);
 }
 
-// [channels, columns] of any dtype to [columns, channels] in float32.
-template <typename T>
-inline void transpose_to_float(const T* from, int64_t channels, int64_t columns, float* to) {
-  for (int64_t c = 0; c < channels; c++)
-    for (int64_t i = 0; i < columns; i++) to[i * channels + c] = static_cast<float>(from[c * columns + i]);
-}
-
-template <typename T>
-inline Filter filter_of(const Mixer& m, const ConvViews<T>& views) {
-  Filter filter{std::vector<float>(m.width * m.channels), std::vector<float>(m.channels)};
-  transpose_to_float(views.weight, m.channels, m.width, filter.taps.data());
-  if (views.bias != nullptr) to_float(views.bias, filter.bias.data(), m.channels);
-  return filter;
-}
-
 // Convolution and step sizes of every sequence's tokens; windows advance in place.
 template <typename T>
 inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
   int64_t channels = m.channels, history = m.width - 1, window = channels * history;
-  Filter filter = filter_of(m, views);
   std::vector<float> before(m.batch * window);  // [batch, history, channels]
   for (int64_t row = 0; row < m.batch; row++)
     transpose_to_float(views.windows + m.rows.read_slots[row] * window, channels, history, &before[row * window]);
@@ -119,7 +92,7 @@ inline void convolve_tokens(const Mixer& m, const ConvViews<T>& views) {
       if (first >= last) continue;
       MatrixView<const T> x{views.token(row, 0), views.token_stride};
       float* out = views.activated + row * m.tokens * channels;
-      convolve(m, filter, x, &before[row * window], out, first, last);
+      convolve(m, x, &before[row * window], out, first, last);
       for (int64_t token = first; token < last; token++)
         step_sizes(m, x.row(token) + channels, views.steps + (row * m.tokens + token) * m.heads);
     }
@@ -159,7 +132,6 @@ template <typename T, int64_t HISTORY>
 inline void convolve_token(const Mixer& m, const ConvViews<T>& views) {
   constexpr int64_t BLOCK = 512;
   int64_t blocks = (m.channels + BLOCK - 1) / BLOCK, size = m.channels * HISTORY;
-  Filter filter = filter_of(m, views);
   parallel_tasks(m.batch * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
       int64_t row = task / blocks, first = task % blocks * BLOCK, last = std::min(first + BLOCK, m.channels);
@@ -171,7 +143,7 @@ inline void convolve_token(const Mixer& m, const ConvViews<T>& views) {
         int64_t count = std::min(LANES, last - c);
         window.advance(views.token(row, 0) + c, from + c * HISTORY, to + c * HISTORY, count);
         auto inputs = [&](int64_t tap) { return window.inputs[tap] - c; };
-        convolve_channels(filter, m.channels, m.width, inputs, views.activated + row * m.channels, c, c + count);
+        convolve_channels(m, inputs, views.activated + row * m.channels, c, c + count);
       }
       if (first == 0) step_sizes(m, views.token(row, 0) + m.channels, views.steps + row * m.heads);
     }

@@ -49,7 +49,7 @@ at::Tensor mamba_mixer(
   int64_t width = mixer.width, channels = mixer.channels;
   Mixer m{batch, tokens, heads, head_dim, d_state, width, channels,
           check_slot_rows(rows, batch, tokens, state.ssm.size(0)),
-          mixer.settings, mixer.dt_bias, mixer.A, mixer.D};
+          mixer.settings, mixer.dt_bias, mixer.A, mixer.D, mixer.filter};
 
   at::Tensor y = empty({batch, tokens, m.inner()}, projected.options().dtype(at::kFloat));
   if (y.numel() == 0) return y;
@@ -64,8 +64,6 @@ at::Tensor mamba_mixer(
         projected.const_data_ptr<scalar_t>(),
         projected.stride(0),
         projected.stride(1),
-        mixer.weights.conv_weight.const_data_ptr<scalar_t>(),
-        pointer<scalar_t>(mixer.weights.conv_bias),
         state.conv.mutable_data_ptr<scalar_t>(),
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};
@@ -98,7 +96,7 @@ at::Tensor paged_mamba_mixer(
 
   // One row of the mixer's own kind, whose tokens are those of all sequences.
   Mixer m{1, tokens, heads, head_dim, d_state, width, channels, {&tokens, nullptr, nullptr, nullptr},
-          mixer.settings, mixer.dt_bias, mixer.A, mixer.D};
+          mixer.settings, mixer.dt_bias, mixer.A, mixer.D, mixer.filter};
   at::Tensor y = empty({tokens, m.inner()}, projected.options().dtype(at::kFloat));
   std::fill_n(y.mutable_data_ptr<float>(), y.numel(), 0.0f);  // what padding gives
   at::Tensor xBC = empty({tokens, channels}, y.options()), dt = empty({tokens, heads}, y.options());
@@ -107,8 +105,6 @@ at::Tensor paged_mamba_mixer(
         projected.const_data_ptr<scalar_t>(),
         0,
         projected.stride(0),
-        mixer.weights.conv_weight.const_data_ptr<scalar_t>(),
-        pointer<scalar_t>(mixer.weights.conv_bias),
         nullptr,
         xBC.mutable_data_ptr<float>(),
         dt.mutable_data_ptr<float>()};

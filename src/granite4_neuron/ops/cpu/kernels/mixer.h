@@ -37,12 +37,19 @@ struct MixerSettings {
   Rounding rounding;
 };
 
+// The convolution's weights for vectors of channels.
+struct Filter {
+  std::vector<float> taps;  // [width, channels], the last tap multiplies the current token
+  std::vector<float> bias;  // [channels], zeros where the layer has none
+};
+
 // One call.
 struct Mixer {
   int64_t batch, tokens, heads, head_dim, d_state, width, channels;
   Rows rows;
   const MixerSettings& settings;
   const std::vector<float>&dt_bias, &A, &D;  // [heads]
+  const Filter& filter;
 
   int64_t inner() const {
     return heads * head_dim;
@@ -58,6 +65,23 @@ inline std::vector<float> as_floats(const at::Tensor& tensor) {
     to_float(tensor.const_data_ptr<scalar_t>(), values.data(), tensor.numel());
   });
   return values;
+}
+
+// [channels, columns] of any dtype to [columns, channels] in float32.
+template <typename T>
+inline void transpose_to_float(const T* from, int64_t channels, int64_t columns, float* to) {
+  for (int64_t c = 0; c < channels; c++)
+    for (int64_t i = 0; i < columns; i++) to[i * channels + c] = static_cast<float>(from[c * columns + i]);
+}
+
+inline Filter filter_of(const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  int64_t channels = weight.size(0), width = weight.size(2);
+  Filter filter{std::vector<float>(width * channels), std::vector<float>(channels)};
+  GRANITE4_DISPATCH(weight.scalar_type(), "filter_of", [&] {
+    transpose_to_float(weight.const_data_ptr<scalar_t>(), channels, width, filter.taps.data());
+  });
+  if (bias.has_value()) filter.bias = as_floats(*bias);
+  return filter;
 }
 
 // A = -exp(A_log).
@@ -77,10 +101,12 @@ struct MambaMixer {
   const MixerSettings settings;
   const int64_t channels, width, heads;
   const std::vector<float> dt_bias, A, D;  // [heads]
+  const Filter filter;
 
   MambaMixer(const MixerWeights& w, const MixerSettings& s)
       : weights((check(w, s), w)), settings(s), channels(w.conv_weight.size(0)), width(w.conv_weight.size(2)),
-        heads(w.dt_bias.numel()), dt_bias(as_floats(w.dt_bias)), A(decay_rates(w.A_log)), D(as_floats(w.D)) {}
+        heads(w.dt_bias.numel()), dt_bias(as_floats(w.dt_bias)), A(decay_rates(w.A_log)), D(as_floats(w.D)),
+        filter(filter_of(w.conv_weight, w.conv_bias)) {}
 
  private:
   static void check(const MixerWeights& weights, const MixerSettings& settings) {

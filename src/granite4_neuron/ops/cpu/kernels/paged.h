@@ -52,30 +52,16 @@ inline void convolve_paged(
     int64_t first, int64_t last) {
   int64_t history = m.width - 1, length = rows.length(row), count = last - first;
   MatrixView<T> page = windows.page(rows.page(row, 0)).from_column(first);
-  std::vector<float> inputs((history + length) * count), taps(m.width * count), bias(count);
+  std::vector<float> inputs((history + length) * count);
   int64_t offset = rows.source_column(row);
   for (int64_t h = 0; h < history; h++)
     for (int64_t c = 0; c < count; c++)
       inputs[h * count + c] = static_cast<float>(page.row(offset + h)[c * page.column_stride]);
   for (int64_t t = 0; t < length; t++)
     to_float(views.token(0, rows.starts[row] + t) + first, &inputs[(history + t) * count], count);
-  transpose_to_float(views.weight + first * m.width, count, m.width, taps.data());
-  if (views.bias != nullptr) to_float(views.bias + first, bias.data(), count);
-
   for (int64_t t = 0; t < length; t++) {
-    float* y = views.activated + (rows.starts[row] + t) * m.channels + first;
-    int64_t c = 0;
-    for (; c + LANES <= count; c += LANES) {
-      Vec total = Vec::loadu(&bias[c]);
-      for (int64_t tap = 0; tap < m.width; tap++)
-        total = at::vec::fmadd(Vec::loadu(&taps[tap * count + c]), Vec::loadu(&inputs[(t + tap) * count + c]), total);
-      silu(total).store(y + c);
-    }
-    for (; c < count; c++) {
-      float total = bias[c];
-      for (int64_t tap = 0; tap < m.width; tap++) total += taps[tap * count + c] * inputs[(t + tap) * count + c];
-      y[c] = silu(total);
-    }
+    auto inputs_of = [&](int64_t tap) { return &inputs[(t + tap) * count] - first; };
+    convolve_channels(m, inputs_of, views.activated + (rows.starts[row] + t) * m.channels, first, last);
   }
 
   // A step that is speculative keeps all its inputs: the next one knows how many of them count.

@@ -73,7 +73,7 @@ class ThreadPool {
   static constexpr int64_t MAX_PREFETCH_BYTES = 1 << 20;
   static constexpr int64_t CLOSED = int64_t{1} << 32;
   // How long a helper without work spins before it sleeps: longer than Python takes between two calls.
-  static constexpr std::chrono::microseconds SPIN_TIME{200};
+  static constexpr std::chrono::microseconds SPIN_TIME{1000};
 
   std::mutex in_use_;
   int64_t started_ = 0;
