@@ -129,8 +129,8 @@ def test_an_order_of_sums_that_depends_on_the_rows_would_be_seen():
         return (cpu if x.numel() <= 8 * x.shape[-1] else ops).logits(x, weight, scaling)
 
     runtime.model = runtime.model.bind(replace(runtime.model.operators, logits=planted))
-    rows = [Row(slot, 0, [slot]) for slot in range(1, 14)]
-    assert not torch.equal(*(runtime.step(runtime.allocate(13, 1), rows[:count])[:1] for count in (8, 13)))
+    rows = [Row(slot, 0, [slot, slot]) for slot in range(1, 14)]  # not one token, which all of is one call
+    assert not torch.equal(*(runtime.step(runtime.allocate(13, 2), rows[:count])[:1] for count in (8, 13)))
 
 
 @pytest.mark.parametrize("cuts", [[64, 64, 22], [1, 149], [149, 1], [7, 8, 9, 16, 17, 31, 33, 29], [1] * 20 + [130]])

@@ -155,6 +155,38 @@ def test_inputs_are_kept_and_advance_by_them():
     assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in recurrent)
 
 
+WITHOUT_ROPE = [name for name, case in NAMED.items() if not case.config().uses_rope]
+
+
+@pytest.mark.parametrize("format", [None, *ops.FORMATS])
+@pytest.mark.parametrize("name", WITHOUT_ROPE)
+@torch.inference_mode()
+def test_a_token_of_each_sequence_is_one_call(name, format):
+    """Rows begin, go on, and are in slots in any order; an embedding is the head's matrix, or one of its own."""
+    model = bound_model(name, torch.bfloat16, format)
+    ours, theirs = (poisoned_state(model, 3, 9) for _ in range(2))
+    for tokens, starts, slots in (([5, 6], [0, 0], [3, 1]), ([7, 8, 9], [1, 0, 1], [1, 2, 3]), ([4], [2], [3])):
+        positions, lengths = torch.tensor(starts)[:, None], torch.ones(len(tokens), dtype=torch.int64)
+        expected = model(torch.tensor(tokens)[:, None], positions, lengths, torch.tensor(slots), theirs)
+        assert torch.equal(model.decode(tokens, starts, slots, ours), expected)
+        assert same(ours.tensors(), theirs.tensors())
+
+
+@torch.inference_mode()
+def test_what_one_call_refuses():
+    model = bound_model("moe", torch.bfloat16)
+    state = poisoned_state(model, 2, 9)
+    for tokens, starts, slots in (
+        ([model.config.vocab_size], [0], [1]),
+        ([5], [0], [3]),
+        ([5], [0], []),
+        ([5, 6], [0], [1]),
+    ):
+        with pytest.raises(RuntimeError):
+            model.decode(tokens, starts, slots, state)
+    assert not any(bound_model(name, torch.bfloat16).decodes_at_once for name in NAMED.keys() - set(WITHOUT_ROPE))
+
+
 def test_states_of_other_layers_are_refused():
     model = bound_model("moe", torch.float32)
     step, *_ = steps(state := poisoned_state(model, 2, 30))

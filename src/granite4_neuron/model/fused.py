@@ -13,7 +13,7 @@ from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.model.step import NullSlotStep
-from granite4_neuron.ops import Operators
+from granite4_neuron.ops import CompactWeight, Operators
 
 if TYPE_CHECKING:
     from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer
@@ -76,6 +76,23 @@ class FusedLayers:
             **step.rows(),
         )
         return hidden_states, inputs
+
+    def set_ends(self, embedding: torch.Tensor | CompactWeight, norm: torch.Tensor, head: CompactWeight) -> None:
+        """Give it the model's embedding, final norm and head, for `decode`."""
+        self._decoder.set_ends(
+            head=head.packed,
+            embedding=None if embedding is head else embedding,
+            embedding_multiplier=self._config.embedding_multiplier,
+            norm=norm,
+            eps=self._config.rms_norm_eps,
+            logits_scaling=self._config.logits_scaling,
+        )
+
+    def decode(
+        self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
+    ) -> torch.Tensor:
+        """Compute `GraniteMoeHybridForCausalLM.decode`."""
+        return self._decoder.decode(tokens=tokens, starts=starts, slots=slots, states=_pairs(state))
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: NullSlotStep, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""

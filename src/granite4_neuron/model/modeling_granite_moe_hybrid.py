@@ -103,6 +103,9 @@ class GraniteMoeHybridForCausalLM(Module):
         if device is not None:
             bound._copy_to(device)
         bound.model.fuse_layers(adapters)
+        if bound.decodes_at_once:
+            embedding = bound.model.embed_tokens.weight
+            bound.model.fused_layers.set_ends(embedding, bound.model.norm.weight, bound.lm_head.weight)
         fix_weights(bound)
         return bound
 
@@ -163,6 +166,21 @@ class GraniteMoeHybridForCausalLM(Module):
         step = step_of(positions, lengths, slots, state, kv_length=kv_length, adapters=adapters)
         hidden_states, _ = self.model(input_ids, step, state)
         return self.head(hidden_states if all_logits else last_tokens(hidden_states, step))
+
+    @property
+    def decodes_at_once(self) -> bool:
+        """Whether there is `decode`: with fused layers, without rotary positions, on one rank."""
+        return self.model.fused_layers is not None and not self.config.uses_rope and self.parallel.degree == 1
+
+    def decode(
+        self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
+    ) -> torch.Tensor:
+        """Compute `forward` for one token of each row, as one call of fused kernels; see `decodes_at_once`.
+
+        Args:
+            tokens, starts, slots: of each row, the token, its position and its slot.
+        """
+        return self.model.fused_layers.decode(tokens, starts, slots, state)
 
     def verify(
         self,

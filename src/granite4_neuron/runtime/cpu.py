@@ -108,8 +108,12 @@ class CPURuntime(BoundModel):
     @torch.inference_mode()
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`."""
+        longest = max(len(row.tokens) for row in rows)
+        if longest == 1 and self.model.decodes_at_once and not (all_logits or any(row.adapter for row in rows)):
+            tokens, starts, slots = zip(*((row.tokens[0], row.start, row.slot) for row in rows), strict=True)
+            return self.model.decode(tokens, starts, slots, state)
         return self.model(
-            *step_inputs(rows, max(len(row.tokens) for row in rows)),
+            *step_inputs(rows, longest),
             state,
             kv_length=_kv_length(rows),
             adapters=adapters_of(rows),

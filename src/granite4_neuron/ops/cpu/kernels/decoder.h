@@ -1,16 +1,54 @@
-// All decoder layers as one call: the time that Python takes between short kernels is saved.
+// All decoder layers as one call, and a step of one token of each sequence as one: the time that Python takes between
+// short kernels is saved.
 //
-// The definition is in Python: the layers of modeling_granite_moe_hybrid, one after another.
+// The definition is in Python: modeling_granite_moe_hybrid, its layers one after another, and its `forward`.
 #pragma once
 
 #include <variant>
 
+#include "buffers.h"
 #include "layers.h"
+#include "packing.h"
 
 namespace granite4_neuron {
 
 // Of each layer conv_state and ssm_state, or the caches of keys and values.
 using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
+
+// What stands before and behind the layers. The embedding is the head's matrix where it has none of its own.
+struct Ends {
+  Matrix head;
+  std::optional<at::Tensor> embedding;  // [rows, hidden_size]
+  double embedding_multiplier;
+  at::Tensor norm;  // [hidden_size]
+  double eps, logits_scaling;
+
+  // Rows of the embedding for tokens, times its multiplier: [tokens, 1, hidden_size] in float32.
+  at::Tensor embed(const at::Tensor& tokens) const {
+    at::Tensor x = embedding.has_value() ? table_rows(tokens) : weight_rows(head.weight, tokens);
+    float* values = x.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); i++) values[i] *= static_cast<float>(embedding_multiplier);
+    return x.unsqueeze(1);
+  }
+  // hidden_states: [batch, 1, hidden_size]. Returns [batch, vocab_size] in float32.
+  at::Tensor predict(const at::Tensor& hidden_states) const {
+    return logits(rms_norm(hidden_states, std::nullopt, norm, eps, 1).squeeze(1), head.weight, logits_scaling);
+  }
+
+ private:
+  at::Tensor table_rows(const at::Tensor& tokens) const {
+    int64_t rows = embedding->size(0), width = embedding->size(1);
+    at::Tensor x = empty({tokens.numel(), width}, tokens.options().dtype(at::kFloat));
+    GRANITE4_DISPATCH(embedding->scalar_type(), "embed", [&] {
+      for (int64_t i = 0; i < tokens.numel(); i++) {
+        int64_t token = tokens.const_data_ptr<int64_t>()[i];
+        TORCH_CHECK(0 <= token && token < rows, "there is no token ", token);
+        to_float(embedding->const_data_ptr<scalar_t>() + token * width, x.mutable_data_ptr<float>() + i * width, width);
+      }
+    });
+    return x;
+  }
+};
 
 // `Decoder` of ops/cpu/layers.py.
 class Decoder : public torch::CustomClassHolder {
@@ -21,6 +59,15 @@ class Decoder : public torch::CustomClassHolder {
   void append_attention(
       const c10::intrusive_ptr<AttentionLayer>& mixer, const c10::intrusive_ptr<FeedForward>& feed_forward) {
     layers_.push_back({mixer, feed_forward});
+  }
+
+  void set_ends(const Ends& ends) {
+    check_matrix(ends.head.weight);
+    int64_t hidden = ends.head.weight.columns;
+    check_dense(ends.norm, "norm", {hidden}, ends.norm.scalar_type());
+    if (ends.embedding.has_value())
+      check_dense(*ends.embedding, "embedding", {-1, hidden}, ends.embedding->scalar_type());
+    ends_ = ends;
   }
 
   // What becomes of hidden_states, [batch, tokens, hidden_size] in float32; with `keep_inputs`, behind it the inputs of
@@ -49,6 +96,19 @@ class Decoder : public torch::CustomClassHolder {
     return kept;
   }
 
+  // Logits after one more token of each sequence, [batch, vocab_size] in float32. All lists: [batch].
+  at::Tensor decode(
+      const std::vector<int64_t>& tokens, const std::vector<int64_t>& starts, const std::vector<int64_t>& slots,
+      const LayerStates& states) const {
+    TORCH_CHECK(ends_.has_value(), "the layers have no embedding and no head");
+    std::vector<int64_t> read_slots = slots;
+    for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
+      if (starts[row] == 0) read_slots[row] = 0;
+    at::Tensor write_slots = numbers(slots);
+    SlotRows rows{numbers(std::vector<int64_t>(tokens.size(), 1)), numbers(read_slots), write_slots, numbers(starts)};
+    return ends_->predict(step(ends_->embed(numbers(tokens)), states, rows, write_slots, {}, {}, false)[0]);
+  }
+
   // Advance the Mamba layers' states by inputs that a step kept.
   void advance(const at::TensorList& kept_inputs, const LayerStates& states, const SlotRows& rows) const {
     check_states(states);
@@ -69,11 +129,17 @@ class Decoder : public torch::CustomClassHolder {
     c10::intrusive_ptr<FeedForward> feed_forward;
   };
 
+  static at::Tensor numbers(const std::vector<int64_t>& values) {
+    at::Tensor tensor = empty({static_cast<int64_t>(values.size())}, at::TensorOptions(at::kLong));
+    std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());
+    return tensor;
+  }
   void check_states(const LayerStates& states) const {
     TORCH_CHECK(states.size() == layers_.size(), "there are states of ", states.size(), " layers of ", layers_.size());
   }
 
   std::vector<Layer> layers_;
+  std::optional<Ends> ends_;
 };
 
 }  // namespace granite4_neuron

@@ -178,6 +178,20 @@ inline void register_layers(torch::Library& library) {
           {arg("hidden_states"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"), arg("starts"),
            arg("slots"), arg("adapters"), arg("cos"), arg("sin"), arg("keep_inputs")})
       .def(
+          "set_ends",
+          [](const intrusive_ptr<Decoder>& self, const Tensor& head, const MaybeTensor& embedding,
+             double embedding_multiplier, const Tensor& norm, double eps, double logits_scaling) {
+            self->set_ends({Matrix(head), embedding, embedding_multiplier, norm, eps, logits_scaling});
+          },
+          "",
+          {arg("head"), arg("embedding"), arg("embedding_multiplier"), arg("norm"), arg("eps"),
+           arg("logits_scaling")})
+      .def(
+          "decode",
+          [](const intrusive_ptr<Decoder>& self, std::vector<int64_t> tokens, std::vector<int64_t> starts,
+             std::vector<int64_t> slots, LayerStates states) { return self->decode(tokens, starts, slots, states); },
+          "", {arg("tokens"), arg("starts"), arg("slots"), arg("states")})
+      .def(
           "advance",
           [](const intrusive_ptr<Decoder>& self, std::vector<Tensor> kept_inputs, LayerStates states,
              const Tensor& lengths, const Tensor& read_slots, const Tensor& write_slots, const Tensor& starts) {
