@@ -44,14 +44,11 @@ def report(points: list[list[Result]], options: argparse.Namespace) -> None:
         }
         write_json(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
-        _plot(results, machine, options.plot)
+        _plot(results, _title(machine, options), options.plot)
 
 
 def _print(points: list[list[Result]], machine: dict[str, str], options: argparse.Namespace) -> None:
-    weights = f", {options.quantize} weights" if options.quantize else ""
-    weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
-    title = f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
-    table = Table(title=escape(title))
+    table = Table(title=escape(_title(machine, options)))
     for column in ("", "batch", "prompt", "first token ms", "token ms p50", "p90", "p99"):
         table.add_column(column, justify="right" if column else "left")
     for column in ("prefill tok/s", "of bound", "decode tok/s", "of bound", "peak MiB", "over weights"):
@@ -67,6 +64,12 @@ def _print(points: list[list[Result]], machine: dict[str, str], options: argpars
     first = [results[0] for results in points]
     for line in (*machine_rates(first), *_states(points), *_growth(itertools.chain.from_iterable(points))):
         console.print(line)
+
+
+def _title(machine: dict[str, str], options: argparse.Namespace) -> str:
+    weights = f", {options.quantize} weights" if options.quantize else ""
+    weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
+    return f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
 
 
 def _compared_with(result: Result, point: list[Result]) -> Result:
@@ -143,22 +146,27 @@ def _ratios(ours: Result, theirs: Result) -> list[str]:
     return ["  ratio", "", "", prefill, decode, "", "", prefill, "", decode, "", memory, ""]
 
 
-def _plot(results: list[Result], machine: dict[str, str], file: Path) -> None:
+def _plot(results: list[Result], title: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, 2)
     first = results[0].implementation
+    batches = {result.batch_size for result in results}
     for name, batch_size in dict.fromkeys((_label(result), result.batch_size) for result in results):
         line = [r for r in results if (_label(r), r.batch_size) == (name, batch_size)]
         lengths = [r.prompt_length for r in line]
-        style = dict(marker="o", linestyle="-" if name == first else "--", label=f"{name}, batch {batch_size}")
+        label = name if len(batches) == 1 else f"{name}, batch {batch_size}"
+        style = dict(marker="o", linestyle="-" if name == first else "--", label=label)
         panels[0].plot(lengths, [r.prefill_tokens_per_second for r in line], **style)
         panels[1].plot(lengths, [r.decode_tokens_per_second for r in line], **style)
-    for panel, title in zip(panels, ("prefill", "decode"), strict=True):
-        panel.set(title=title, xlabel="prompt length", ylabel="tokens per second", xscale="log", ylim=(0, None))
+    for panel, phase in zip(panels, ("prefill", "decode"), strict=True):
+        panel.set(title=phase, xlabel="prompt, tokens", ylabel="tokens per second", xscale="log", ylim=(0, None))
+        lengths = sorted({result.prompt_length for result in results})
+        panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        panel.minorticks_off()
         panel.legend()
-    figure.suptitle(", ".join(machine.values()), fontsize="small")
+    figure.suptitle(title, fontsize="small")
     save_plot(figure, file)
 
 
