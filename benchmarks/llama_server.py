@@ -50,7 +50,8 @@ def running(programs: Path, weights: Path, arguments: Sequence[str]) -> Iterator
     """
     port = _free_port()
     command = [str(programs / SERVER), "--host", _HOST, "--port", str(port), "-m", str(weights), *arguments]
-    client = httpx.Client(base_url=f"http://{_HOST}:{port}", timeout=None)
+    limits = httpx.Limits(max_keepalive_connections=0)  # the server may close one that waits
+    client = httpx.Client(base_url=f"http://{_HOST}:{port}", timeout=None, limits=limits)
     with tempfile.TemporaryFile("w+") as log, client:
         try:
             process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -12,7 +12,7 @@ import httpx
 
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.llama_server import complete, running
-from benchmarks.one_text_engines import DRAFT_TOKENS, Groups, Row, Text, Way, check_way, chunk_of, half_of
+from benchmarks.one_text_engines import DRAFT_TOKENS, Failed, Groups, Row, Text, Way, check_way, chunk_of, half_of
 
 _LOOKUP = 2  # tokens that an n-gram has
 
@@ -29,8 +29,11 @@ class LlamaServer:
     def serve(self, way: Way, groups: Groups) -> list[Text]:
         with running(self._programs, self._weights, self._arguments(way)) as client:
             answers = [answer for group in groups for answer in self._group(client, way, group)]
+        texts = [[_row(entry) for entry in answer.get("completion_probabilities", ())] for answer in answers]
+        if any(len(text) != self._new for text in texts):
+            raise Failed("it leaves out tokens that end within a character.")
         check_way(way, *(sum(answer["timings"].get(name, 0) for answer in answers) for name in ("cache_n", "draft_n")))
-        return [[_row(entry) for entry in answer["completion_probabilities"]] for answer in answers]
+        return texts
 
     def _group(self, client: httpx.Client, way: Way, group: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         body = dict(temperature=0, ignore_eos=True, n_probs=1, cache_prompt=way.from_cache)

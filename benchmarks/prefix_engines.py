@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import httpx
 import torch
 import transformers
 
@@ -159,7 +160,10 @@ class LlamaServer:
     def generate(self, prompt: Tokens, length: int) -> Answer:
         body = dict(prompt=prompt, n_predict=length, temperature=0, ignore_eos=True, return_tokens=True)
         started = time.perf_counter()
-        times, events = zip(*((time.perf_counter(), event) for event in stream(self._client, body)), strict=True)
+        try:
+            times, events = zip(*((time.perf_counter(), event) for event in stream(self._client, body)), strict=True)
+        except httpx.TransportError as error:
+            raise Failed(f"{error}") from None
         tokens = [token for event in events for token in event["tokens"]]
         return Answer(events[-1]["timings"]["cache_n"], times[0] - started, tokens)
 
