@@ -7,8 +7,9 @@ chunks, behind a prefix hit, with drafts and on other numbers of threads.
 Texts are greedy. A row is a token, and its number the log-probability that the implementation reports; those that it
 does not report, and rows behind the first token that differs, are not compared. vllm is vLLM without this package's
 plugin, vllm-plugin with it; both need an environment with vLLM. llama.cpp is llama-server with the same weights; it
-needs gguf (`pip install gguf`). The tables of products show the price of a fixed order of sums: products of this
-package beside torch's own, whose order depends on the number of rows.
+needs gguf (`pip install gguf`). openvino is OpenVINO GenAI's engine on an export of the same weights. The tables of
+products show the price of a fixed order of sums: products of this package beside torch's own, whose order depends on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import torch
 import transformers
 from rich.table import Table
 
+from benchmarks import openvino
 from benchmarks.errors import reports_errors
 from benchmarks.llama_cpp import QUANTIZE
+from benchmarks.llama_server import LLAMA_CPP, SERVER, check_options
 from benchmarks.one_text_engines import (
     NUMBERS,
     OURS,
@@ -40,7 +43,8 @@ from benchmarks.one_text_engines import (
     VLLMWithPlugin,
     Way,
 )
-from benchmarks.one_text_llama_cpp import SERVER, LlamaServer
+from benchmarks.one_text_llama_cpp import LlamaServer
+from benchmarks.one_text_openvino import OpenVinoGenAI
 from benchmarks.products import measure_products
 from benchmarks.random_checkpoint import write_random
 from granite4_neuron.commands.output import print_table, write
@@ -49,13 +53,14 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.ops.launch_parameters import processor_name
 
-LLAMA_CPP = "llama.cpp"
+OPENVINO = "openvino"
 ENGINES: dict[str, type[Served]] = {
     OURS: Ours,
     "transformers": Transformers,
     "vllm": VLLM,
     "vllm-plugin": VLLMWithPlugin,
     LLAMA_CPP: LlamaServer,
+    OPENVINO: OpenVinoGenAI,
 }
 ALONE = Way("alone")
 THREADS = (2, 3)
@@ -82,10 +87,7 @@ class Difference:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; return the exit code."""
     options = _parser().parse_args(arguments)
-    if (LLAMA_CPP in options.compare) != (options.llama_cpp is not None):
-        raise UserError(
-            f"--compare {LLAMA_CPP} needs --llama-cpp, the folder of {SERVER} and {QUANTIZE}, and no other does."
-        )
+    _check(options)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(ALONE.threads)
@@ -102,6 +104,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for dtype in ("float32", "bfloat16"):
         print_table(_products(config, dtype))
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: options do not go together.
+    """
+    check_options(options.compare, options.llama_cpp)
+    if (OPENVINO in options.compare) != (options.openvino is not None):
+        raise UserError(f"--compare {OPENVINO} needs --openvino, the folder of the exported model, and no other does.")
+    if options.openvino is not None:
+        openvino.check(options.openvino)
 
 
 def differences(alone: Sequence[Text], served: Sequence[Text]) -> Difference:
@@ -184,6 +198,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--llama-cpp", type=Path, metavar="FOLDER", help=f"for --compare {LLAMA_CPP}: of {SERVER} and {QUANTIZE}"
+    )
+    parser.add_argument(
+        "--openvino",
+        type=Path,
+        metavar="FOLDER",
+        help=f"for --compare {OPENVINO}: the same weights, as `optimum-cli export openvino` has written them",
     )
     parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=["bfloat16"], help="default: %(default)s")
     parser.add_argument("--sequences", type=int, default=8, help="that are compared (default: %(default)s)")

@@ -1,10 +1,12 @@
-"""OpenVINO in a latency benchmark: OpenVINO GenAI's engine with paged attention, on an exported model."""
+"""OpenVINO in benchmarks: OpenVINO GenAI's engine with paged attention, on an exported model."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,55 +16,68 @@ MODEL = "openvino_model.xml"
 _CACHE_GB = 4  # a limit; random prompts of a benchmark need less
 
 
-class OpenVino:
-    """The engine on a model that `optimum-cli export openvino` has written.
+def load(folder: Path, dtype: torch.dtype, threads: int, most_sequences: int, chunk: int | None = None) -> Any:
+    """Return a `ContinuousBatchingPipeline` of a model that `optimum-cli export openvino` has written.
 
     Args:
-        folder: of the exported model.
         dtype: of activations, if it is float32; otherwise OpenVINO takes the one that is fastest on this processor.
         most_sequences: at once.
+        chunk: the most tokens of a step; None for all prompts in the first step.
 
     Raises:
         UserError: it cannot be loaded.
     """
+    import openvino_genai as genai
+
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = _CACHE_GB
+    scheduler.max_num_seqs = most_sequences
+    scheduler.dynamic_split_fuse = chunk is not None
+    scheduler.max_num_batched_tokens = chunk or 2**20
+    # Without it 2026.4.1 runs hybrid models on states of zeros.
+    scheduler.enable_prefix_caching = True
+    properties = {"INFERENCE_NUM_THREADS": threads}
+    if dtype == torch.float32:
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
+    try:
+        return genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+    except RuntimeError as error:
+        raise UserError(f"OpenVINO cannot load {folder} ({last_line(error)}).") from None
+
+
+def add(pipeline: Any, prompts: Sequence[Sequence[int]], output_length: int, **options: int) -> list[Any]:
+    """Add greedy requests to a pipeline; return their handles.
+
+    Args:
+        options: further fields of `GenerationConfig`.
+    """
+    import openvino
+    import openvino_genai as genai
+
+    greedy = genai.GenerationConfig(max_new_tokens=output_length, ignore_eos=True, do_sample=False, **options)
+    return [
+        pipeline.add_request(number, openvino.Tensor(torch.tensor([prompt]).numpy()), greedy)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+class OpenVino:
+    """A pipeline of `load` in a latency benchmark. Random prompts differ from run to run, so there are no hits."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, threads: int, most_sequences: int):
-        import openvino_genai as genai
-
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = _CACHE_GB
-        scheduler.max_num_seqs = most_sequences
-        # All prompts in the first step.
-        scheduler.dynamic_split_fuse = False
-        scheduler.max_num_batched_tokens = 2**20
-        # Without it 2026.4.1 runs hybrid models on states of zeros. There are no hits: prompts differ from run to run.
-        scheduler.enable_prefix_caching = True
-        properties = {"INFERENCE_NUM_THREADS": threads}
-        if dtype == torch.float32:
-            properties["INFERENCE_PRECISION_HINT"] = "f32"
-        try:
-            self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
-        except RuntimeError as error:
-            raise UserError(f"OpenVINO cannot load {folder} ({_last_line(error)}).") from None
+        self._pipeline = load(folder, dtype, threads, most_sequences)
         self.weight_bytes = (folder / MODEL).with_suffix(".bin").stat().st_size
 
     def run(self, prompts: list[list[int]], output_length: int) -> list[float]:
         """Run a point, as `Ours.run`."""
-        import openvino
-        import openvino_genai as genai
-
-        greedy = genai.GenerationConfig(max_new_tokens=output_length, ignore_eos=True, do_sample=False)
         times, started = [], time.perf_counter()
-        handles = [
-            self._pipeline.add_request(number, openvino.Tensor(torch.tensor([prompt]).numpy()), greedy)
-            for number, prompt in enumerate(prompts)
-        ]
+        handles = add(self._pipeline, prompts, output_length)
         try:
             while self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
                 times.append(time.perf_counter() - started)
         except RuntimeError as error:
-            raise UserError(f"OpenVINO failed ({_last_line(error)}).") from None
+            raise UserError(f"OpenVINO failed ({last_line(error)}).") from None
         tokens = [len(output.generated_ids) for handle in handles for output in handle.read_all()]
         if len(times) != output_length or tokens != [output_length] * len(prompts):
             raise UserError(f"OpenVINO took {len(times)} steps for {tokens} tokens of {output_length} each.")
@@ -81,5 +96,6 @@ def check(folder: Path) -> None:
         raise UserError(f"there is no file {folder / MODEL}; `optimum-cli export openvino` writes it.")
 
 
-def _last_line(error: RuntimeError) -> str:
+def last_line(error: RuntimeError) -> str:
+    """Return what an error of OpenVINO comes down to."""
     return str(error).strip().splitlines()[-1]

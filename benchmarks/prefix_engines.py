@@ -1,4 +1,4 @@
-"""Engines that serve traces: this package's, whose first tokens are timed, and others, whose caches are asked."""
+"""Engines that serve traces: this package's with several policies, and others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import httpx
 import torch
 import transformers
 
+from benchmarks.llama_cpp import gguf_of
+from benchmarks.llama_server import LLAMA_CPP, running, stream
 from benchmarks.one_text_engines import Failed
 from benchmarks.prefix_policies import POLICIES, MarconiCache
 from benchmarks.traces import Tokens, Turn, replay
@@ -81,11 +85,19 @@ def _longest(turns: Sequence[Turn]) -> int:
     return max(lengths.values()) + 1
 
 
+class Answer(NamedTuple):
+    """How many of a prompt's tokens a cache had, the seconds to the first new token, and all new ones."""
+
+    found: int
+    seconds: float
+    tokens: Tokens
+
+
 class Served(Protocol):
     """An engine of others."""
 
-    def generate(self, prompt: Tokens, length: int) -> tuple[int, Tokens]:
-        """Return how many of the prompt's tokens its cache had, and greedy new tokens.
+    def generate(self, prompt: Tokens, length: int) -> Answer:
+        """Return as many greedy new tokens.
 
         Raises:
             Failed: it cannot.
@@ -114,7 +126,7 @@ class VLLMWithPlugin:
             env=environment,
         )
 
-    def generate(self, prompt: Tokens, length: int) -> tuple[int, Tokens]:
+    def generate(self, prompt: Tokens, length: int) -> Answer:
         try:
             self._process.stdin.write(json.dumps([prompt, length]) + "\n")
             self._process.stdin.flush()
@@ -125,7 +137,7 @@ class VLLMWithPlugin:
             self._log.seek(0)
             lines = [line.strip() for line in self._log.read().splitlines() if "Error: " in line]
             raise Failed(lines[-1].removeprefix("[rank0]: ") if lines else "its process ended.")
-        return answer["cached"], answer["tokens"]
+        return Answer(answer["cached"], answer["seconds"], answer["tokens"])
 
     def close(self) -> None:
         self._process.kill()
@@ -133,18 +145,44 @@ class VLLMWithPlugin:
         self._log.close()
 
 
-ENGINES: dict[str, type[Served]] = {"vllm-plugin": VLLMWithPlugin}
+class LlamaServer:
+    """llama-server with its own defaults. What it keeps of ended sequences has the memory of the cache."""
+
+    def __init__(self, folder: Path, max_bytes: int, turns: Sequence[Turn], options: argparse.Namespace):
+        threads = str(torch.get_num_threads())
+        with ExitStack() as stack:
+            files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            weights = gguf_of(folder, "bfloat16", options.llama_cpp, files)
+            arguments = ["-t", threads, "-tb", threads, "--cache-ram", str(max(1, max_bytes // 2**20))]
+            self._client = stack.enter_context(running(options.llama_cpp, weights, arguments))
+            self._stack = stack.pop_all()
+
+    def generate(self, prompt: Tokens, length: int) -> Answer:
+        body = dict(prompt=prompt, n_predict=length, temperature=0, ignore_eos=True, return_tokens=True)
+        started = time.perf_counter()
+        try:
+            times, events = zip(*((time.perf_counter(), event) for event in stream(self._client, body)), strict=True)
+        except httpx.TransportError as error:
+            raise Failed(f"{error}") from None
+        tokens = [token for event in events for token in event["tokens"]]
+        return Answer(events[-1]["timings"]["cache_n"], times[0] - started, tokens)
+
+    def close(self) -> None:
+        self._stack.close()
 
 
-def found_tokens(turns: Sequence[Turn], served: Served) -> tuple[int, int]:
-    """Replay a trace; return how many tokens of prompts the engine's cache had, and how many there were."""
-    found = tokens = 0
+ENGINES: dict[str, type[Served]] = {"vllm-plugin": VLLMWithPlugin, LLAMA_CPP: LlamaServer}
+
+
+def answers(turns: Sequence[Turn], served: Served) -> tuple[int, list[Answer]]:
+    """Replay a trace; return how many tokens prompts had, and the answers."""
+    tokens, given = 0, []
 
     def serve(prompt: Tokens, length: int) -> Tokens:
-        nonlocal found, tokens
-        cached, answer = served.generate(prompt, length)
-        found, tokens = found + cached, tokens + len(prompt)
-        return answer
+        nonlocal tokens
+        tokens += len(prompt)
+        given.append(served.generate(prompt, length))
+        return given[-1].tokens
 
     replay(turns, serve)
-    return found, tokens
+    return tokens, given

@@ -23,7 +23,9 @@ import transformers
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
-from benchmarks.prefix_engines import ENGINES, Failed, first_token_times, found_tokens
+from benchmarks.llama_cpp import QUANTIZE
+from benchmarks.llama_server import LLAMA_CPP, SERVER, check_options
+from benchmarks.prefix_engines import ENGINES, Failed, answers, first_token_times
 from benchmarks.prefix_policies import MARCONI, POLICIES, savings
 from benchmarks.random_checkpoint import write_random
 from benchmarks.traces import TRACES, Sizes, Turn, trace
@@ -40,6 +42,7 @@ _MIB = 2**20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; return the exit code."""
     options = _parser().parse_args(arguments)
+    check_options(options.compare, options.llama_cpp)
     transformers.logging.set_verbosity_error()
     config = _config(options)
     sizes = Sizes(options.sessions, options.lengths, options.longest_answer, config.vocab_size)
@@ -80,31 +83,33 @@ def _times(traces: dict[str, list[Turn]], sets: dict[str, int], folder: Path, op
     for name, turns in traces.items():
         for percent in budgets:
             times = first_token_times(turns, folder, _limit(sets[name], percent), options.repeats)
-            cells = [f"{1e3 * p50:.1f} / {1e3 * p95:.1f}" for p50, p95 in map(_percentiles, times.values())]
-            table.add_row(name, _memory(sets[name], percent), *cells)
+            table.add_row(name, _memory(sets[name], percent), *map(_cell, times.values()))
         table.add_section()
     return table
 
 
-def _percentiles(times: Sequence[float]) -> list[float]:
-    return torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
+def _cell(times: Sequence[float]) -> str:
+    places = torch.tensor([0.5, 0.95], dtype=torch.float64)
+    return " / ".join(f"{1e3 * time:.1f}" for time in torch.tensor(times, dtype=places.dtype).quantile(places).tolist())
 
 
 def _compare(
     engine: str, traces: dict[str, list[Turn]], sets: dict[str, int], folder: Path, options: argparse.Namespace
 ) -> None:
-    table = Table("", "memory", "tokens found, %", title=engine, title_justify="left")
+    columns = ("tokens found, %", "first token after, ms: p50 / p95")
+    table = Table("", "memory", *columns, title=engine, title_justify="left")
     notes = []
     for name, turns in traces.items():
         for percent in options.budgets:
             try:
                 with closing(ENGINES[engine](folder, _limit(sets[name], percent), turns, options)) as served:
-                    found, tokens = found_tokens(turns, served)
-                cell = f"{100 * found / tokens:.1f}"
+                    tokens, given = answers(turns, served)
+                found = sum(answer.found for answer in given)
+                cells = [f"{100 * found / tokens:.1f}", _cell([answer.seconds for answer in given])]
             except Failed as error:
-                cell = "-"
+                cells = ["-"]
                 notes.append(f"{name}, {_memory(sets[name], percent)}: {error}")
-            table.add_row(name, _memory(sets[name], percent), cell)
+            table.add_row(name, _memory(sets[name], percent), *cells)
         table.add_section()
     print_table(table)
     for note in notes:
@@ -148,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of measurements (default: %(default)s)")
     parser.add_argument("--compare", nargs="*", choices=ENGINES, default=[], help="other engines on the same traces")
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="FOLDER", help=f"for --compare {LLAMA_CPP}: of {SERVER} and {QUANTIZE}"
+    )
     return parser
 
 

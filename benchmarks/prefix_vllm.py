@@ -1,7 +1,7 @@
 """vLLM in a replay of traces: a process that answers prompts one after another.
 
 Its argument are options of `LLM` in JSON. Each line of standard input is a prompt and the number of new tokens. It is
-answered by a line with these tokens, and with how many of the prompt's tokens were cached.
+answered by a line with these tokens, the seconds to the first, and how many of the prompt's tokens were cached.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def main() -> None:
         enforce_eager=True,
         enable_prefix_caching=True,
         max_num_seqs=1,
+        disable_log_stats=False,
         **json.loads(sys.argv[1]),
     )
     for line in sys.stdin:
         prompt, length = json.loads(line)
         sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        answer = {"cached": output.num_cached_tokens or 0, "tokens": list(output.outputs[0].token_ids)}
+        answer = dict(cached=output.num_cached_tokens or 0, tokens=list(output.outputs[0].token_ids))
+        answer |= dict(seconds=output.metrics.first_token_latency)
         print(json.dumps(answer), file=answers, flush=True)
 
 

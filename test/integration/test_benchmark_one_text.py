@@ -1,8 +1,9 @@
 """benchmarks/one_text.py: what it counts, and that it counts nothing for this package."""
 
+import importlib.util
 import re
 import sys
-import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import transformers
 from benchmarks import one_text, one_text_llama_cpp, products
 from benchmarks.one_text_engines import Row
 from granite4_neuron.ops import cpu
+from test.support.llama_server import write_llama_server
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 SMALL = ("--sequences", "2", "--prompt-length", "40", "--output-length", "6")
@@ -49,51 +51,9 @@ def test_tables(capsys):
     assert said.count("MLP out") == 6
 
 
-# Its numbers are those of its options: of the slots, the batch, the cache and drafts.
-LLAMA_SERVER = """
-    #!{python}
-    import json, sys
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    if int(given["-np"]) == 2:
-        sys.exit("error: no two slots")
-    drafts = 3 * ("--spec-type" in given)
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer({{}})
-
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answers = [self.complete(prompt, asked) for prompt in asked["prompt"]]
-            self.answer(answers if len(answers) > 1 else answers[0])
-
-        def complete(self, prompt, asked):
-            hit = max([len(one) for one in seen if asked["cache_prompt"] and one == prompt[: len(one)]], default=0)
-            seen.append(prompt)
-            logprob = -int(given["-np"]) - 0.25 * ("-ub" in given) - 0.5 * (hit > 0)
-            rows = [dict(id=7, logprob=logprob, top_logprobs=[1]) for _ in range(asked["n_predict"])]
-            rows[1:4] = [dict(row, top_logprobs=[]) if drafts else row for row in rows[1:4]]
-            return dict(completion_probabilities=rows, timings=dict(cache_n=hit, draft_n=drafts))
-
-        def answer(self, body):
-            text = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    HTTPServer((given["--host"], int(given["--port"])), Handler).serve_forever()
-"""
-
-
 def test_llama_cpp(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(one_text_llama_cpp, "gguf_of", lambda *_: tmp_path / "model.gguf")
-    program = tmp_path / "llama-server"
-    program.write_text(textwrap.dedent(LLAMA_SERVER).lstrip().format(python=sys.executable))
-    program.chmod(0o700)
+    write_llama_server(tmp_path)
     monkeypatch.setattr(one_text, "measure_products", lambda *_: ())
     assert one_text.main([*SMALL, "--compare", "llama.cpp", "--llama-cpp", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -109,7 +69,81 @@ def test_llama_cpp(tmp_path, capsys, monkeypatch):
     assert "llama.cpp, 2 at a time: error: no two slots" in said
 
 
-@pytest.mark.parametrize("options", [["--compare", "llama.cpp"], ["--llama-cpp", "."]], ids=" ".join)
-def test_bad_input(options, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compare", "llama.cpp"], "--compare llama.cpp needs --llama-cpp, the folder of llama-server"),
+        (["--llama-cpp", "."], "--compare llama.cpp needs --llama-cpp, the folder of llama-server"),
+        (["--compare", "openvino"], "--compare openvino needs --openvino, the folder of the exported model"),
+        (["--openvino", "."], "--compare openvino needs --openvino, the folder of the exported model"),
+    ],
+    ids=str,
+)
+def test_bad_input(options, message, capsys):
     assert one_text.main([*SMALL, *options]) == 2
-    assert "--compare llama.cpp needs --llama-cpp, the folder of llama-server" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+class FakePipeline:
+    """OpenVINO's engine as far as it is used. Log-probabilities are those of its options; its cache has all prompts."""
+
+    def __init__(self, folder, scheduler, device, properties):
+        self.scheduler, self.threads, self.seen = scheduler, properties["INFERENCE_NUM_THREADS"], []
+        self.left = {}
+
+    def add_request(self, number, prompt, config):
+        [tokens] = prompt
+        hit = max([len(one) for one in self.seen if one == tokens[: len(one)]], default=0)
+        self.seen.append(tokens)
+        chunk = self.scheduler.max_num_batched_tokens if self.scheduler.dynamic_split_fuse else len(tokens)
+        self.left[number] = -(-(len(tokens) - hit) // chunk) + config.max_new_tokens - 1
+        logprob = -self.scheduler.max_num_seqs - 0.25 * (hit > 0) - 0.5 * (self.scheduler.max_num_batched_tokens == 14)
+        output = SimpleNamespace(
+            generated_ids=[7] * config.max_new_tokens,
+            generated_log_probs=[logprob] * (config.max_new_tokens * config.logprobs),
+        )
+        return SimpleNamespace(read_all=lambda: [output])
+
+    def has_non_finished_requests(self):
+        return any(self.left.values())
+
+    def step(self):
+        if self.scheduler.max_num_seqs == 8:
+            raise RuntimeError("Exception from src/x.cpp\nno eight sequences\n")
+        self.left = {number: max(0, steps - 1) for number, steps in self.left.items()}
+
+
+@pytest.fixture
+def fake_openvino(monkeypatch, tmp_path):
+    genai = SimpleNamespace(
+        SchedulerConfig=SimpleNamespace, GenerationConfig=SimpleNamespace, ContinuousBatchingPipeline=FakePipeline
+    )
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array.tolist()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "openvino_model.xml").touch()
+    return tmp_path
+
+
+def test_openvino(fake_openvino, capsys, monkeypatch):
+    monkeypatch.setattr(one_text, "measure_products", lambda *_: ())
+    assert one_text.main([*SMALL, "--compare", "openvino", "--openvino", str(fake_openvino)]) == 0
+    said = capsys.readouterr().out
+    rows = re.findall(r"openvino     │ (.+?) +│ (\S+(?: of \d+)?) +│ (\S*) +│ (\S*)", said)
+    assert rows == [
+        ("2 at a time", "12 of 12", "1.0e+00", "0"),
+        ("8 at a time", "-", "", ""),
+        ("32 at a time", "12 of 12", "3.1e+01", "0"),
+        ("prompt in chunks", "12 of 12", "5.0e-01", "0"),
+        ("behind a prefix hit", "12 of 12", "2.5e-01", "0"),
+        ("with drafts", "-", "", ""),
+    ]
+    assert "openvino, 8 at a time: no eight sequences" in said and "openvino, with drafts: it has no drafts" in said
+
+
+def test_openvino_without_a_hit(fake_openvino, capsys, monkeypatch):
+    """It is seen by a step more: the prompt's last token does not fit into the first one."""
+    monkeypatch.setattr(one_text, "measure_products", lambda *_: ())
+    monkeypatch.setattr(FakePipeline, "seen", property(lambda self: [], lambda self, value: None), raising=False)
+    assert one_text.main([*SMALL, "--compare", "openvino", "--openvino", str(fake_openvino)]) == 0
+    assert "openvino, behind a prefix hit: there was no hit" in capsys.readouterr().out

@@ -294,6 +294,35 @@ class TestMemory:
         assert [cache.export(tokens) is not None for tokens in (OTHERS[:30], TOKENS[:60])] == [True, True]
         assert cache.stats.evictions == 1 and cache.export(TOKENS[:20]) is None
 
+    @pytest.mark.parametrize(
+        ("kept", "stays", "goes"),
+        [
+            # The end of a turn makes room for that of the next one, although it is newer and longer than another's.
+            ([OTHERS[:20], TOKENS[:30], TOKENS[:40]], OTHERS[:20], TOKENS[:30]),
+            # Where a prompt diverges is kept before what follows there, and does not make room for that.
+            ([TOKENS[:60], TOKENS[:40], TOKENS[:40] + OTHERS[:20]], TOKENS[:40], TOKENS[:60]),
+        ],
+        ids=["the next turn", "a branch"],
+    )
+    def test_what_a_new_entry_goes_on_from_is_known_before_there_is_room(self, runtime, kept, stays, goes):
+        entry = sequence_bytes(runtime.config, runtime.dtype.itemsize) + 4 * VOCAB
+        token = token_bytes(runtime.config, runtime.dtype.itemsize)
+        cache = PoisonedPrefixCache(runtime, 2 * entry + 100 * token, None)
+        state, logits = runtime.allocate(1, 60), torch.zeros(VOCAB)
+        for tokens in kept:
+            cache.keep(tokens, state, 1, logits)
+        assert [cache.export(tokens) is not None for tokens in (stays, goes, kept[-1])] == [True, False, True]
+        assert cached_bytes(cache) == (cache.stats.num_bytes, 2)
+
+    def test_new_tokens_do_not_wait_for_snapshots(self, runtime, cache):
+        engine = engine_with(runtime, cache)
+        engine.add(Request(TOKENS[:10], 3))
+        counts = []
+        while engine.has_work:
+            assert len(engine.step()) == 1
+            counts.append(cache.stats.snapshots)
+        assert counts == [0, 1, 2]
+
     def test_an_error_leaves_nothing(self, runtime, cache):
         engine = engine_with(runtime, cache)
         id = engine.add(Request(TOKENS[:20], 5))

@@ -202,6 +202,7 @@ class Engine:
     @_one_at_a_time
     def step(self) -> list[Output]:
         """Run one step; return the new tokens, in order for each sequence: with a drafter perhaps several."""
+        self._keep_what_is_due()
         self._start_waiting()
         prompts = [sequence for sequence in self._running.values() if sequence.is_prompt]
         others = [sequence for sequence in self._running.values() if not sequence.is_prompt]
@@ -373,17 +374,27 @@ class Engine:
         return outputs
 
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
-        """Keep a snapshot where one is due, and end the sequence if it is done.
+        """End the sequence if it is done, with a snapshot; else take note of a snapshot that is due.
 
         Args:
             logits: [vocab_size], after the last stored token.
         """
         reason = outputs[-1].finish_reason if outputs else None
         sequence.logits = logits
-        if self._cache is not None and reason != "error" and (reason or sequence.is_kept(self._cache.interval)):
-            self._keep(sequence)
+        if self._cache is not None and reason != "error":
+            if reason is not None:
+                self._keep(sequence)
+            elif sequence.is_kept(self._cache.interval):
+                sequence.is_due = True
         if reason is not None:
             self._end(sequence)
+
+    def _keep_what_is_due(self) -> None:
+        """Keep the snapshots of the last step; its new tokens have not waited for them."""
+        for sequence in self._running.values():
+            if sequence.is_due:
+                sequence.is_due = False
+                self._keep(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
         keys = sequence.keys[: sequence.stored]

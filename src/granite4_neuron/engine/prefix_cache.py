@@ -176,13 +176,15 @@ class PrefixCache:
             return
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
-        if not self._make_room(needed, child or node):
+        if not self._has_room(needed, child or node):
             return
         if child is not None:
             node = self._split(child, shared)
+        if covered < len(tokens):
+            # Before making room, which depends on it: the new entry takes the place of one that it goes on from.
+            self._entries.continue_from(node)
+        self._make_room(needed, node)
         self._add(node, tuple(tokens[covered:]), take(covered), logits)
-        if child is not None:
-            self._prune(child)
 
     def load(self, snapshot: Snapshot) -> None:
         """Add a snapshot from `export`.
@@ -246,7 +248,7 @@ class PrefixCache:
         first, rest = node.tokens[:length], node.tokens[length:]
         upper = Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
         upper.children[rest[0]] = node
-        upper.continuations = 1
+        upper.continuations = 2  # the node's tokens, and those of the sequence that it is inserted for
         node.parent.children[first[0]] = upper
         node.parent, node.tokens = upper, rest
         node.keys_and_values = cut_keys_and_values(node.keys_and_values, length, length + len(rest))
@@ -257,7 +259,6 @@ class PrefixCache:
             parent = node
             node = Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
-            self._entries.continue_from(parent)
             self.stats.num_bytes += node.tokens_bytes
         node.recurrent = recurrent_state(snapshot.tensors)
         node.logits = logits.clone()
@@ -266,17 +267,18 @@ class PrefixCache:
         self.stats.snapshots += 1
         self._entries.use(node)
 
-    def _make_room(self, needed: int, neighbour: Node) -> bool:
-        """Evict the entries worth least until there is room; if that would not do, evict none and return false.
-
-        The keys and values up to the new entry's neighbour stay.
+    def _has_room(self, needed: int, neighbour: Node) -> bool:
+        """Return whether there is room for a new entry, or evicting others can make it. The keys and values up to its
+        neighbour stay.
         """
         if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
             return True
-        has_room = self._bytes_in_use(neighbour) + needed <= self.max_bytes
-        while has_room and self.stats.num_bytes + needed > self.max_bytes:
+        return self._bytes_in_use(neighbour) + needed <= self.max_bytes
+
+    def _make_room(self, needed: int, neighbour: Node) -> None:
+        """Evict the entries worth least until there is room."""
+        while self.max_bytes is not None and self.stats.num_bytes + needed > self.max_bytes:
             self._evict(self._entries.least(), neighbour)
-        return has_room
 
     def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""

@@ -21,7 +21,7 @@ class Node:
     recurrent, logits: the state and the logits [vocab_size] after its last token; both None if there is no entry, or it
         was evicted.
     entry_bytes: the bytes of these two.
-    continuations: how many different tokens have followed it in sequences so far.
+    continuations: how many sequences have gone on from it so far, each with another token or yet without one.
     users: running sequences that started from it; it is not evicted while there are any.
     last_use: the number of look-ups when it was kept or found last.
     """

@@ -158,6 +158,7 @@ class RunningSequence:
     prefix: the cached prefix that it started from, if any.
     backoff: when to draft for it.
     logits: [vocab_size], after the last stored token; None before the first step.
+    is_due: whether a prefix cache is to keep a snapshot before the next step.
     prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
     """
 
@@ -174,6 +175,7 @@ class RunningSequence:
     has_begun: bool = False
     prefix: Prefix | KeptSlot | None = None
     logits: torch.Tensor | None = None
+    is_due: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
     _keys: list[int] = field(default_factory=list)
