@@ -144,7 +144,8 @@ def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: in
     hook = runtime.model.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].cpu()))
     try:
         for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            runtime.step(state, [Row(1, start, tokens[start:stop])])
+            # The logits of one last token may come from a single call of kernels, which calls no norm of a module.
+            runtime.step(state, [Row(1, start, tokens[start:stop])], all_logits=True)
             seen[-1] = seen[-1][0, : stop - start]
     finally:
         hook.remove()

@@ -169,8 +169,13 @@ class GraniteMoeHybridForCausalLM(Module):
 
     @property
     def decodes_at_once(self) -> bool:
-        """Whether there is `decode`: with fused layers, without rotary positions, on one rank."""
-        return self.model.fused_layers is not None and not self.config.uses_rope and self.parallel.degree == 1
+        """Whether there is `decode`: with fused layers, without rotary positions, on one rank, and with an embedding
+        that is a tensor or the head's matrix.
+        """
+        embedding = self.model.embed_tokens.weight
+        has_rows = isinstance(embedding, torch.Tensor) or embedding is self.lm_head.weight
+        is_whole = not self.config.uses_rope and self.parallel.degree == 1
+        return self.model.fused_layers is not None and is_whole and has_rows
 
     def decode(
         self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
