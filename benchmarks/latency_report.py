@@ -165,13 +165,15 @@ def _plot(results: list[Result], title: str, file: Path) -> None:
         lengths = sorted({result.prompt_length for result in results})
         panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
         panel.minorticks_off()
-        panel.legend()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(title, fontsize="small")
     save_plot(figure, file)
 
 
 def source(options: argparse.Namespace) -> str:
-    """Return the name of the model."""
+    """Return the name of the model; of a folder or file its last part."""
+    if options.model and Path(options.model).exists():
+        return Path(options.model).resolve().name
     return options.random_weights or options.model or "the small model that comes with the package"
 
 
