@@ -13,13 +13,25 @@
 
 namespace granite4_neuron {
 
-// Blocks that nobody uses now. Never destroyed: tensors may give back theirs when the process ends.
+// Blocks that nobody uses now.
 class Buffers {
  public:
+  // Those of all threads. Never destroyed: tensors may give back theirs when the process ends.
   static Buffers& instance() {
-    static Buffers* buffers = new Buffers;
+    static Buffers* buffers = new Buffers(size_t{64} << 20);
     return *buffers;
   }
+  // Those of this thread alone: tasks that are done in some microseconds would wait for each other's lock.
+  static Buffers& of_thread() {
+    thread_local Buffers buffers(size_t{4} << 20);
+    return buffers;
+  }
+
+  ~Buffers() {
+    for (auto [size, data] : free_) c10::free_cpu(data);
+  }
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
 
   struct Block {
     char* data;
@@ -43,7 +55,7 @@ class Buffers {
   void give_back(Block block) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (kept_ + block.size <= MOST_KEPT) {
+      if (kept_ + block.size <= most_kept_) {
         kept_ += block.size;
         free_.emplace(block.size, block.data);
         return;
@@ -53,8 +65,9 @@ class Buffers {
   }
 
  private:
-  static constexpr size_t MOST_KEPT = size_t{64} << 20;
+  explicit Buffers(size_t most_kept) : most_kept_(most_kept) {}
 
+  const size_t most_kept_;  // bytes
   std::mutex mutex_;
   std::multimap<size_t, char*> free_;
   size_t kept_ = 0;
@@ -73,9 +86,11 @@ inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 template <typename T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : block_(Buffers::instance().take(std::max<size_t>(1, count * sizeof(T)))) {}
+  explicit Scratch(int64_t count)
+      : buffers_(count * sizeof(T) < MOST_OF_THREAD ? Buffers::of_thread() : Buffers::instance()),
+        block_(buffers_.take(std::max<size_t>(1, count * sizeof(T)))) {}
   ~Scratch() {
-    Buffers::instance().give_back(block_);
+    buffers_.give_back(block_);
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -85,6 +100,9 @@ class Scratch {
   }
 
  private:
+  static constexpr size_t MOST_OF_THREAD = size_t{1} << 20;  // bytes
+
+  Buffers& buffers_;
   Buffers::Block block_;
 };
 
