@@ -22,6 +22,7 @@ first token with the saved state of an earlier run.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.errors import reports_errors
-from benchmarks.implementations import LLAMA_CPP
+from benchmarks.implementations import LLAMA_CPP, draws_weights
 from benchmarks.latency import measure_all
 from benchmarks.latency_options import check, check_lengths, is_reuse, parser
 from benchmarks.latency_report import report
@@ -65,15 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
-    """Return the folder to measure; one with random weights is written for the time of the run."""
+    """Return the folder to measure; one with random weights is written for the time of the run, and without the weights
+    if no process would read them.
+    """
     if options.random_weights is None:
         yield find(options.model or bundled_checkpoint())
         return
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    options.dtype = options.dtype or config.torch_dtype
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / options.random_weights
-        dtype = getattr(torch, options.dtype or config.torch_dtype)
-        save_model(random_model(config, dtype=dtype), path)
+        if draws_weights(options):
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(config.to_dict()))
+        else:
+            save_model(random_model(config, dtype=getattr(torch, options.dtype)), path)
         yield path
 
 

@@ -24,6 +24,7 @@ from benchmarks.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
 from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.checkpoint.loading import load_model, stored_dtype
+from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.source import quantization_of, read_config
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
@@ -78,7 +79,10 @@ class Ours:
         if options.backend == "nxdi":
             self._runtime = load_compiled(folder, Path(options.compiled), transformers.GenerationConfig())
         elif options.backend == "torch":
-            model = load_model(folder, weights_dtype(folder, options))
+            dtype = weights_dtype(folder, options)
+            model = (
+                random_model(read_config(folder), dtype=dtype) if draws_weights(options) else load_model(folder, dtype)
+            )
             places = dict(device=options.device, graphs=options.graphs)
             self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **places)
         else:
@@ -135,6 +139,11 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     state_dtype = dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
+
+
+def draws_weights(options: argparse.Namespace) -> bool:
+    """Return whether random weights are drawn where they are used: a device's, beside which nothing is measured."""
+    return options.random_weights is not None and options.backend == "torch" and not options.compare
 
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:

@@ -76,7 +76,10 @@ class Result:
 
 
 def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]:
-    """Measure every implementation at every point that the options ask for; return the results by point."""
+    """Measure every implementation at every point that the options ask for; return the results by point.
+
+    Each point's are also written to stderr when they are there.
+    """
     points = [
         Point(batch_size, prompt_length, options.output_length)
         for batch_size in options.batch_size
@@ -86,10 +89,19 @@ def measure_all(folder: Path, options: argparse.Namespace) -> list[list[Result]]
     names = [ours, *options.compare]
     round_trip = load_round_trip() if options.backend == "cpu" else lambda: None
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        return [
-            _measure(folder, point, names, round_trip, options)
-            for point in progress.track(points, description="measuring")
-        ]
+        results = []
+        for point in progress.track(points, description="measuring"):
+            results.append(_measure(folder, point, names, round_trip, options))
+            for result in results[-1]:
+                progress.console.print(_summary(result))
+        return results
+
+
+def _summary(result: Result) -> str:
+    return (
+        f"{result.implementation}, batch {result.batch_size}, prompt {result.prompt_length}: "
+        f"first token {result.first_token_ms:.1f} ms, further tokens {result.token_ms_p50:.2f} ms"
+    )
 
 
 def _measure(

@@ -15,8 +15,9 @@ import transformers
 import benchmark_latency
 from benchmarks.bound import Rates, decode_bytes, prefill_flops
 from benchmarks.gguf_checkpoint import write_gguf
-from benchmarks.implementations import Point, Run
+from benchmarks.implementations import Point, Run, draws_weights
 from benchmarks.latency import Sample, least_seconds, result_of
+from benchmarks.latency_options import parser
 from benchmarks.latency_report import machine_rates
 from benchmarks.profiles import ALL, profile
 from benchmarks.round_trip import load_round_trip
@@ -25,6 +26,7 @@ from granite4_neuron import cli
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import EMBEDDING, parameters
@@ -182,6 +184,17 @@ def test_bad_input(arguments, message, capsys):
     assert benchmark_latency.main([str(argument) for argument in arguments]) == 2
     output, error = capsys.readouterr()
     assert output == "" and message in error
+
+
+def test_random_weights_for_a_device_are_not_written():
+    """The process that runs them draws them, so there is the config only, and a dtype."""
+    options = parser("").parse_args(["--random-weights", "h-350m", "--backend", "torch", "--device", "cuda"])
+    with benchmark_latency._checkpoint(options) as folder:
+        assert [file.name for file in folder.iterdir()] == ["config.json"]
+        assert read_config(folder) == GraniteMoeHybridConfig.from_family("h-350m")
+    assert options.dtype == "bfloat16" and draws_weights(options)
+    options.compare = ["transformers"]
+    assert not draws_weights(options)
 
 
 def test_a_backend_that_it_does_not_run(capsys):

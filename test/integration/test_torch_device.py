@@ -13,6 +13,8 @@ from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.cli import main
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.ops.xla import GPU
+from granite4_neuron.runtime import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
@@ -146,6 +148,41 @@ class TestKernels:
 
         assert kernels("prefill") == ["conv1d_prefill", "ssd_chunk_scan"]
         assert kernels("decode") == ["mamba_decode"]
+
+
+class TestOperatorsOfAGPU:
+    """With their definitions, on the CPU: decode of one sequence has joined operators, decode of two has not."""
+
+    @pytest.fixture(autouse=True)
+    def gpu_operators(self, monkeypatch):
+        monkeypatch.setattr(torch_device, "LOOPS", GPU)
+
+    @pytest.mark.parametrize("sequences", [1, 2])
+    @pytest.mark.parametrize("name", ["moe", "dense"])
+    def test_logits(self, name, sequences):
+        config = NAMED[name].config()
+        cpu, ours = LAYER.runtimes(lambda: random_model(config))
+        steps = [[(slot, 20) for slot in range(1, sequences + 1)], *[[(1, 1)]] * 3, [(1, 4)], [(1, 1)]]
+        expected_logits = run_steps(cpu, steps, sequences, 200)
+        for expected, logits in zip(expected_logits, run_steps(ours, steps, sequences, 200, LAYER.poison), strict=True):
+            assert (logits - expected).abs().max() <= LAYER.tolerance
+
+    @pytest.mark.parametrize(
+        ("changes", "feed_forward"),
+        [({}, ["route", "activate_experts", "add_feed_forward"]), (DENSE, ["activate", "add_product"])],
+        ids=["moe", "dense"],
+    )
+    def test_nodes_of_a_layer(self, changes, feed_forward):
+        recorder = Recorder()
+        model = random_model(small_config(**{**FEW_LAYERS, **changes}))
+        runtime = TorchRuntime(model, GenerationConfig(), BUCKETS, compiler=recorder)
+        recorder.step = "decode"
+        runtime.step(runtime.allocate(1, 60), [Row(1, 20, [3])])
+        (graph,) = (graph for graph in recorder.graphs if graph.function == "mamba_layer")
+        # What writes an operand is wrapped, as an argument.
+        names = (str(each) for node in graph.module.graph.nodes for each in (node.target, *node.args))
+        own = [name.split(".")[1] for name in names if name.startswith("granite4_neuron.")]
+        assert own == ["mixer_inputs", "advance_mixer", "add_product", *feed_forward]
 
 
 class TestGraphs:

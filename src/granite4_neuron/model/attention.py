@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -37,10 +39,21 @@ class Attention(Module):
         self, hidden_states: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
     ) -> torch.Tensor:
         """Map [batch, tokens, hidden_size] to the same shape; add the step's keys and values to `state` in place."""
-        heads = (-1, self.head_dim)
-        query = self.q_proj(hidden_states).unflatten(-1, heads)
-        key = self.k_proj(hidden_states).unflatten(-1, heads)
-        value = self.v_proj(hidden_states).unflatten(-1, heads)
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self.o_proj(self.attend(projected, step, state, rotary))
+
+    def attend(
+        self, projected: Sequence[torch.Tensor], step: Step, state: KeyValueState, rotary: RotaryTables | None
+    ) -> torch.Tensor:
+        """Do what is between the projections.
+
+        Args:
+            projected: queries, keys and values, each [batch, tokens, heads * head_dim].
+
+        Returns:
+            [batch, tokens, heads * head_dim].
+        """
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
 
@@ -51,4 +64,4 @@ class Attention(Module):
         output = self.operators.cached_attention(
             query, state.key, state.value, *where, slots, self.scale, step.kv_length
         )
-        return self.o_proj(output.flatten(-2))
+        return output.flatten(-2)

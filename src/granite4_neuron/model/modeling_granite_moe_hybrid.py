@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model import token_layer
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.binding import Module, fix_weights, second_tree, use
@@ -323,7 +324,8 @@ class _Decoder(Module):
 class DecoderLayer(Module):
     """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
 
-    This is the definition. It is written once more, as fused kernels: ops/cpu/kernels/layers.h.
+    This is the definition. It is written twice more: as fused kernels, ops/cpu/kernels/layers.h, and for one token on a
+    GPU, model/token_layer.py.
     """
 
     def __init__(
@@ -349,6 +351,8 @@ class DecoderLayer(Module):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
+        if token_layer.takes(self, hidden_states, step):
+            return token_layer.forward(self, hidden_states, step, state, rotary), None
         residual_add, inputs = self.operators.residual_add, None
         x = self.input_layernorm(hidden_states)
         if self.is_mamba:

@@ -99,7 +99,7 @@ def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_de
         return operators
     decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
     decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
-    return replace(operators, mamba_decode=decode, round_state=round_in_hardware)
+    return replace(operators, mamba_decode=decode, round_state=round_in_hardware, token_layer=None)
 
 
 def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:

@@ -20,9 +20,11 @@ class CudaGraph:
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device):
-        # Those on the host are parts of one tensor, so that one copy brings them.
-        on_host = [tensor for tensor in inputs if tensor.device.type == "cpu"]
-        self._from_host = torch.cat([tensor.flatten() for tensor in on_host]).to(device)
+        # Those on the host are parts of one tensor, so that one copy brings them; it is a part of the graph.
+        on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
+        self._device = device
+        self._pinned = torch.cat(on_host).pin_memory()
+        self._from_host = self._pinned.to(device)
         parts = iter(self._from_host.split([tensor.numel() for tensor in on_host]))
         self._inputs = [
             next(parts).view(tensor.shape) if tensor.device.type == "cpu" else tensor.clone() for tensor in inputs
@@ -36,17 +38,19 @@ class CudaGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
+            self._from_host.copy_(self._pinned, non_blocking=True)
             self._outputs = function(*self._inputs)
+        self._is_done = torch.cuda.Event()
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Run with other inputs. The outputs are overwritten when this graph, or another one, is replayed."""
-        on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
-        pinned = torch.empty(self._from_host.shape, dtype=self._from_host.dtype, pin_memory=True)
-        self._from_host.copy_(torch.cat(on_host, out=pinned), non_blocking=True)
+        self._is_done.synchronize()  # the replay before this one may still be reading its inputs
+        torch.cat([tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"], out=self._pinned)
         for ours, given in zip(self._inputs, inputs, strict=True):
             if given.device.type != "cpu":
                 ours.copy_(given)
         self._graph.replay()
+        self._is_done.record(torch.cuda.current_stream(self._device))
         return self._outputs
 
 

@@ -6,7 +6,7 @@ What has no form of its own here is the plain definition.
 from dataclasses import replace
 
 from granite4_neuron.ops.operators import Operators
-from granite4_neuron.ops.xla import gpu
+from granite4_neuron.ops.xla import gpu, token_layer
 from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.ops.xla.moe import expert_path, fused_experts
@@ -32,6 +32,7 @@ GPU = replace(
     mamba_prefill=gpu.CHUNKED,
     mamba_quadratic=gpu.QUADRATIC,
     mamba_decode=gpu.SINGLE_TOKEN,
+    token_layer=token_layer,
 )
 
 __all__ = ["GPU", "LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

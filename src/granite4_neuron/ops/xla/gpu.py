@@ -1,7 +1,11 @@
-"""Operators of graphs on a GPU. For a token of each sequence they are kernels in Triton, `ops.xla.gpu_kernels`."""
+"""Operators of graphs on a GPU. For a token of each sequence they are kernels in Triton, `ops.xla.gpu_kernels`.
+
+Decode of one sequence has further ones, `ops.xla.token_layer`.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +24,16 @@ from granite4_neuron.ops.xla.mamba import CHUNK_SIZE, chunks
 _FEW_TOKENS = 16
 
 
-def _kernel(definition: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Return granite4_neuron::NAME, one node of a graph: on a GPU the kernel of this name, on a CPU the definition."""
+def kernel(definition: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Return granite4_neuron::NAME, one node of a graph: on a CPU the definition, on a GPU the kernel of its name.
 
-    def launch(*arguments: Any) -> Any:
+    The kernel is in the module of the definition's module's name and "_kernels".
+    """
+
+    def launch(*arguments: Any, **options: Any) -> Any:
         # Not at the top: Triton comes with a torch for GPUs only.
-        from granite4_neuron.ops.xla import gpu_kernels
-
-        return getattr(gpu_kernels, definition.__name__)(*arguments)
+        kernels = importlib.import_module(f"{definition.__module__}_kernels")
+        return getattr(kernels, definition.__name__)(*arguments, **options)
 
     name = f"granite4_neuron::{definition.__name__}"
     operator = torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
@@ -100,11 +106,11 @@ def attend_token(
     ).contiguous()
 
 
-_convolve_token = _kernel(convolve_token, mutates=("conv_state",))
-_advance_token = _kernel(advance_token, mutates=("ssm_state",))
-_multiply_rows = _kernel(multiply_rows)
-_choose_experts = _kernel(choose_experts)
-_attend_token = _kernel(attend_token)
+_convolve_token = kernel(convolve_token, mutates=("conv_state",))
+_advance_token = kernel(advance_token, mutates=("ssm_state",))
+_multiply_rows = kernel(multiply_rows)
+_choose_experts = kernel(choose_experts)
+_attend_token = kernel(attend_token)
 
 
 @_convolve_token.register_fake

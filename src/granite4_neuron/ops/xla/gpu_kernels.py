@@ -44,23 +44,45 @@ def _convolve_token(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     is_channel = channel < channels
-    tap = tl.arange(0, taps)[None]
-    new = tl.load(x + row * x_stride + channel, is_channel)
-    old = conv_state + (row * channels + channel)[:, None] * (width - 1) + tap
-    window = tl.load(old, is_channel[:, None] & (tap < width - 1))
-    window = tl.where(tap < width - 1, window, new[:, None]).to(tl.float32)
-    weights = tl.load(weight + channel[:, None] * width + tap, is_channel[:, None] & (tap < width), other=0.0)
-    total = tl.sum(tl.where(tap < width, window * weights.to(tl.float32), 0.0), 1)
-    if bias is not None:
-        total += tl.load(bias + channel, is_channel).to(tl.float32)
-    tl.store(y + row * channels + channel, total * tl.sigmoid(total), is_channel)
-
-    shifted = tl.load(old + 1, is_channel[:, None] & (tap < width - 2))
-    shifted = tl.where(tap < width - 2, shifted, new[:, None])
+    conv_state += row * channels * (width - 1)
+    window, shifted, weights, offset = load_convolution(conv_state, weight, bias, channel, is_channel, width, taps)
     is_real = tl.load(lengths + row) > 0
+    new = tl.load(x + row * x_stride + channel, is_channel)
+    tl.store(y + row * channels + channel, convolve_channels(new, window, weights, offset, width, taps), is_channel)
+    shift_window(conv_state, new, shifted, channel, is_channel & is_real, width, taps)
+
+
+@triton.jit
+def load_convolution(conv_state, weight, bias, channel, is_channel, width: tl.constexpr, taps: tl.constexpr):
+    """Return some channels' windows, these shifted, weights, each [block, taps], and biases, [block] in float32."""
+    tap = tl.arange(0, taps)[None]
+    window = conv_state + channel[:, None] * (width - 1) + tap
+    before = tl.load(window, is_channel[:, None] & (tap < width - 1))
+    shifted = tl.load(window + 1, is_channel[:, None] & (tap < width - 2))
+    weights = tl.load(weight + channel[:, None] * width + tap, is_channel[:, None] & (tap < width), 0.0)
+    offset = tl.zeros_like(channel).to(tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + channel, is_channel, 0.0).to(tl.float32)
+    return before, shifted, weights, offset
+
+
+@triton.jit
+def convolve_channels(new, window, weights, offset, width: tl.constexpr, taps: tl.constexpr):
+    """Return the convolution's outputs, [block] in float32, of new inputs [block] after windows."""
+    tap = tl.arange(0, taps)[None]
+    window = tl.where(tap < width - 1, window, new[:, None]).to(tl.float32)
+    total = tl.sum(tl.where(tap < width, window * weights.to(tl.float32), 0.0), 1) + offset
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def shift_window(conv_state, new, shifted, channel, is_here, width: tl.constexpr, taps: tl.constexpr):
+    """Write shifted windows with new inputs at their ends."""
+    tap = tl.arange(0, taps)[None]
     # One thread's input is another one's place.
     tl.debug_barrier()
-    tl.store(old, shifted, is_channel[:, None] & (tap < width - 1) & is_real)
+    values = tl.where(tap < width - 2, shifted, new[:, None])
+    tl.store(conv_state + channel[:, None] * (width - 1) + tap, values, is_here[:, None] & (tap < width - 1))
 
 
 def advance_token(

@@ -1,0 +1,173 @@
+"""Parts of a decoder layer for one token of one sequence: each product with what precedes and what follows it.
+
+A graph of such a token takes as long as its number of kernels says. So these are few: a norm is computed by every
+program of the product behind it, a residual is added by the product before it. They are kernels in Triton,
+`ops.xla.gpu_token_kernels`, on a GPU; weights are not quantized, and have one dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from granite4_neuron.ops import moe, norm
+from granite4_neuron.ops.xla import gpu, topk
+
+
+def mixer_inputs(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise and project, then convolve what the recurrence reads, and update conv_state in place.
+
+    Args:
+        x: [1, columns], float32.
+        norm_weight: [columns].
+        weight: [d_inner + channels + num_heads, columns].
+        conv_weight, conv_bias, conv_state, lengths: as `ops.causal_conv1d` takes them.
+
+    Returns:
+        The gate, the convolution's outputs and dt before its bias: [1, d_inner + channels + num_heads] in float32.
+    """
+    projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
+    channels = conv_state.shape[1]
+    gate, xBC, dt = projected.split([len(weight) - channels - num_heads, channels, num_heads], 1)
+    convolved = gpu.convolve_token(xBC[:, None], conv_state, conv_weight, conv_bias, lengths)[:, 0]
+    return torch.cat([gate.float(), convolved, dt.float()], 1)
+
+
+def advance_mixer(
+    inputs: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    ssm_state: torch.Tensor,
+    lengths: torch.Tensor,
+    lowest_dt: float,
+    highest_dt: float,
+) -> torch.Tensor:
+    """Compute `ops.selective_state_step` and the gate, and update ssm_state in place.
+
+    Args:
+        inputs: from `mixer_inputs`.
+        dt_bias, A_log, D: [num_heads].
+        ssm_state: [1, num_heads, head_dim, d_state], float32.
+        lengths: [1]; where it is 0 the state stays.
+
+    Returns:
+        y * silu(gate), [1, num_heads * head_dim] in float32.
+    """
+    num_heads, head_dim, d_state = ssm_state.shape[1:]
+    d_inner = num_heads * head_dim
+    group_width = (inputs.shape[1] - 2 * d_inner - num_heads) // 2
+    gate, x, B, C, dt = inputs.split([d_inner, d_inner, group_width, group_width, num_heads], 1)
+    dt = F.softplus(dt + dt_bias.float()).clamp(lowest_dt, highest_dt).masked_fill((lengths == 0)[:, None], 0.0)
+    B, C = (values.unflatten(1, (-1, d_state)) for values in (B, C))
+    log_decay = dt * -torch.exp(A_log.float())
+    y = gpu.advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, ssm_state)
+    return y.flatten(1) * F.silu(gate)
+
+
+def project_heads(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """Normalise, and project with three matrices [rows, columns]: x [1, columns] in float32 to [1, all rows]."""
+    return F.linear(norm.rms_norm(x, norm_weight, eps), torch.cat([query, key, value]))
+
+
+def add_product(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    weight: torch.Tensor,
+    alpha: float,
+    eps: float,
+) -> torch.Tensor:
+    """Compute residual + alpha * (weight x), where x is normalised before if it has a norm.
+
+    Args:
+        residual: [1, rows], float32.
+        x: [1, columns]; in float32 with a norm, else in weight's dtype.
+    """
+    if norm_weight is not None:
+        x = norm.rms_norm(x, norm_weight, eps)
+    return norm.residual_add(residual, F.linear(x, weight), alpha)
+
+
+def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise, and activate an MLP.
+
+    Args:
+        x: [1, columns], float32.
+        weight: [2 * width, columns], gate rows first.
+
+    Returns:
+        [1, width] in weight's dtype.
+    """
+    return moe.silu_and_mul(F.linear(norm.rms_norm(x, norm_weight, eps), weight))
+
+
+def route(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise, and compute `ops.router_logits`: x [1, columns] in float32 to [1, num_experts] in float32."""
+    return moe.router_logits(norm.rms_norm(x, norm_weight, eps), weight)
+
+
+def activate_experts(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    w1: torch.Tensor,
+    router_logits: torch.Tensor,
+    top_k: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `activate` of the shared MLP, and of the experts that the router chose.
+
+    Args:
+        x, norm_weight, weight: as for `activate`.
+        w1: [num_experts, 2 * width, columns], gate rows first.
+        router_logits: from `route`.
+
+    Returns:
+        ([1, width of the shared MLP], [top_k, width of an expert]) in the weights' dtype.
+    """
+    ids = topk.topk_softmax(router_logits, top_k)[1][0]
+    experts = [activate(x, norm_weight, expert, eps) for expert in w1[ids]]
+    return activate(x, norm_weight, weight, eps), torch.cat(experts)
+
+
+def add_feed_forward(
+    residual: torch.Tensor,
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    expert_activated: torch.Tensor,
+    w2: torch.Tensor,
+    router_logits: torch.Tensor,
+    alpha: float,
+) -> torch.Tensor:
+    """Compute residual + alpha * (the shared MLP's output) + alpha * (the experts' weighted sum).
+
+    Args:
+        residual: [1, rows], float32.
+        activated, expert_activated: from `activate_experts`.
+        weight: [rows, width of the shared MLP].
+        w2: [num_experts, rows, width of an expert].
+        router_logits: from `route`.
+    """
+    topk_weights, ids = topk.topk_softmax(router_logits, len(expert_activated))
+    residual = norm.residual_add(residual, F.linear(activated, weight), alpha)
+    y = torch.bmm(w2[ids[0]], expert_activated[..., None])[..., 0]
+    return norm.residual_add(residual, (y * topk_weights[0, :, None]).sum(0, keepdim=True).to(y.dtype), alpha)

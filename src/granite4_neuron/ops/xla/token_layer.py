@@ -1,0 +1,57 @@
+"""The operators of `ops.xla.gpu_token`, as nodes of a graph."""
+
+from __future__ import annotations
+
+import torch
+
+from granite4_neuron.ops.xla import gpu_token
+from granite4_neuron.ops.xla.gpu import kernel
+
+mixer_inputs = kernel(gpu_token.mixer_inputs, mutates=("conv_state",))
+advance_mixer = kernel(gpu_token.advance_mixer, mutates=("ssm_state",))
+project_heads = kernel(gpu_token.project_heads)
+add_product = kernel(gpu_token.add_product)
+activate = kernel(gpu_token.activate)
+route = kernel(gpu_token.route)
+activate_experts = kernel(gpu_token.activate_experts)
+add_feed_forward = kernel(gpu_token.add_feed_forward)
+
+
+@mixer_inputs.register_fake
+def _(x, norm_weight, weight, *others, **constants):
+    return x.new_empty(1, len(weight))
+
+
+@advance_mixer.register_fake
+def _(inputs, dt_bias, A_log, D, ssm_state, *others):
+    return inputs.new_empty(1, ssm_state.shape[1] * ssm_state.shape[2])
+
+
+@project_heads.register_fake
+def _(x, norm_weight, query, key, value, eps):
+    return query.new_empty(1, len(query) + len(key) + len(value))
+
+
+@add_product.register_fake
+def _(residual, *others):
+    return torch.empty_like(residual)
+
+
+@activate.register_fake
+def _(x, norm_weight, weight, eps):
+    return weight.new_empty(1, len(weight) // 2)
+
+
+@route.register_fake
+def _(x, norm_weight, weight, eps):
+    return x.new_empty(1, len(weight))
+
+
+@activate_experts.register_fake
+def _(x, norm_weight, weight, w1, router_logits, top_k, eps):
+    return weight.new_empty(1, len(weight) // 2), weight.new_empty(top_k, w1.shape[1] // 2)
+
+
+@add_feed_forward.register_fake
+def _(residual, *others):
+    return torch.empty_like(residual)

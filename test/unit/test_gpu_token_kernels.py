@@ -1,0 +1,114 @@
+"""The Triton kernels of one token against their definitions, as in test_gpu_kernels.py."""
+
+import math
+
+import pytest
+import torch
+
+from granite4_neuron.ops.xla import gpu_token
+from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
+
+gpu_token_kernels = pytest.importorskip("granite4_neuron.ops.xla.gpu_token_kernels")
+__all__ = ["seed"]  # a fixture
+# Triton's interpreter cuts digits off where a GPU rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
+# Rows and columns of a program are powers of two, and these are not.
+SIZES = pytest.mark.parametrize("columns", [16, 80, 768])
+EPS = 1e-5
+
+
+def weights(*shape, dtype):
+    return (random(*shape) / shape[-1] ** 0.5).to(dtype)
+
+
+def compare(name, *arguments, dtype=torch.float32, **constants):
+    """Compare the results, and what is written in place; return the definition's."""
+    theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
+    expected, outputs = (
+        getattr(module, name)(*each, **constants) for module, each in ((gpu_token, theirs), (gpu_token_kernels, ours))
+    )
+    if isinstance(expected, torch.Tensor):
+        expected, outputs = [expected], [outputs]
+    for mine, other in zip([*outputs, *ours], [*expected, *theirs], strict=True):
+        if isinstance(other, torch.Tensor) and other.numel():
+            mine = mine.cpu()
+            assert mine.dtype == other.dtype and mine.shape == other.shape
+            if not other.is_floating_point():
+                assert torch.equal(mine, other)
+                continue
+            largest = other.nan_to_num().abs().max().item()
+            torch.testing.assert_close(mine, other, rtol=0, atol=TOLERANCE[dtype] * largest, equal_nan=True)
+    return expected
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("length", [1, 0], ids=["real", "idle"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_mixer_inputs(has_bias, length, columns, dtype):
+    channels, num_heads, taps = 21, 3, 4
+    convolution = (
+        random(channels, taps, dtype=dtype),
+        random(channels, dtype=dtype) if has_bias else None,
+        random(1, channels, taps - 1, dtype=dtype),
+        torch.tensor([length], dtype=torch.int32),
+    )
+    weight = weights(13 + channels + num_heads, columns, dtype=dtype)
+    arguments = random(1, columns), 1 + random(columns, dtype=dtype), weight, *convolution
+    compare("mixer_inputs", *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
+
+
+@DTYPES
+@pytest.mark.parametrize(("length", "limits"), [(1, (0.0, math.inf)), (1, (0.01, 1.0)), (0, (0.01, 1.0))], ids=str)
+@pytest.mark.parametrize(("head_dim", "d_state", "groups"), [(32, 128, 1), (24, 24, 2)])
+def test_recurrence(head_dim, d_state, groups, length, limits, dtype):
+    """dt from almost nothing to where softplus is the identity."""
+    heads = 6
+    inputs = random(1, 2 * heads * head_dim + 2 * groups * d_state + heads)
+    inputs[0, -heads:] = torch.tensor([-12.0, -5.0, 0.0, 2.0, 19.0, 25.0])
+    constants = [random(heads, dtype=dtype) for _ in range(3)]
+    state, lengths = random(1, heads, head_dim, d_state), torch.tensor([length], dtype=torch.int32)
+    before = state.clone()
+    compare("advance_mixer", inputs, *constants, state, lengths, *limits)
+    assert torch.equal(state, before)
+    inputs[0, -1] = state[0, 0] = math.nan
+    compare("advance_mixer", inputs, *constants, state, lengths, *limits)
+
+
+@DTYPES
+@SIZES
+def test_heads(columns, dtype):
+    parts = [weights(rows, columns, dtype=dtype) for rows in (37, 11, 11)]
+    compare("project_heads", random(1, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+def test_sum_with_a_product(has_norm, columns, dtype):
+    x, norm = random(1, columns, dtype=dtype), None
+    if has_norm:
+        x, norm = 3 * random(1, columns), 1 + random(columns, dtype=dtype)
+    compare("add_product", random(1, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
+
+
+@DTYPES
+@SIZES
+def test_mlp(columns, dtype):
+    arguments = random(1, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
+    compare("activate", *arguments, EPS, dtype=dtype)
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize(("experts", "top_k"), [(6, 2), (5, 5), (72, 10)])
+def test_experts(experts, top_k, columns, dtype):
+    """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
+    x, norm = random(1, columns), 1 + random(columns, dtype=dtype)
+    (logits,) = compare("route", x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
+    logits = logits.mul(3).round()
+    first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
+    activated = compare("activate_experts", x, norm, first, w1, logits, top_k, EPS, dtype=dtype)
+    second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
+    for each in (logits, torch.full_like(logits, math.nan)):
+        compare("add_feed_forward", random(1, 24), activated[0], second, activated[1], w2, each, 0.3, dtype=dtype)

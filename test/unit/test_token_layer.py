@@ -1,0 +1,57 @@
+"""Decode of one sequence by joined operators, with their definitions on the CPU, has the plain operators' logits."""
+
+import pytest
+import torch
+
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.model import token_layer
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.ops.xla import GPU
+from test.support.checkpoints import CASES
+from test.support.stepping import random_tokens
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The layers that were computed by the joined operators."""
+    layers, forward = [], token_layer.forward
+
+    def noted(layer, *arguments):
+        layers.append(layer)
+        return forward(layer, *arguments)
+
+    monkeypatch.setattr(token_layer, "forward", noted)
+    return layers
+
+
+def decode(model, operators, tokens):
+    """Return the logits of the last token, and the state; an idle step comes before it."""
+    model = model.bind(operators) if operators else model
+    state = HybridState.allocate(model.config, 1, 64, model.dtype, has_null_slot=False)
+    for tensor in state.tensors():
+        tensor.zero_()
+
+    def step(ids, start, length):
+        positions = torch.arange(start, start + len(ids))[None]
+        return model(torch.tensor([ids]), positions, torch.tensor([length]), None, state)
+
+    step(tokens[:-1], 0, len(tokens) - 1)
+    views = state.slot_views(1)
+    before = {name: view.clone() for name, view in views.items()}
+    step([5], len(tokens) - 1, 0)
+    assert all(torch.equal(view, before[name]) for name, view in views.items())
+    return step(tokens[-1:], len(tokens) - 1, 1), views
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_and_state(case, dtype, taken):
+    model = random_model(case.config(), dtype=dtype, max_A=case.max_A)
+    tokens = random_tokens(model.config.vocab_size, 1, 20)[0].tolist()
+    (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
+    # Of two steps. Biases of projections are for the plain operators, and so is a norm of groups.
+    plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
+    assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
