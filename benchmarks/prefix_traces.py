@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.random_weights:
             folder = write_random(options.random_weights, Path(temporary) / "model")
         if options.measure:
-            print_table(_times(traces, sets, folder, options))
+            for name, turns in traces.items():
+                print_table(_times(name, turns, sets[name], folder, options))
         for name in options.compare:
             _compare(name, traces, sets, folder, options)
     return 0
@@ -76,15 +77,12 @@ def _savings(
     return table
 
 
-def _times(traces: dict[str, list[Turn]], sets: dict[str, int], folder: Path, options: argparse.Namespace) -> Table:
+def _times(name: str, turns: Sequence[Turn], working_set: int, folder: Path, options: argparse.Namespace) -> Table:
     title = "first token after, ms: p50 / p95"
     table = Table("", "memory", "no cache", *POLICIES, title=title, title_justify="left")
-    budgets = sorted({min(options.budgets), max(options.budgets)})
-    for name, turns in traces.items():
-        for percent in budgets:
-            times = first_token_times(turns, folder, _limit(sets[name], percent), options.repeats)
-            table.add_row(name, _memory(sets[name], percent), *map(_cell, times.values()))
-        table.add_section()
+    for percent in sorted({min(options.budgets), max(options.budgets)}):
+        times = first_token_times(turns, folder, _limit(working_set, percent), options.repeats)
+        table.add_row(name, _memory(working_set, percent), *map(_cell, times.values()))
     return table
 
 
