@@ -32,6 +32,7 @@ from granite4_neuron.commands.output import peak_memory_bytes
 from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.runtime.split import SplitRuntime
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 MACHINE = "machine"
@@ -78,6 +79,10 @@ class Ours:
     def __init__(self, folder: Path, options: argparse.Namespace):
         if options.backend == "nxdi":
             self._runtime = load_compiled(folder, Path(options.compiled), transformers.GenerationConfig())
+        elif options.tp_degree > 1:
+            split = dict(tp_degree=options.tp_degree, device=options.device, graphs=options.graphs)
+            dtype = weights_dtype(folder, options)
+            self._runtime = SplitRuntime(folder, dtype, transformers.GenerationConfig(), **split)
         elif options.backend == "torch":
             dtype = weights_dtype(folder, options)
             model = (
@@ -142,8 +147,11 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
 
 
 def draws_weights(options: argparse.Namespace) -> bool:
-    """Return whether random weights are drawn where they are used: a device's, beside which nothing is measured."""
-    return options.random_weights is not None and options.backend == "torch" and not options.compare
+    """Return whether random weights are drawn where they are used: a single device's, beside which nothing is
+    measured.
+    """
+    is_alone = options.backend == "torch" and options.tp_degree == 1 and not options.compare
+    return options.random_weights is not None and is_alone
 
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
@@ -165,7 +173,9 @@ def worker_process(name: str, folder: Path, options: argparse.Namespace) -> Iter
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     dtype = None if options.backend == "nxdi" else weights_dtype(folder, options)
-    process = context.Process(target=_serve, args=(theirs, name, folder, dtype, options), daemon=True)
+    # A daemon may not start the processes of a model that is split over devices.
+    is_daemon = options.tp_degree == 1
+    process = context.Process(target=_serve, args=(theirs, name, folder, dtype, options), daemon=is_daemon)
     process.start()
     theirs.close()
     try:

@@ -109,6 +109,7 @@ def check(options: argparse.Namespace) -> None:
         options.backend,
         device=options.device,
         graphs=options.graphs,
+        tp_degree=options.tp_degree,
         cpu_kernels=options.cpu_kernels,
         compiled=options.compiled,
         quantize=options.quantize,

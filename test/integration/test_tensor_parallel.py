@@ -2,22 +2,31 @@
 
 import os
 import socket
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
 from transformers import GenerationConfig
 
+from granite4_neuron import load
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import stream_generate
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.torch_device import TorchRuntime
+from granite4_neuron.runtime.interface import Row, require
+from granite4_neuron.runtime.split import SplitRuntime
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
@@ -61,36 +70,128 @@ def test_every_rank_has_the_whole_models_logits(tmp_path, degree, changes):
         assert (torch.load(tmp_path / f"{rank}.pt") - expected).abs().max() <= 1e-5
 
 
-def run_graphs(rank, degree, folder, port, results, kind):
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    device = f"{kind}:{rank}" if kind == "cuda" else kind
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=degree)
-    model = load_model(folder, torch.float32, parallel=Parallel(rank, degree, torch.distributed.group.WORLD))
-    compiler = "aot_eager" if kind == "cpu" else None
-    runtime = TorchRuntime(model, GenerationConfig(), BUCKETS, device=device, compiler=compiler)
-    torch.save(run_steps(runtime, STEPS, 5, 200), f"{results}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no 2 GPUs")
+
+
+class TestSplitRuntime:
+    """Two ranks, on a CPU or on two GPUs, give what the CPU runtime gives of the whole model."""
+
+    CONFIG = small_config(**FEW_LAYERS)
+
+    @pytest.fixture(scope="class", params=["cpu", pytest.param("cuda", marks=needs_two_gpus)])
+    @classmethod
+    def split(cls, request, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("split") / "model"
+        save_model(random_model(cls.CONFIG), folder)
+        options = dict(prefill_buckets=BUCKETS, compiler="aot_eager" if request.param == "cpu" else None)
+        runtime = SplitRuntime(
+            folder, torch.float32, GenerationConfig(top_k=None), tp_degree=2, device=request.param, **options
+        )
+        yield runtime
+        runtime.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cpu(cls):
+        return CPURuntime(random_model(cls.CONFIG), GenerationConfig(top_k=None))
+
+    def test_steps(self, split, cpu):
+        for expected, logits in zip(run_steps(cpu, STEPS, 5, 200), run_steps(split, STEPS, 5, 200), strict=True):
+            assert (logits - expected).abs().max() <= 1e-4
+
+    def test_a_second_state_beside_the_first(self, split, cpu):
+        """The ranks tell states apart, also after one of them is gone."""
+        runs = {}
+        for runtime in (cpu, split):
+            states = [runtime.allocate(1, 60) for _ in range(2)]
+            for state, token in zip(states, (3, 4), strict=True):
+                runtime.step(state, [Row(1, 0, [token] * 10)])
+            after = [runtime.step(state, [Row(1, 10, [5])]) for state in states]
+            del state, states[0]
+            again = runtime.allocate(1, 60)
+            runtime.step(again, [Row(1, 0, [6] * 10)])
+            runs[runtime] = [*after, runtime.step(states[0], [Row(1, 11, [7])]), runtime.step(again, [Row(1, 10, [8])])]
+        for expected, logits in zip(runs[cpu], runs[split], strict=True):
+            assert (logits - expected).abs().max() <= 1e-4
+
+    def test_verification_and_copy(self, split, cpu):
+        runs = {}
+        for runtime in (cpu, split):
+            state = runtime.allocate(3, 60)
+            runtime.step(state, [Row(1, 0, [3] * 9), Row(2, 0, [4] * 5)])
+            verification = runtime.verify(state, [Row(1, 9, [5, 6, 7]), Row(2, 5, [8])])
+            runtime.commit(state, verification, [2, 0])
+            runtime.copy(state, 1, 3, 11)
+            after = runtime.step(state, [Row(3, 11, [9]), Row(2, 5, [10])])
+            runs[runtime] = [verification.logits[0], verification.logits[1, :1], after]
+        for expected, logits in zip(runs[cpu], runs[split], strict=True):
+            assert (logits - expected).abs().max() <= 1e-4
+
+    def test_texts_with_drafts(self, split, cpu):
+        prompts = [random_tokens(self.CONFIG.vocab_size, length, seed=length).tolist() for length in (5, 40, 16)]
+        prompts.append(prompts[0] * 6)
+        options = dict(max_tokens=12, temperature=0, ignore_eos=True)
+
+        def tokens(runtime, drafter):
+            texts = [[] for _ in prompts]
+            for response in stream_generate(runtime, None, prompts, drafter=drafter, **options):
+                texts[response.index].append(response.token)
+            return texts
+
+        assert tokens(split, NgramDrafter(1, 3)) == tokens(cpu, None)
+
+    def test_what_every_rank_refuses(self, split):
+        """A call that is refused leaves the ranks in step."""
+        state = split.allocate(1, 60)
+        with pytest.raises(ValueError, match="tokens of a row are to be verified"):
+            split.verify(state, [Row(1, 0, [3] * 60)])
+        assert split.step(state, [Row(1, 0, [3])]).isfinite().all()
+        with pytest.raises(UserError, match="the state of a model that is split over devices stays there"):
+            require(split, "snapshot")
+        with pytest.raises(UserError, match="this process has a model that is split over devices"):
+            SplitRuntime(bundled_checkpoint(), None, GenerationConfig(), tp_degree=2, device="cpu")
+
+
+class TestCommand:
+    def test_a_rank_that_dies_ends_the_command(self):
+        """No rank is left waiting for it."""
+        command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        [rank] = self.ranks(process)
+        time.sleep(1)
+        rank.kill()
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "the process of rank 1 has failed, and the others cannot go on without it" in errors
+
+    def test_ranks_end_with_the_command(self):
+        command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        [rank] = self.ranks(process)
+        process.kill()
+        process.wait()
+        rank.wait(timeout=60)
+
+    def ranks(self, process):
+        """Wait for the processes of the other ranks."""
+        parent = psutil.Process(process.pid)
+        while not (ranks := [each for each in parent.children() if "spawn_main" in " ".join(each.cmdline())]):
+            assert process.poll() is None
+            time.sleep(0.05)
+        return ranks
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("options", "message"),
     [
-        "cpu",
-        pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no 2 GPUs")),
+        (dict(tp_degree=3), r"tp_degree is 3; this model can be split by 1, 2, 4\."),
+        (dict(tp_degree=2, device="neuron"), "the device is neuron; a model is split over cpu or cuda only"),
+        (dict(tp_degree=2, backend="cpu"), "tp_degree belong to the backend torch"),
     ],
 )
-def test_graphs_of_two_ranks_have_the_whole_models_logits(tmp_path, kind):
-    model = random_model(small_config(**FEW_LAYERS))
-    save_model(model, tmp_path / "model")
-    arguments = (2, tmp_path / "model", free_port(), str(tmp_path), kind)
-    torch.multiprocessing.start_processes(run_graphs, args=arguments, nprocs=2, start_method="spawn")
-    expected_logits = run_steps(CPURuntime(model, GenerationConfig()), STEPS, 5, 200)
-    for rank in range(2):
-        for expected, logits in zip(expected_logits, torch.load(tmp_path / f"{rank}.pt"), strict=True):
-            assert (logits - expected).abs().max() <= 1e-4
+def test_what_cannot_be_split_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        load(**dict(backend="torch") | options)
 
 
 @pytest.mark.parametrize("name", family_names())

@@ -188,6 +188,13 @@ def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BA
         help="for --backend torch: compile a graph for each kind of layer, or one for the whole model, which takes "
         "much longer (default: %(default)s)",
     )
+    parser.add_argument(
+        "--tp-degree",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="for --backend torch: split the model over N GPUs of this machine (default: %(default)s)",
+    )
 
 
 def load_runtime(
@@ -215,6 +222,7 @@ def load_runtime(
             backend=options.backend,
             device=options.device,
             graphs=options.graphs,
+            tp_degree=options.tp_degree,
             cpu_kernels=options.cpu_kernels,
             compiled=compiled or options.compiled,
             quantize=options.quantize,

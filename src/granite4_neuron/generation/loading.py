@@ -35,6 +35,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.runtime.split import SplitRuntime
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 
@@ -47,6 +48,7 @@ def load(
     backend: str = "cpu",
     device: str = "cpu",
     graphs: str = "layer",
+    tp_degree: int = 1,
     decode_kernel: str = "torch",
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
@@ -68,6 +70,7 @@ def load(
         backend: "cpu" for this machine's processor, "torch" for compiled graphs on a PyTorch device, "xla" for compiled
             graphs on torch_xla's device, "nxdi" for NxD Inference on a Neuron device.
         device, graphs: of the backend "torch", see `TorchRuntime`.
+        tp_degree: of the backend "torch", over how many devices the model is split; see `SplitRuntime`.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
         quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.load_model`.
@@ -97,6 +100,7 @@ def load(
         backend,
         device=device,
         graphs=graphs,
+        tp_degree=tp_degree,
         cpu_kernels=cpu_kernels,
         compiled=compiled,
         quantize=quantize or (stored and stored.name),
@@ -109,6 +113,10 @@ def load(
     )
     if backend == "nxdi":
         return load_compiled(require_folder(folder), Path(compiled), generation_config), tokenizer
+    mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
+    if tp_degree > 1:
+        split = dict(tp_degree=tp_degree, device=device, progress=progress, graphs=graphs, **mamba_kernels)
+        return SplitRuntime(folder, dtype, generation_config, **split), tokenizer
     loaded_adapters = {name: read_adapter(adapter, config) for name, adapter in adapters.items()}
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
     weights = load_model(
@@ -120,7 +128,6 @@ def load(
         progress=progress,
         remark=remark,
     )
-    mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if backend == "cpu":
         options = dict(kernels=cpu_kernels, tuned_configs=tuned_configs, state_dtype=state_dtype, **mamba_kernels)
         options["adapters"] = loaded_adapters
@@ -135,6 +142,7 @@ def check_backend(
     *,
     device: str,
     graphs: str,
+    tp_degree: int,
     cpu_kernels: str,
     compiled: str | Path | None,
     quantize: str | None,
@@ -165,8 +173,8 @@ def check_backend(
         raise UserError("tuned launch parameters and CPU kernels belong to the backend cpu; the others have none.")
     if adapters and backend != "cpu":
         raise UserError(f"adapters run on the backend cpu only, and the backend here is {backend}; {MERGE_INSTEAD}.")
-    if backend != "torch" and (device, graphs) != (DEVICES[0], GRAPHS[0]):
-        raise UserError(f"device and graphs belong to the backend torch; the backend here is {backend}.")
+    if backend != "torch" and (device, graphs, tp_degree) != (DEVICES[0], GRAPHS[0], 1):
+        raise UserError(f"device, graphs and tp_degree belong to the backend torch; the backend here is {backend}.")
 
 
 def load_compiled(folder: Path, compiled: Path, generation_config: GenerationConfig) -> Runtime:

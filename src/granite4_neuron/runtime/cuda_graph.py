@@ -37,7 +37,8 @@ class CudaGraph:
                 function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Other threads, such as those of NCCL, may call CUDA meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._from_host.copy_(self._pinned, non_blocking=True)
             self._outputs = function(*self._inputs)
         self._is_done = torch.cuda.Event()
