@@ -17,6 +17,12 @@ SIZES = pytest.mark.parametrize("columns", [16, 80, 768])
 EPS = 1e-5
 
 
+@pytest.fixture(autouse=True, params=[2048, 2], ids=["one tile", "several tiles"])
+def warps_at_once(request, monkeypatch):
+    """A program has several tiles of rows where there would be many more programs than run at once."""
+    monkeypatch.setattr(gpu_token_kernels, "_WARPS_AT_ONCE", request.param)
+
+
 def weights(*shape, dtype):
     return (random(*shape) / shape[-1] ** 0.5).to(dtype)
 

@@ -176,12 +176,14 @@ def fused_experts(
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of weights that are not quantized; each is read where it lies, and once.
 
-    Many tokens' products are by groups, which a GPU has in bfloat16 only.
+    Many tokens' products are by groups, which a GPU has in bfloat16 only, and of rows of whole 16 bytes.
     """
     arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
     if topk_ids.numel() < w1.shape[0]:
         return _chosen_experts(*arguments)
-    return (plain_moe.experts_by_group if hidden_states.dtype == torch.bfloat16 else moe.fused_experts)(*arguments)
+    has_whole_rows = all(weight.shape[-1] * weight.itemsize % 16 == 0 for weight in (w1, w2))
+    has_groups = hidden_states.dtype == torch.bfloat16 and has_whole_rows
+    return (plain_moe.experts_by_group if has_groups else moe.fused_experts)(*arguments)
 
 
 def _chosen_experts(hidden_states, w1, w2, topk_weights, topk_ids):

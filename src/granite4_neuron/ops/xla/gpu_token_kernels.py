@@ -2,12 +2,15 @@
 
 Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token`, on a GPU.
 
-A program has some rows of a matrix, whole. Where a GPU can, a kernel begins while the one before it still runs, as soon
-as all programs of that one are past `_wait`. Before its own `_wait` a program reads weights, and state that no other
-kernel of the step writes; it writes nothing. What the last kernel but one wrote is there too.
+A program has some rows of a matrix, whole; of a large matrix one tile of rows after another, so that it reads the
+vector once for all of them. Where a GPU can, a kernel begins while the one before it still runs, as soon as all of its
+programs are past `_wait`. Before its own `_wait` a program reads weights, and state that no other kernel of the step
+writes; it writes nothing. What the last kernel but one wrote is there too.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -16,18 +19,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from granite4_neuron.ops.xla.gpu_kernels import convolve_channels, load_convolution, shift_window
 
-# Rows of a matrix that a program has, and numbers of them, at most. These were fastest on an H200.
-_MOST_ROWS = 4
-_MOST_NUMBERS = 2**13
+# A tile has 4 rows of up to so many numbers, of one matrix or of each of two, or 2 longer ones. These numbers, and
+# those of warps and tiles, were fastest on an H200.
+_WIDEST_OF_FOUR = {1: 4096, 2: 1024}
+_MOST_TILES = 8
+_MOST_WARPS = 8
+_WARPS_AT_ONCE = 2048
 # A program's rows of a head's state.
 _CHANNELS = 16
 # Warps of programs that have one row of the router or a part of a head's state.
 _WARPS_OF_SMALL_PARTS = 4
 
 
-def _shape_of_program(width: int) -> tuple[int, int]:
-    """Return how many rows of `width` numbers, a power of two, a program has, and its warps."""
-    return max(1, min(_MOST_ROWS, _MOST_NUMBERS // width)), 2 if width <= _MOST_NUMBERS // 2 else 4
+def _shape_of_program(rows: int, width: int, matrices: int = 1) -> tuple[int, int, int]:
+    """Return how many rows of each matrix a tile has, how many tiles a program, and its warps.
+
+    Args:
+        rows: of all programs.
+        width: of a row, a power of two.
+        matrices: that a program reads rows of.
+    """
+    block = 4 if width <= _WIDEST_OF_FOUR[matrices] else 2
+    warps = min(_MOST_WARPS, max(2, width // 1024))
+    # A power of two, so that there are not many kernels, and about as many programs as run at once.
+    tiles = 2 ** round(math.log2(max(1.0, rows * warps / (block * _WARPS_AT_ONCE))))
+    return block, min(tiles, _MOST_TILES // matrices), warps
 
 
 def _launch_options(x: torch.Tensor, warps: int) -> dict[str, bool | int]:
@@ -92,11 +108,11 @@ def mixer_inputs(
     (rows, columns), (channels, taps) = weight.shape, conv_weight.shape
     y = x.new_empty(1, rows)
     width = triton.next_power_of_2(columns)
-    block, warps = _shape_of_program(width)
+    block, tiles, warps = _shape_of_program(rows, width)
     # An element for each thread, or each would do the work of all.
     padded_taps = max(triton.next_power_of_2(taps), 32 * warps // block)
-    sizes = rows, columns, rows - channels - num_heads, channels, taps, padded_taps, block, width
-    _mixer_inputs[triton.cdiv(rows, block),](
+    sizes = rows, columns, rows - channels - num_heads, channels, taps, padded_taps, block, tiles, width
+    _mixer_inputs[triton.cdiv(rows, block * tiles),](
         x,
         norm_weight,
         weight,
@@ -130,25 +146,32 @@ def _mixer_inputs(
     taps: tl.constexpr,
     padded_taps: tl.constexpr,
     block: tl.constexpr,
+    tiles: tl.constexpr,
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     tile = _load_rows(weight, row, rows, column, columns)
     norm_weights = _load_row(norm_weight, column, columns)
-    channel = row - first_channel
-    is_channel = (channel >= 0) & (channel < channels)
-    window, shifted, weights, offset = load_convolution(
-        conv_state, conv_weight, conv_bias, channel, is_channel, taps, padded_taps
-    )
     is_real = tl.load(lengths) > 0
-    _wait(overlaps)
-    values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
-    projected = _multiply(tile, values).to(weight.dtype.element_ty)
-    convolved = convolve_channels(projected, window, weights, offset, taps, padded_taps)
-    tl.store(y + row, tl.where(is_channel, convolved, projected.to(tl.float32)), row < rows)
-    shift_window(conv_state, projected, shifted, channel, is_channel & is_real, taps, padded_taps)
+    for number in tl.static_range(tiles):
+        channel = row - first_channel
+        is_channel = (channel >= 0) & (channel < channels)
+        window, shifted, weights, offset = load_convolution(
+            conv_state, conv_weight, conv_bias, channel, is_channel, taps, padded_taps
+        )
+        if number == 0:
+            _wait(overlaps)
+            values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
+        following = tile
+        if number + 1 < tiles:
+            following = _load_rows(weight, row + block, rows, column, columns)  # while this one is multiplied
+        projected = _multiply(tile, values).to(weight.dtype.element_ty)
+        convolved = convolve_channels(projected, window, weights, offset, taps, padded_taps)
+        tl.store(y + row, tl.where(is_channel, convolved, projected.to(tl.float32)), row < rows)
+        shift_window(conv_state, projected, shifted, channel, is_channel & is_real, taps, padded_taps)
+        tile, row = following, row + block
 
 
 def advance_mixer(
@@ -249,7 +272,7 @@ def project_heads(
     query_rows, key_rows, columns = len(query), len(key), x.shape[1]
     y = query.new_empty(1, query_rows + 2 * key_rows)
     width = triton.next_power_of_2(columns)
-    block, warps = _shape_of_program(width)
+    block, _, warps = _shape_of_program(query_rows, width)
     programs = triton.cdiv(query_rows, block) + 2 * triton.cdiv(key_rows, block)
     sizes = query_rows, key_rows, columns, block, width
     _project_heads[programs,](x, norm_weight, query, key, value, y, eps, *sizes, **_launch_options(x, warps))
@@ -303,9 +326,9 @@ def add_product(
     rows, columns = weight.shape
     y = torch.empty_like(residual)
     width = triton.next_power_of_2(columns)
-    block, warps = _shape_of_program(width)
-    sizes = rows, columns, block, width
-    _add_product[triton.cdiv(rows, block),](
+    block, tiles, warps = _shape_of_program(rows, width)
+    sizes = rows, columns, block, tiles, width
+    _add_product[triton.cdiv(rows, block * tiles),](
         residual, x, norm_weight, weight, y, alpha, eps, *sizes, **_launch_options(x, warps)
     )
     return y
@@ -323,32 +346,37 @@ def _add_product(
     rows: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
+    tiles: tl.constexpr,
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     tile = _load_rows(weight, row, rows, column, columns)
     if norm_weight is None:
         _wait(overlaps)
-        before = tl.load(residual + row, row < rows, 0.0)
         values = _load_row(x, column, columns).to(tl.float32)
     else:
         norm_weights = _load_row(norm_weight, column, columns)
         _wait(overlaps)
-        before = tl.load(residual + row, row < rows, 0.0)
         values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
-    total = _multiply(tile, values).to(weight.dtype.element_ty)
-    tl.store(y + row, before + alpha * total.to(tl.float32), row < rows)
+    for number in tl.static_range(tiles):
+        before = tl.load(residual + row, row < rows, 0.0)
+        following = tile
+        if number + 1 < tiles:
+            following = _load_rows(weight, row + block, rows, column, columns)  # while this one is multiplied
+        total = _multiply(tile, values).to(weight.dtype.element_ty)
+        tl.store(y + row, before + alpha * total.to(tl.float32), row < rows)
+        tile, row = following, row + block
 
 
 def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows, columns = len(weight) // 2, x.shape[1]
     y = weight.new_empty(1, rows)
     width = triton.next_power_of_2(columns)
-    block, warps = _shape_of_program(width)
-    sizes = rows, columns, block, width
-    _activate[triton.cdiv(rows, block),](x, norm_weight, weight, y, eps, *sizes, **_launch_options(x, warps))
+    block, tiles, warps = _shape_of_program(rows, width, 2)
+    sizes = rows, columns, block, tiles, width
+    _activate[triton.cdiv(rows, block * tiles),](x, norm_weight, weight, y, eps, *sizes, **_launch_options(x, warps))
     return y
 
 
@@ -362,18 +390,33 @@ def _activate(
     rows: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
+    tiles: tl.constexpr,
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     gates = _load_rows(weight, row, rows, column, columns)
     ups = _load_rows(weight + rows * columns, row, rows, column, columns)
     norm_weights = _load_row(norm_weight, column, columns)
     _wait(overlaps)
     values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
-    activated = _silu_and_mul(_multiply(gates, values), _multiply(ups, values), y.dtype.element_ty)
-    tl.store(y + row, activated, row < rows)
+    _activate_tiles(gates, ups, values, weight, y, row, rows, column, columns, block, tiles)
+
+
+@triton.jit
+def _activate_tiles(
+    gates, ups, values, weight, y, row, rows, column, columns, block: tl.constexpr, tiles: tl.constexpr
+):
+    """Activate a program's rows, tile by tile; of the first one, `gates` and `ups` have been loaded."""
+    for number in tl.static_range(tiles):
+        next_gates, next_ups, following = gates, ups, row + block
+        if number + 1 < tiles:  # while this one is multiplied
+            next_gates = _load_rows(weight, following, rows, column, columns)
+            next_ups = _load_rows(weight + rows * columns, following, rows, column, columns)
+        activated = _silu_and_mul(_multiply(gates, values), _multiply(ups, values), y.dtype.element_ty)
+        tl.store(y + row, activated, row < rows)
+        gates, ups, row = next_gates, next_ups, following
 
 
 def route(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -427,9 +470,9 @@ def activate_experts(
     expert_rows //= 2
     activated, expert_activated = weight.new_empty(1, rows), weight.new_empty(top_k, expert_rows)
     width = triton.next_power_of_2(columns)
-    block, warps = _shape_of_program(width)
-    programs = triton.cdiv(rows, block) + top_k * triton.cdiv(expert_rows, block)
-    sizes = rows, expert_rows, columns, experts, triton.next_power_of_2(experts), top_k, block, width
+    block, tiles, warps = _shape_of_program(rows + top_k * expert_rows, width, 2)
+    programs = triton.cdiv(rows, block * tiles) + top_k * triton.cdiv(expert_rows, block * tiles)
+    sizes = rows, expert_rows, columns, experts, triton.next_power_of_2(experts), top_k, block, tiles, width
     _activate_experts[programs,](
         x,
         norm_weight,
@@ -462,35 +505,34 @@ def _activate_experts(
     padded_experts: tl.constexpr,
     top_k: tl.constexpr,
     block: tl.constexpr,
+    tiles: tl.constexpr,
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    shared_programs: tl.constexpr = (rows + block - 1) // block
-    programs_of_expert: tl.constexpr = (expert_rows + block - 1) // block
+    size: tl.constexpr = block * tiles
+    shared_programs: tl.constexpr = (rows + size - 1) // size
+    programs_of_expert: tl.constexpr = (expert_rows + size - 1) // size
     program = tl.program_id(0)
     column = tl.arange(0, width)
-    dtype: tl.constexpr = activated.dtype.element_ty
+    norm_weights = _load_row(norm_weight, column, columns)
     if program < shared_programs:
-        row = program * block + tl.arange(0, block)
+        row = program * size + tl.arange(0, block)
         gates = _load_rows(weight, row, rows, column, columns)
         ups = _load_rows(weight + rows * columns, row, rows, column, columns)
-        norm_weights = _load_row(norm_weight, column, columns)
         _wait(overlaps)
         values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
-        total = _silu_and_mul(_multiply(gates, values), _multiply(ups, values), dtype)
-        tl.store(activated + row, total, row < rows)
+        _activate_tiles(gates, ups, values, weight, activated, row, rows, column, columns, block, tiles)
     else:
         choice = (program - shared_programs) // programs_of_expert
-        row = (program - shared_programs) % programs_of_expert * block + tl.arange(0, block)
-        norm_weights = _load_row(norm_weight, column, columns)
+        row = (program - shared_programs) % programs_of_expert * size + tl.arange(0, block)
         _wait(overlaps)
         expert = _expert_of_rank(router_logits, choice, experts, padded_experts)
         w1 += expert.to(tl.int64) * (2 * expert_rows * columns)
         gates = _load_rows(w1, row, expert_rows, column, columns)
         ups = _load_rows(w1 + expert_rows * columns, row, expert_rows, column, columns)
         values = _normed(_load_row(x, column, columns), norm_weights, eps, columns)
-        total = _silu_and_mul(_multiply(gates, values), _multiply(ups, values), dtype)
-        tl.store(expert_activated + choice * expert_rows + row, total, row < expert_rows)
+        y = expert_activated + choice * expert_rows
+        _activate_tiles(gates, ups, values, w1, y, row, expert_rows, column, columns, block, tiles)
 
 
 def add_feed_forward(
@@ -506,9 +548,9 @@ def add_feed_forward(
     y = torch.empty_like(residual)
     experts, choices = len(w2), triton.next_power_of_2(top_k)
     width, expert_width = triton.next_power_of_2(columns), triton.next_power_of_2(expert_columns)
-    block, warps = _shape_of_program(max(width, choices * expert_width))
+    block, tiles, warps = _shape_of_program(rows, max(width, choices * expert_width))
     sizes = rows, columns, expert_columns, experts, triton.next_power_of_2(experts), top_k, choices
-    _add_feed_forward[triton.cdiv(rows, block),](
+    _add_feed_forward[triton.cdiv(rows, block * tiles),](
         residual,
         activated,
         weight,
@@ -519,6 +561,7 @@ def add_feed_forward(
         alpha,
         *sizes,
         block,
+        tiles,
         width,
         expert_width,
         **_launch_options(residual, warps),
@@ -544,11 +587,12 @@ def _add_feed_forward(
     top_k: tl.constexpr,
     choices: tl.constexpr,
     block: tl.constexpr,
+    tiles: tl.constexpr,
     width: tl.constexpr,
     expert_width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     tile = _load_rows(weight, row, rows, column, columns)
     # Of the last kernel but one. Not from the cache of a multiprocessor: only `_wait` makes sure that nothing older is
@@ -565,18 +609,34 @@ def _add_feed_forward(
         top_logits = tl.where(choice == number, top, top_logits)
     shares = tl.exp(top_logits - tl.max(top_logits, 0))
     topk_weights = shares / tl.sum(shares, 0)
-    # [choices, block, expert_width]: all at once, so that they are read at once.
     expert_column = tl.arange(0, expert_width)[None, None]
     is_here = is_choice[:, None, None] & (expert_column < expert_columns)
-    at = ids.to(tl.int64)[:, None, None] * (rows * expert_columns) + row[None, :, None] * expert_columns
-    chosen = tl.load(w2 + at + expert_column, is_here & (row < rows)[None, :, None], 0.0)
+    w2 += ids.to(tl.int64)[:, None, None] * (rows * expert_columns) + expert_column
+    chosen = _load_chosen_rows(w2, row, rows, expert_columns, is_here)
     _wait(overlaps)
 
-    before = tl.load(residual + row, row < rows, 0.0)
     values = _load_row(activated, column, columns).to(tl.float32)
     expert_values = tl.load(expert_activated + choice[:, None, None] * expert_columns + expert_column, is_here, 0.0)
     dtype: tl.constexpr = weight.dtype.element_ty
-    shared = _multiply(tile, values).to(dtype).to(tl.float32)
-    products = tl.sum(chosen.to(tl.float32) * expert_values.to(tl.float32), 2).to(dtype).to(tl.float32)
-    total = tl.sum(topk_weights[:, None] * products, 0).to(dtype).to(tl.float32)
-    tl.store(y + row, before + alpha * shared + alpha * total, row < rows)
+    for number in tl.static_range(tiles):
+        before = tl.load(residual + row, row < rows, 0.0)
+        next_tile, next_chosen, following = tile, chosen, row + block
+        if number + 1 < tiles:  # while this one is multiplied
+            next_tile = _load_rows(weight, following, rows, column, columns)
+            next_chosen = _load_chosen_rows(w2, following, rows, expert_columns, is_here)
+        shared = _multiply(tile, values).to(dtype).to(tl.float32)
+        products = tl.sum(chosen.to(tl.float32) * expert_values.to(tl.float32), 2).to(dtype).to(tl.float32)
+        total = tl.sum(topk_weights[:, None] * products, 0).to(dtype).to(tl.float32)
+        tl.store(y + row, before + alpha * shared + alpha * total, row < rows)
+        tile, chosen, row = next_tile, next_chosen, following
+
+
+@triton.jit
+def _load_chosen_rows(w2, row, rows, columns, is_here):
+    """Load some rows of each chosen expert, [choices, block, width]: all at once, so that they are read at once.
+
+    Args:
+        w2: where the experts' rows begin, at each column.
+    """
+    is_row = (row < rows)[None, :, None]
+    return tl.load(w2 + row[None, :, None] * columns, is_here & is_row, 0.0)
