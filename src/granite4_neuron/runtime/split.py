@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,8 @@ class _Others:
             self._processes.append(process)
         self._forgotten: list[int] = []
         self._ends = threading.Event()
-        self._close = weakref.finalize(self, _end, self._pipes, self._processes, self._ends)
+        # With a priority, so that it comes before multiprocessing ends daemons by force.
+        self._close = Finalize(self, _end, (self._pipes, self._processes, self._ends), exitpriority=0)
         threading.Thread(target=_watch, args=(self._processes, self._ends), daemon=True).start()
 
     def wait_until_ready(self) -> None:
