@@ -17,6 +17,7 @@ class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators."""
 
     own_slots = 0
+    is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
     model: GraniteMoeHybridForCausalLM
     state_dtype: torch.dtype

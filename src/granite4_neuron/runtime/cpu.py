@@ -86,6 +86,7 @@ class CPURuntime(BoundModel):
         self.adapters = dict(adapters)
         operators = replace(operators, launch_parameters=launch_parameters)
         self.model = model.bind(operators, adapters=list(adapters.values()))
+        self.is_exact_at_any_cut = operators.fused_layers is not None
 
     @cached_property
     def fingerprint(self) -> str:
