@@ -401,6 +401,8 @@ class Engine:
     def _keep(self, sequence: RunningSequence) -> None:
         keys = sequence.keys[: sequence.stored]
         self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
+        if not sequence.is_prompt:
+            self._cache.make_ready()
 
     def _end(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

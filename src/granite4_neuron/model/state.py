@@ -128,15 +128,19 @@ class HybridState:
             for tensor in _layer_tensors(layer, 0, length).values():
                 tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
 
-    def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
+    def slot_tensors(
+        self, slot: torch.Tensor, start: int, length: int, memory: Mapping[str, torch.Tensor] = {}
+    ) -> dict[str, torch.Tensor]:
         """Return copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
-        length - 1; by the names of `slot_views`.
+        length - 1; by the names of `slot_views`. Those that `memory` has are written there.
         """
-        return {
-            f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
-            for index, layer in enumerate(self.layers)
-            for field, tensor in _layer_tensors(layer, start, length).items()
-        }
+        copies = {}
+        for index, layer in enumerate(self.layers):
+            for field, tensor in _layer_tensors(layer, start, length).items():
+                name = f"layers.{index}.{field}"
+                out = memory[name][None] if name in memory else None
+                copies[name] = torch.index_select(tensor, 0, slot - self._first_slot(layer), out=out)[0]
+        return copies
 
     def set_slot_tensors(
         self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int

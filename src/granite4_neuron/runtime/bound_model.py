@@ -55,6 +55,9 @@ class BoundModel:
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
 
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Implement `Runtime.prepare_snapshot`: memory is taken with the snapshot."""
+
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`, from a state which takes no memory."""
         degree, positions = self.model.parallel.degree, length - start

@@ -145,6 +145,11 @@ class Runtime(Protocol):
         the keys and values from position `start` on.
         """
 
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Hold memory for the recurrent state of the next snapshot, so that taking it is no more than a copy; or hold
+        none. A runtime may do nothing.
+        """
+
     def slot_layout(self, start: int, length: int) -> Layout:
         """Return the shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
 
