@@ -17,7 +17,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
 from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.ops.weight_memory import WeightMemory
+from granite4_neuron.ops.large_memory import LargeMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
 _TRIAL_SIZE = 512  # of a product that shows which dtype is faster
@@ -103,7 +103,7 @@ def _stored_bytes(name: str, matrix: Parameter, dtype: torch.dtype, quantize: st
 
 
 def _weights(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return WeightMemory([(torch.Size(shape), dtype)]).empty(torch.Size(shape), dtype).fill_(0.01)
+    return LargeMemory([(torch.Size(shape), dtype)]).empty(torch.Size(shape), dtype).fill_(0.01)
 
 
 @torch.inference_mode()

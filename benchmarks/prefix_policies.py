@@ -32,6 +32,7 @@ class SizesOnly:
     """A runtime as a prefix cache sees it. Its snapshots have the sizes of a model's in bfloat16, and no memory."""
 
     tokens_per_step = CPURuntime.tokens_per_step
+    is_exact_at_any_cut = True  # as the fused kernels are
     cannot: Mapping[str, str] = {}
     dtype, state_dtype = torch.bfloat16, torch.float32
     fingerprint = ""
@@ -211,12 +212,12 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     sequence.cuts |= cache.new_branches(prompt)
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
-        sequence.stored = sequence.next_cut(runtime.tokens_per_step)
+        sequence.stored = sequence.next_cut(runtime.tokens_per_step, runtime.is_exact_at_any_cut)
         if sequence.is_kept(cache.interval):
             cache.keep(prompt[: sequence.stored], None, 0, runtime.logits)
     sequence.tokens += answer
     while sequence.stored < limit - 1:  # the last token is chosen, and not run
-        sequence.stored = min(limit - 1, sequence.next_cut(cache.interval or limit))
+        sequence.stored = min(limit - 1, sequence.next_cut(cache.interval or limit, False))
         cache.keep(sequence.tokens[: sequence.stored], None, 0, runtime.logits)
     if prefix is not None:
         cache.release(prefix)

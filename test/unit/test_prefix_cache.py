@@ -155,6 +155,22 @@ class TestHits:
             assert cache.stats.hit_tokens - before == expected
             assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
 
+    @pytest.mark.parametrize(
+        ("kernels", "new", "stops"),
+        [("fused", 16, [16, 20, 36]), ("fused", 17, [16, 20, 32, 37]), ("torch", 16, [16, 20, 32, 36])],
+    )
+    def test_a_tail_that_fits_into_a_step_is_one(self, model, kernels, new, stops):
+        """Where numbers depend on the cuts, a prompt is cut at multiples of the chunk all the same."""
+        runtime = ChunkRuntime(model, kernels)
+        assert runtime.is_exact_at_any_cut == (kernels == "fused")
+        cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
+        cache.keep(TOKENS[:30], runtime.allocate(1, 40), 1, torch.zeros(VOCAB))
+        prompt = TOKENS[:20] + OTHERS[:new]
+        new_tokens(runtime, cache, prompt, max_tokens=1)
+        assert [row.start + len(row.tokens) for [row] in runtime.steps] == stops
+        assert [cache.export(prompt[:length]) is not None for length in stops] == [True] * len(stops)
+        assert cache.stats.snapshots == 1 + len(stops)
+
     def test_prompts_of_one_batch(self, runtime, cache):
         """Prompts that share a beginning wait for the one that computes it; others do not wait."""
         shared, positions = TOKENS[:4], frozenset([4])

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.weight_memory import WeightMemory
+from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import DENSE, small_config
 
@@ -59,7 +59,7 @@ def test_tensors_begin_at_cache_lines_and_do_not_overlap():
         ((65,), torch.int8),
         ((4, 4), torch.float32),
     ]
-    memory = WeightMemory([(torch.Size(shape), dtype) for shape, dtype in shapes])
+    memory = LargeMemory([(torch.Size(shape), dtype) for shape, dtype in shapes])
     tensors = [memory.empty(torch.Size(shape), dtype).fill_(number) for number, (shape, dtype) in enumerate(shapes, 1)]
     for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, shapes, strict=True), start=1):
         assert tensor.data_ptr() % 64 == 0 and tensor.is_contiguous()

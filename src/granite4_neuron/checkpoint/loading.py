@@ -32,8 +32,8 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
+from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.operators import TORCH, Operators
-from granite4_neuron.ops.weight_memory import WeightMemory
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -129,7 +129,7 @@ def load_model(
     plan = WeightPlan(model, dtype, formats, operators)
     available_memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
     with available_memory.enough_for(f"the weights in {folder}"):
-        block, done = WeightMemory(plan.tensors()), 0
+        block, done = LargeMemory(plan.tensors()), 0
         for name in plan.largest_first():
             if name in quantized:
                 weight = quantized[name].read(name, plan.shapes[name], stored)

@@ -12,8 +12,8 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, Weight
+from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.operators import Operators
-from granite4_neuron.ops.weight_memory import WeightMemory
 
 _WIDE_ROW = torch.Size([1, 2**12])
 
@@ -85,7 +85,7 @@ class WeightPlan:
     def num_bytes_of(self, name: str) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
-    def place(self, name: str, weight: Weight, memory: WeightMemory) -> Weight:
+    def place(self, name: str, weight: Weight, memory: LargeMemory) -> Weight:
         """Lay out a stored weight, in `memory`, as the model has it.
 
         Raises:

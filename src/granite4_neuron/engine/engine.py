@@ -235,7 +235,8 @@ class Engine:
             outputs += self._begin(sequence)
             if not sequence.is_prompt:
                 continue
-            row = sequence.next_row(sequence.next_cut(self.runtime.tokens_per_step))
+            stop = sequence.next_cut(self.runtime.tokens_per_step, self.runtime.is_exact_at_any_cut)
+            row = sequence.next_row(stop)
             if not self._fits(rows, len(row.tokens)):
                 break
             chosen.append(sequence)
@@ -266,7 +267,8 @@ class Engine:
         if self._cache is None or sequence.has_begun:
             return False
         lengths = (common_length(sequence.keys, other.keys) for other in others)
-        cuts = (other.next_cut(self._cache.interval or self.max_length) for other in others)
+        interval, is_exact = self._cache.interval or self.max_length, self.runtime.is_exact_at_any_cut
+        cuts = (other.next_cut(interval, is_exact) for other in others)
         return any(cut <= length for cut, length in zip(cuts, lengths, strict=True))
 
     def _begin(self, sequence: RunningSequence) -> list[Output]:
@@ -399,6 +401,8 @@ class Engine:
     def _keep(self, sequence: RunningSequence) -> None:
         keys = sequence.keys[: sequence.stored]
         self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
+        if not sequence.is_prompt:
+            self._cache.make_ready()
 
     def _end(self, sequence: RunningSequence) -> None:
         del self._running[sequence.id]

@@ -72,9 +72,9 @@ class PrefixCache:
     Args:
         runtime: the model that runs the sequences.
         max_bytes: limit of its memory in bytes; None for no limit.
-        interval: keep a snapshot of each sequence at multiples of this many tokens, besides those at the ends of its
-            prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`, where prompts are
-            cut anyway. None for the ends only.
+        interval: keep a snapshot of each sequence at multiples of this many tokens where it is cut, besides those at
+            the ends of its prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`,
+            where prompts are cut anyway. None for the ends only.
         at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for a third one with the
             same beginning; the prompt is cut there.
         folder: keeps snapshots in files too, and is asked for longer ones than are in memory; None for none.
@@ -163,6 +163,12 @@ class PrefixCache:
         self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
         self._write(self._longest(tokens), tokens)
 
+    def make_ready(self) -> None:
+        """Prepare for the next snapshot, which the first token of a prompt may have to wait for, while there is room
+        for one. Later it gets the memory of one that is evicted for it.
+        """
+        self._runtime.prepare_snapshot(self._has_room_for_state)
+
     def _write(self, entry: Node, tokens: Sequence[int]) -> None:
         """Have an entry of a sequence kept in the folder too."""
         if self._folder is not None and entry.length:
@@ -205,6 +211,8 @@ class PrefixCache:
             return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
 
         self._keep(snapshot.tokens, take, logits)
+        if not self._has_room_for_state:  # the snapshot came with memory of its own
+            self._runtime.prepare_snapshot(False)
 
     def export(self, tokens: Sequence[int]) -> Snapshot | None:
         """Return the entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is
@@ -266,6 +274,10 @@ class PrefixCache:
         self.stats.num_bytes += node.entry_bytes
         self.stats.snapshots += 1
         self._entries.use(node)
+
+    @property
+    def _has_room_for_state(self) -> bool:
+        return self.max_bytes is None or self.stats.num_bytes + self._num_bytes(0) <= self.max_bytes
 
     def _has_room(self, needed: int, neighbour: Node) -> bool:
         """Return whether there is room for a new entry, or evicting others can make it. The keys and values up to its

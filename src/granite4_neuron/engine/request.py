@@ -202,15 +202,18 @@ class RunningSequence:
         """Whether tokens of the prompt have still to be run."""
         return self.stored < len(self.request.tokens)
 
-    def next_cut(self, chunk: int) -> int:
-        """Return where the tokens to run next end: at a multiple of `chunk`, at a requested snapshot, or after the last
-        token.
+    def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
+        """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
+        multiple of `chunk`.
 
-        The cuts depend only on the request, so that the computation does too; but a prefix cache may add cuts where
-        sequences diverge.
+        Where numbers depend on the cuts, these depend only on the request; but a prefix cache may add cuts where
+        sequences diverge. Elsewhere no step ends at a multiple if it has room for what comes after.
         """
         asked = (length for length in self.cuts if length > self.stored)
-        return min(len(self.tokens), (self.stored // chunk + 1) * chunk, *asked)
+        end = min((len(self.tokens), *asked))
+        if is_exact_at_any_cut and end - self.stored <= chunk:
+            return end
+        return min(end, (self.stored // chunk + 1) * chunk)
 
     def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
         """Return the tokens to run next, up to `stop`, followed by drafts."""

@@ -117,6 +117,9 @@ class SlotPrefixCache:
         self.stats.snapshots += 1
         self.stats.num_bytes += logits.nbytes
 
+    def make_ready(self) -> None:
+        """Do nothing: slots are there."""
+
     def _evict(self) -> None:
         oldest = next(kept for kept in self._kept.values() if kept.tokens not in self._pinned)
         del self._kept[oldest.tokens]

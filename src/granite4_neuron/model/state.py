@@ -128,15 +128,21 @@ class HybridState:
             for tensor in _layer_tensors(layer, 0, length).values():
                 tensor.index_copy_(0, destination - first, tensor.index_select(0, source - first))
 
-    def slot_tensors(self, slot: torch.Tensor, start: int, length: int) -> dict[str, torch.Tensor]:
+    def slot_tensors(
+        self, slot: torch.Tensor, start: int, length: int, memory: Mapping[str, torch.Tensor] = {}
+    ) -> dict[str, torch.Tensor]:
         """Return copies of what a slot, [1] int64, holds: recurrent state, and keys and values of positions start to
-        length - 1; by the names of `slot_views`.
+        length - 1; by the names of `slot_views`. Those that `memory` has, on a CPU, are written there.
         """
-        return {
-            f"layers.{index}.{field}": tensor.index_select(0, slot - self._first_slot(layer))[0]
-            for index, layer in enumerate(self.layers)
-            for field, tensor in _layer_tensors(layer, start, length).items()
-        }
+        copies = {}
+        for index, layer in enumerate(self.layers):
+            for field, tensor in _layer_tensors(layer, start, length).items():
+                name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
+                if name in memory:
+                    copies[name] = _write(memory[name], tensor[int(entry)])
+                else:
+                    copies[name] = tensor.index_select(0, entry)[0]
+        return copies
 
     def set_slot_tensors(
         self, tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, start: int, length: int
@@ -144,9 +150,13 @@ class HybridState:
         """Write tensors of `slot_tensors` back into a slot. Tensors that are not among them stay as they are."""
         for index, layer in enumerate(self.layers):
             for field, tensor in _layer_tensors(layer, start, length).items():
-                name = f"layers.{index}.{field}"
-                if name in tensors:
-                    tensor.index_copy_(0, slot - self._first_slot(layer), tensors[name][None])
+                name, entry = f"layers.{index}.{field}", slot - self._first_slot(layer)
+                if name not in tensors:
+                    continue
+                if isinstance(layer, MambaState) and tensor.device.type == "cpu":
+                    _write(tensor[int(entry)], tensors[name])
+                else:
+                    tensor.index_copy_(0, entry, tensors[name][None])
 
     def _first_slot(self, layer: MambaState | KeyValueState) -> int:
         """Return the slot that is entry 0 of a layer's tensors."""
@@ -160,6 +170,15 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str)
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _write(to: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of a CPU to another one like it on one thread, and return that.
+
+    On several, each of a model's layers would wait until all threads have run, which on a busy machine is milliseconds.
+    """
+    to.view(torch.uint8).numpy()[...] = tensor.contiguous().view(torch.uint8).numpy()
+    return to
 
 
 def _layer_tensors(layer: MambaState | KeyValueState, start: int, length: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators."""
 
     own_slots = 0
+    is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
     model: GraniteMoeHybridForCausalLM
     state_dtype: torch.dtype
@@ -53,6 +54,9 @@ class BoundModel:
 
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
+
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Implement `Runtime.prepare_snapshot`: memory is taken with the snapshot."""
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`, from a state which takes no memory."""

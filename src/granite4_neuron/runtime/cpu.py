@@ -14,7 +14,7 @@ from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint
+from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint, recurrent_state
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
@@ -29,6 +29,7 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     step_inputs,
 )
+from granite4_neuron.runtime.snapshot_memory import SnapshotMemory
 
 
 class CPURuntime(BoundModel):
@@ -86,6 +87,8 @@ class CPURuntime(BoundModel):
         self.adapters = dict(adapters)
         operators = replace(operators, launch_parameters=launch_parameters)
         self.model = model.bind(operators, adapters=list(adapters.values()))
+        self._snapshot_memory = SnapshotMemory()
+        self.is_exact_at_any_cut = operators.fused_layers is not None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -146,8 +149,17 @@ class CPURuntime(BoundModel):
     @torch.inference_mode()
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
         """Implement `Runtime.snapshot`."""
-        tensors = state.slot_tensors(torch.tensor([slot]), start, length)
+        memory = self._snapshot_memory.take(recurrent_state(state.slot_views(slot)))
+        tensors = state.slot_tensors(torch.tensor([slot]), start, length, memory)
         return Snapshot(start, length, tensors, self.dtype, self.fingerprint)
+
+    @torch.inference_mode()
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Implement `Runtime.prepare_snapshot`."""
+        if is_wanted:
+            self._snapshot_memory.make_ready()
+        else:
+            self._snapshot_memory.give_back()
 
     @torch.inference_mode()
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:

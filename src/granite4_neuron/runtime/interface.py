@@ -1,7 +1,7 @@
 """The interface of a runtime, which runs steps of a model. Engine, accuracy check and benchmark use nothing below it.
 
-A sequence has a slot of a state; slots count from 1. A runtime's results do not depend on how a sequence is cut into
-steps, on other rows of a step, or on the contents of a slot before a row starts at position 0.
+A sequence has a slot of a state; slots count from 1. A runtime's results do not depend, beyond rounding, on how a
+sequence is cut into steps, nor on other rows of a step or on the contents of a slot before a row starts at position 0.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Runtime(Protocol):
     rows_per_step: the most prompts of a step. Single tokens of any number of sequences share a step.
     tokens_per_verification: the most tokens of a row in `verify`.
     own_slots: the number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state.
+    is_exact_at_any_cut: whether a sequence's results are the same bit by bit however its tokens are cut into steps.
     cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and
         `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
     generation_config: the checkpoint's defaults for generation.
@@ -68,6 +69,7 @@ class Runtime(Protocol):
     rows_per_step: int
     tokens_per_verification: int
     own_slots: int
+    is_exact_at_any_cut: bool
     cannot: Mapping[Ability, str]
     generation_config: GenerationConfig
     adapters: Mapping[str, Adapter]
@@ -141,6 +143,11 @@ class Runtime(Protocol):
     def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
         """Return a copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and
         the keys and values from position `start` on.
+        """
+
+    def prepare_snapshot(self, is_wanted: bool) -> None:
+        """Hold memory for the recurrent state of the next snapshot, so that taking it is no more than a copy; or hold
+        none. A runtime may do nothing.
         """
 
     def slot_layout(self, start: int, length: int) -> Layout:

@@ -35,6 +35,7 @@ class NeuronRuntime:
     """
 
     rows_per_step = 1
+    is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
 
     def __init__(self, model: NeuronGraniteMoeHybridForCausalLM, generation_config: GenerationConfig):

@@ -8,8 +8,8 @@ import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.cpu.build import formats, kernel
+from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
-from granite4_neuron.ops.weight_memory import WeightMemory
 
 _PLAIN = "plain"
 
@@ -69,7 +69,7 @@ class Pack:
         format = None if is_plain else weight.format
         if out is None:
             about = torch.Size([self.num_bytes(weight.shape, dtype, format)]), torch.uint8
-            out = WeightMemory([about]).empty(*about)
+            out = LargeMemory([about]).empty(*about)
         kernel("pack")(values, scales, _name(format), dtype, weight.shape, out)
         return PackedWeight(weight.shape, format, out)
 

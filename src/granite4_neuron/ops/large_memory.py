@@ -1,4 +1,6 @@
-"""Memory for a model's weights, laid out to make reading all of them, once a token, as fast as possible."""
+"""Memory for many large tensors: a model's weights, laid out to make reading all of them, once a token, as fast as
+possible, and snapshots of sequences, which are to be there soon.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-_HUGE_PAGE = 2**21
+HUGE_PAGE = 2**21
 _ALIGNMENT = 64  # bytes; a cache line, and the widest vector
 
 
-class WeightMemory:
+class LargeMemory:
     """One block of memory, handed out from its start to its end.
 
     On Linux it asks for pages of 2 MiB: with pages of 4 KiB a processor that streams through weights looks up an
-    address for every four rows or so, and reads a quarter slower. What is not handed out takes no memory.
+    address for every four rows or so, and reads a quarter slower, and memory that is written for the first time takes
+    twice as long. What is not handed out takes no memory.
 
     Args:
         tensors: shape and dtype of each tensor that it must have room for.
@@ -24,11 +27,12 @@ class WeightMemory:
 
     def __init__(self, tensors: Sequence[tuple[torch.Size, torch.dtype]]):
         size = sum(_padded_bytes(shape, dtype) for shape, dtype in tensors)
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memory
-        self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+        whole = size - size % HUGE_PAGE  # of a last page that is not whole, the rest would be lost
+        if hasattr(mmap, "MADV_HUGEPAGE") and whole:
+            memory.madvise(mmap.MADV_HUGEPAGE, self._next, whole)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor, with a storage of its own, that is not cleared."""

@@ -1,0 +1,77 @@
+"""Memory for the recurrent states of snapshots on a CPU."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from granite4_neuron.ops.large_memory import HUGE_PAGE, LargeMemory
+
+_ALIGNMENT = 64  # bytes; a cache line
+
+
+class _Place(NamedTuple):
+    start: int  # in bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class SnapshotMemory:
+    """Gives each snapshot of a model's states a block of its own.
+
+    It holds one block at most that no snapshot has: one that the last tensor of a snapshot has left, or that it was
+    asked to make ready. Memory that the process has yet to get from the system takes several times as long to write,
+    and in a virtual machine that has to get it from its host first, ten times as long again.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, _Place] = {}
+        self._num_bytes = 0
+        self._ready: torch.Tensor | None = None  # [_num_bytes], uint8
+
+    def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors like these, which are always the same, not cleared; none at all if they are small, and soon
+        written wherever they are.
+        """
+        if not self._places:
+            self._lay_out(like)
+        if self._num_bytes < HUGE_PAGE:
+            return {}
+        block, self._ready = self._ready, None
+        return self._lend(self._new() if block is None else block)
+
+    def make_ready(self) -> None:
+        """Have the system give the memory that is taken next. Before the first is taken, nothing is known of it."""
+        if self._ready is None and self._num_bytes >= HUGE_PAGE:
+            block = self._new()
+            block[:: mmap.PAGESIZE] = 0  # a byte of each page
+            self._ready = block
+
+    def give_back(self) -> None:
+        """Hold no memory that no snapshot has."""
+        self._ready = None
+
+    def _lay_out(self, like: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in like.items():
+            self._places[name] = _Place(self._num_bytes, tensor.shape, tensor.dtype)
+            self._num_bytes += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+
+    def _new(self) -> torch.Tensor:
+        about = torch.Size([self._num_bytes]), torch.uint8
+        return LargeMemory([about]).empty(*about)
+
+    def _lend(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        view = memoryview(block.numpy())  # each tensor holds it
+        weakref.finalize(view, self._take_back, block).atexit = False
+        return {
+            name: torch.frombuffer(view, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+            for name, (start, shape, dtype) in self._places.items()
+        }
+
+    def _take_back(self, block: torch.Tensor) -> None:
+        if self._ready is None:
+            self._ready = block
