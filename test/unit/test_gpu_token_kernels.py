@@ -1,14 +1,16 @@
 """The Triton kernels of one token against their definitions, as in test_gpu_kernels.py."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
-from granite4_neuron.ops.xla import gpu_token
+from granite4_neuron.ops.xla import gpu_token_feed_forward as feed_forward
+from granite4_neuron.ops.xla import gpu_token_mixer as mixer
 from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
 
-gpu_token_kernels = pytest.importorskip("granite4_neuron.ops.xla.gpu_token_kernels")
+gpu_token_programs = pytest.importorskip("granite4_neuron.ops.xla.gpu_token_programs", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
@@ -20,19 +22,18 @@ EPS = 1e-5
 @pytest.fixture(autouse=True, params=[2048, 2], ids=["one tile", "several tiles"])
 def warps_at_once(request, monkeypatch):
     """A program has several tiles of rows where there would be many more programs than run at once."""
-    monkeypatch.setattr(gpu_token_kernels, "_WARPS_AT_ONCE", request.param)
+    monkeypatch.setattr(gpu_token_programs, "_WARPS_AT_ONCE", request.param)
 
 
 def weights(*shape, dtype):
     return (random(*shape) / shape[-1] ** 0.5).to(dtype)
 
 
-def compare(name, *arguments, dtype=torch.float32, **constants):
+def compare(definition, *arguments, dtype=torch.float32, **constants):
     """Compare the results, and what is written in place; return the definition's."""
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
-    expected, outputs = (
-        getattr(module, name)(*each, **constants) for module, each in ((gpu_token, theirs), (gpu_token_kernels, ours))
-    )
+    kernel = getattr(importlib.import_module(f"{definition.__module__}_kernels"), definition.__name__)
+    expected, outputs = definition(*theirs, **constants), kernel(*ours, **constants)
     if isinstance(expected, torch.Tensor):
         expected, outputs = [expected], [outputs]
     for mine, other in zip([*outputs, *ours], [*expected, *theirs], strict=True):
@@ -61,7 +62,7 @@ def test_mixer_inputs(has_bias, length, columns, dtype):
     )
     weight = weights(13 + channels + num_heads, columns, dtype=dtype)
     arguments = random(1, columns), 1 + random(columns, dtype=dtype), weight, *convolution
-    compare("mixer_inputs", *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
+    compare(mixer.mixer_inputs, *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
 
 
 @DTYPES
@@ -75,17 +76,17 @@ def test_recurrence(head_dim, d_state, groups, length, limits, dtype):
     constants = [random(heads, dtype=dtype) for _ in range(3)]
     state, lengths = random(1, heads, head_dim, d_state), torch.tensor([length], dtype=torch.int32)
     before = state.clone()
-    compare("advance_mixer", inputs, *constants, state, lengths, *limits)
+    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
     assert torch.equal(state, before)
     inputs[0, -1] = state[0, 0] = math.nan
-    compare("advance_mixer", inputs, *constants, state, lengths, *limits)
+    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
 
 
 @DTYPES
 @SIZES
 def test_heads(columns, dtype):
     parts = [weights(rows, columns, dtype=dtype) for rows in (37, 11, 11)]
-    compare("project_heads", random(1, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
+    compare(mixer.project_heads, random(1, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
 
 
 @DTYPES
@@ -95,14 +96,14 @@ def test_sum_with_a_product(has_norm, columns, dtype):
     x, norm = random(1, columns, dtype=dtype), None
     if has_norm:
         x, norm = 3 * random(1, columns), 1 + random(columns, dtype=dtype)
-    compare("add_product", random(1, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
+    compare(mixer.add_product, random(1, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
 
 
 @DTYPES
 @SIZES
 def test_mlp(columns, dtype):
     arguments = random(1, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
-    compare("activate", *arguments, EPS, dtype=dtype)
+    compare(feed_forward.activate, *arguments, EPS, dtype=dtype)
 
 
 @DTYPES
@@ -111,10 +112,12 @@ def test_mlp(columns, dtype):
 def test_experts(experts, top_k, columns, dtype):
     """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
     x, norm = random(1, columns), 1 + random(columns, dtype=dtype)
-    (logits,) = compare("route", x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
+    (logits,) = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
     logits = logits.mul(3).round()
     first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
-    activated = compare("activate_experts", x, norm, first, w1, logits, top_k, EPS, dtype=dtype)
+    activated = compare(feed_forward.activate_experts, x, norm, first, w1, logits, top_k, EPS, dtype=dtype)
     second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
     for each in (logits, torch.full_like(logits, math.nan)):
-        compare("add_feed_forward", random(1, 24), activated[0], second, activated[1], w2, each, 0.3, dtype=dtype)
+        compare(
+            feed_forward.add_feed_forward, random(1, 24), activated[0], second, activated[1], w2, each, 0.3, dtype=dtype
+        )

@@ -176,7 +176,8 @@ def fused_experts(
 ) -> torch.Tensor:
     """Compute `ops.fused_experts` of weights that are not quantized; each is read where it lies, and once.
 
-    Many tokens' products are by groups, which a GPU has in bfloat16 only, and of rows of whole 16 bytes.
+    The products of many tokens are grouped by expert. A GPU has grouped products in bfloat16 only, and of matrices with
+    rows of a multiple of 16 bytes.
     """
     arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
     if topk_ids.numel() < w1.shape[0]:

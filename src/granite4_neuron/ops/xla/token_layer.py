@@ -1,20 +1,20 @@
-"""The operators of `ops.xla.gpu_token`, as nodes of a graph."""
+"""The operators of `ops.xla.gpu_token_mixer` and `ops.xla.gpu_token_feed_forward`, as nodes of a graph."""
 
 from __future__ import annotations
 
 import torch
 
-from granite4_neuron.ops.xla import gpu_token
+from granite4_neuron.ops.xla import gpu_token_feed_forward, gpu_token_mixer
 from granite4_neuron.ops.xla.gpu import kernel
 
-mixer_inputs = kernel(gpu_token.mixer_inputs, mutates=("conv_state",))
-advance_mixer = kernel(gpu_token.advance_mixer, mutates=("ssm_state",))
-project_heads = kernel(gpu_token.project_heads)
-add_product = kernel(gpu_token.add_product)
-activate = kernel(gpu_token.activate)
-route = kernel(gpu_token.route)
-activate_experts = kernel(gpu_token.activate_experts)
-add_feed_forward = kernel(gpu_token.add_feed_forward)
+mixer_inputs = kernel(gpu_token_mixer.mixer_inputs, mutates=("conv_state",))
+advance_mixer = kernel(gpu_token_mixer.advance_mixer, mutates=("ssm_state",))
+project_heads = kernel(gpu_token_mixer.project_heads)
+add_product = kernel(gpu_token_mixer.add_product)
+activate = kernel(gpu_token_feed_forward.activate)
+route = kernel(gpu_token_feed_forward.route)
+activate_experts = kernel(gpu_token_feed_forward.activate_experts)
+add_feed_forward = kernel(gpu_token_feed_forward.add_feed_forward)
 
 
 @mixer_inputs.register_fake
