@@ -15,7 +15,7 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_tree import Entries, Node
-from granite4_neuron.engine.request import RunningSequence
+from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.snapshot import Snapshot

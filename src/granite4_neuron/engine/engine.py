@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.drafters import Drafter, DraftRequest
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
-from granite4_neuron.engine.request import GenerationStats, Output, Request, RunningSequence, check_count, check_has
-from granite4_neuron.engine.sampling import NoTokenLeft
+from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
 from granite4_neuron.engine.sampling_params import is_whole
+from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
@@ -267,9 +267,9 @@ class Engine:
         if self._cache is None or sequence.has_begun:
             return False
         lengths = (common_length(sequence.keys, other.keys) for other in others)
-        interval, is_exact = self._cache.interval or self.max_length, self.runtime.is_exact_at_any_cut
-        cuts = (other.next_cut(interval, is_exact) for other in others)
-        return any(cut <= length for cut, length in zip(cuts, lengths, strict=True))
+        chunk, is_exact = self.runtime.tokens_per_step, self.runtime.is_exact_at_any_cut
+        kept = (other.next_kept(self._cache.interval, chunk, is_exact) for other in others)
+        return any(its_kept <= length for its_kept, length in zip(kept, lengths, strict=True))
 
     def _begin(self, sequence: RunningSequence) -> list[Output]:
         """Start from the cached prefix of a prompt. If it is the whole prompt, choose the first token at once."""
@@ -310,18 +310,13 @@ class Engine:
     def _draft(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
         if self._drafter is None:
             return [[] for _ in sequences]
-        requests = [DraftRequest(each.id, each.tokens, self._max_drafts(each), each.sampler) for each in sequences]
+        most = min(self._draft_tokens, self.runtime.tokens_per_verification - 1)
+        interval = None if self._cache is None else self._cache.interval
+        requests = [
+            DraftRequest(each.id, each.tokens, each.most_drafts(most, interval), each.sampler) for each in sequences
+        ]
         drafts = self._drafter.propose(requests)
         return [each.sampler.allowed(its_drafts) for each, its_drafts in zip(sequences, drafts, strict=True)]
-
-    def _max_drafts(self, sequence: RunningSequence) -> int:
-        """Return how many drafts to ask for: 0 in a pause; never beyond the sequence's limit or the next snapshot."""
-        if not sequence.backoff.allows(len(sequence.tokens)):
-            return 0
-        most = [self._draft_tokens, self.runtime.tokens_per_verification - 1, sequence.limit - len(sequence.tokens) - 1]
-        if self._cache is not None and self._cache.interval is not None:
-            most.append(self._cache.interval - sequence.stored % self._cache.interval - 1)
-        return max(0, min(most))
 
     def _verify(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> list[Output]:
         verification = self.runtime.verify(self._slots.state, rows)
@@ -356,23 +351,9 @@ class Engine:
     def _choose(
         self, sequence: RunningSequence, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()
     ) -> list[Output]:
-        """Choose the next token of a sequence, and further ones as long as each equals its draft.
-
-        Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
-        """
-        outputs = []
-        for token_logits, draft in itertools.zip_longest(logits, drafts):
-            try:
-                allowed = sequence.sampler.mask(token_logits)
-                token = sequence.sampler.choose(allowed, sequence.tokens)
-            except UserError as error:  # the logits are not finite; other sequences must not notice
-                is_requests_fault = isinstance(error, NoTokenLeft)
-                text = sequence.text.finish()
-                return [*outputs, Output(sequence.id, None, text, "error", str(error), is_requests_fault)]
-            self.stats.generated_tokens += 1
-            outputs.append(sequence.append(token, allowed))
-            if token != draft or outputs[-1].finish_reason is not None:
-                break
+        """Choose further tokens of a sequence; see `RunningSequence.choose`."""
+        outputs = sequence.choose(logits, drafts)
+        self.stats.generated_tokens += sum(output.error is None for output in outputs)
         return outputs
 
     def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:

@@ -1,0 +1,175 @@
+"""A request while it runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from granite4_neuron.engine.adapters import AppliedAdapter
+from granite4_neuron.engine.backoff import DraftBackoff
+from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
+from granite4_neuron.engine.prefix_cache import Prefix
+from granite4_neuron.engine.request import Output, PromptReport, Request
+from granite4_neuron.engine.sampling import NoTokenLeft, Sampler
+from granite4_neuron.engine.slot_prefix_cache import KeptSlot
+from granite4_neuron.engine.text import TextStream
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row
+
+
+@dataclass
+class RunningSequence:
+    """A request and its progress.
+
+    request: with the checkpoint's defaults.
+    limit: the most tokens, prompt and new ones.
+    adapter: that the request names, or none.
+    slot: 0 until it has one.
+    tokens: prompt and new ones.
+    stored: how many of them the state has seen.
+    cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
+    has_begun: whether the prefix cache has been asked, or tokens have been run.
+    prefix: the cached prefix that it started from, if any.
+    backoff: when to draft for it.
+    logits: [vocab_size], after the last stored token; None before the first step.
+    is_due: whether a prefix cache is to keep a snapshot before the next step.
+    prompt_logprobs: of the prompt tokens run so far, except the first, if the request asks for them.
+    """
+
+    id: int
+    request: Request
+    limit: int
+    text: TextStream
+    adapter: AppliedAdapter
+    sampler: Sampler = field(init=False)
+    slot: int = 0
+    tokens: list[int] = field(init=False)
+    stored: int = 0
+    cuts: set[int] = field(init=False)
+    has_begun: bool = False
+    prefix: Prefix | KeptSlot | None = None
+    logits: torch.Tensor | None = None
+    is_due: bool = False
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    backoff: DraftBackoff = field(default_factory=DraftBackoff)
+    _keys: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.request, len(self.request.tokens))
+        self.tokens = list(self.request.tokens)
+        # A step is with an adapter or without.
+        self.cuts = {*self.request.snapshots_at, self.adapter.start} - {0}
+        # The logits of a prompt's tokens are not kept anywhere.
+        self.has_begun = self.request.prompt_logprobs is not None
+
+    @property
+    def keys(self) -> Sequence[int]:
+        """The tokens as a prefix cache knows them."""
+        if not self.adapter.number:
+            return self.tokens
+        known = len(self._keys)
+        self._keys += self.adapter.keys(self.tokens[known:], known)
+        return self._keys
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether tokens of the prompt have still to be run."""
+        return self.stored < len(self.request.tokens)
+
+    def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
+        """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
+        multiple of `chunk`.
+
+        Where numbers depend on the cuts, these depend only on the request; but a prefix cache may add cuts where
+        sequences diverge. Elsewhere no step ends at a multiple if it has room for what comes after.
+        """
+        return self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+
+    def next_kept(self, interval: int | None, chunk: int, is_exact_at_any_cut: bool) -> int:
+        """Return at which of the next cuts of the prompt a prefix cache will keep a snapshot."""
+        length = self._cut_after(self.stored, chunk, is_exact_at_any_cut)
+        while not self._is_kept_at(length, interval):
+            length = self._cut_after(length, chunk, is_exact_at_any_cut)
+        return length
+
+    def next_row(self, stop: int, drafts: Sequence[int] = ()) -> Row:
+        """Return the tokens to run next, up to `stop`, followed by drafts."""
+        return Row(self.slot, self.stored, [*self.tokens[self.stored : stop], *drafts], self.adapter.at(self.stored))
+
+    def most_drafts(self, most: int, interval: int | None) -> int:
+        """Return how many drafts to ask for: `most`, but none in a pause, and none beyond the limit or a snapshot.
+
+        Args:
+            interval: a prefix cache keeps snapshots at its multiples; None for no such snapshots.
+        """
+        if not self.backoff.allows(len(self.tokens)):
+            return 0
+        most = min(most, self.limit - len(self.tokens) - 1)
+        if interval is not None:
+            most = min(most, interval - self.stored % interval - 1)
+        return max(0, most)
+
+    def is_kept(self, interval: int | None) -> bool:
+        """Return whether a prefix cache keeps a snapshot at the current length of a running sequence."""
+        return self._is_kept_at(self.stored, interval)
+
+    def record_prompt_logprobs(self, row: Row, logits: torch.Tensor) -> None:
+        """Record the prompt's log-probabilities from logits [tokens, vocab_size] after each token of a row."""
+        following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
+        self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
+
+    def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int]) -> list[Output]:
+        """Choose the next token, and further ones as long as each equals its draft.
+
+        Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
+
+        Args:
+            logits: [vocab_size], after the last token and after each draft.
+        """
+        outputs = []
+        for token_logits, draft in itertools.zip_longest(logits, drafts):
+            try:
+                allowed = self.sampler.mask(token_logits)
+                token = self.sampler.choose(allowed, self.tokens)
+            except UserError as error:  # the logits are not finite; other sequences must not notice
+                is_requests_fault = isinstance(error, NoTokenLeft)
+                return [*outputs, Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)]
+            outputs.append(self.append(token, allowed))
+            if token != draft or outputs[-1].finish_reason is not None:
+                break
+        return outputs
+
+    def append(self, token: int, logits: torch.Tensor) -> Output:
+        """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`."""
+        prompt = logprob = None
+        if len(self.tokens) == len(self.request.tokens):
+            prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)
+        if self.request.logprobs is not None:
+            [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
+        self.tokens.append(token)
+        text, reason = "", None
+        if token in self.request.stop_token_ids:
+            reason = "stop"
+        else:
+            new_tokens = len(self.tokens) - len(self.request.tokens)
+            text = self.text.add(token, may_stop=new_tokens > (self.request.min_tokens or 0))
+            if self.text.stopped:
+                reason = "stop"
+            elif len(self.tokens) == self.limit:
+                reason = "length"
+        if reason is not None:
+            text += self.text.finish()
+        return Output(self.id, token, text, reason, logprob=logprob, prompt=prompt)
+
+    def _cut_after(self, length: int, chunk: int, is_exact_at_any_cut: bool) -> int:
+        end = min((len(self.tokens), *(cut for cut in self.cuts if cut > length)))
+        if is_exact_at_any_cut and end - length <= chunk:
+            return end
+        return min(end, (length // chunk + 1) * chunk)
+
+    def _is_kept_at(self, length: int, interval: int | None) -> bool:
+        is_multiple = interval is not None and length % interval == 0
+        return is_multiple or length == len(self.request.tokens) or length in self.cuts
