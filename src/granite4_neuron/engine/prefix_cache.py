@@ -72,9 +72,9 @@ class PrefixCache:
     Args:
         runtime: the model that runs the sequences.
         max_bytes: limit of its memory in bytes; None for no limit.
-        interval: keep a snapshot of each sequence at multiples of this many tokens where it is cut, besides those at
-            the ends of its prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`,
-            where prompts are cut anyway. None for the ends only.
+        interval: keep a snapshot of each sequence where a step ends at a multiple of this many tokens, besides those at
+            the ends of its prompt and of its continuation. It must be a multiple of the runtime's `tokens_per_step`: no
+            step of a prompt ends at other multiples. None for the ends only.
         at_branches: also keep a snapshot where a prompt diverges from an earlier sequence, for a third one with the
             same beginning; the prompt is cut there.
         folder: keeps snapshots in files too, and is asked for longer ones than are in memory; None for none.
@@ -98,7 +98,7 @@ class PrefixCache:
         if interval is not None and (interval < 1 or interval % runtime.tokens_per_step):
             raise UserError(
                 f"snapshots every {interval} tokens are asked for; it must be a multiple of "
-                f"{runtime.tokens_per_step}, at which prompts are cut."
+                f"{runtime.tokens_per_step}, at which long prompts are cut."
             )
         self.max_bytes = max_bytes
         self.interval = interval

@@ -1,5 +1,5 @@
-"""Memory for many large tensors: a model's weights, laid out to make reading all of them, once a token, as fast as
-possible, and snapshots of sequences, which are to be there soon.
+"""Memory for many large tensors: a model's weights, laid out so that all of them are read fast, once a token; and
+snapshots of sequences, in pages that the system gives fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LargeMemory:
     """
 
     def __init__(self, tensors: Sequence[tuple[torch.Size, torch.dtype]]):
-        size = sum(_padded_bytes(shape, dtype) for shape, dtype in tensors)
+        size = sum(padded_bytes(shape, dtype) for shape, dtype in tensors)
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = memory
         self._next = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
@@ -36,10 +36,11 @@ class LargeMemory:
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor, with a storage of its own, that is not cleared."""
-        start, self._next = self._next, self._next + _padded_bytes(shape, dtype)
+        start, self._next = self._next, self._next + padded_bytes(shape, dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
 
-def _padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+def padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return what a tensor takes of a block, up to where the next one begins."""
     size = math.prod(shape) * dtype.itemsize
     return size + -size % _ALIGNMENT

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from granite4_neuron.ops.large_memory import HUGE_PAGE, LargeMemory
-
-_ALIGNMENT = 64  # bytes; a cache line
+from granite4_neuron.ops.large_memory import HUGE_PAGE, LargeMemory, padded_bytes
 
 
 class _Place(NamedTuple):
@@ -34,8 +32,10 @@ class SnapshotMemory:
         self._ready: torch.Tensor | None = None  # [_num_bytes], uint8
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors like these, which are always the same, not cleared; none at all if they are small, and soon
-        written wherever they are.
+        """Return tensors of these shapes and dtypes, not cleared; none if they are small: any memory is fast then.
+
+        Args:
+            like: of the same names, shapes and dtypes in every call.
         """
         if not self._places:
             self._lay_out(like)
@@ -58,7 +58,7 @@ class SnapshotMemory:
     def _lay_out(self, like: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in like.items():
             self._places[name] = _Place(self._num_bytes, tensor.shape, tensor.dtype)
-            self._num_bytes += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
+            self._num_bytes += padded_bytes(tensor.shape, tensor.dtype)
 
     def _new(self) -> torch.Tensor:
         about = torch.Size([self._num_bytes]), torch.uint8
