@@ -69,7 +69,8 @@ def _print(points: list[list[Result]], machine: dict[str, str], options: argpars
 def _title(machine: dict[str, str], options: argparse.Namespace) -> str:
     weights = f", {options.quantize} weights" if options.quantize else ""
     weights += f", SSM states in {options.state_dtype}" if options.state_dtype else ""
-    return f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}\n{', '.join(machine.values())}"
+    ranks = f", split over {options.tp_degree}: memory of the first one" if options.tp_degree > 1 else ""
+    return f"{source(options)}, {options.dtype or 'dtype as stored'}{weights}{ranks}\n{', '.join(machine.values())}"
 
 
 def _compared_with(result: Result, point: list[Result]) -> Result:

@@ -82,6 +82,7 @@ LOADS = {
     "backend": ("gpu", None),
     "quantize": ("int3", 8),
     "compiled": ("folder",),
+    "tp_degree": (0, -3, 1.5, "2", None),
     "tuned_configs": (3, "no-such-folder"),
 }
 

@@ -1,6 +1,7 @@
 """A model split over processes gives the logits of the whole model. The processes talk through gloo."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,14 +19,16 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
+from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import stream_generate
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import Row, require
+from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.split import SplitRuntime
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
@@ -146,13 +149,79 @@ class TestSplitRuntime:
         with pytest.raises(ValueError, match="tokens of a row are to be verified"):
             split.verify(state, [Row(1, 0, [3] * 60)])
         assert split.step(state, [Row(1, 0, [3])]).isfinite().all()
-        with pytest.raises(UserError, match="the state of a model that is split over devices stays there"):
-            require(split, "snapshot")
         with pytest.raises(UserError, match="this process has a model that is split over devices"):
             SplitRuntime(bundled_checkpoint(), None, GenerationConfig(), tp_degree=2, device="cpu")
 
+    def test_snapshots(self, split, cpu, tmp_path):
+        """A sequence goes on in another slot from two snapshots of it, one of them from a file."""
+        tokens = random_tokens(self.CONFIG.vocab_size, 21, seed=8).tolist()
+        runs = []
+        for runtime in (cpu, split):
+            state = runtime.allocate(2, 60)
+            runtime.step(state, [Row(1, 0, tokens[:10])])
+            first = runtime.snapshot(state, 1, 10)
+            runtime.step(state, [Row(1, 10, tokens[10:20])])
+            second = runtime.snapshot(state, 1, 20, 10)
+            second.check(runtime)
+            second.save(tmp_path / "second")
+            runtime.restore(state, [first, Snapshot.load(tmp_path / "second", runtime)], 2)
+            runs.append(runtime.step(state, [Row(2, 20, tokens[20:])]))
+        assert (runs[0] - runs[1]).abs().max() <= 1e-4
+
+    def test_texts_behind_a_prefix(self, split, cpu):
+        prompts = [[5, 6, 7, 8] * 10 + [end] for end in (1, 2, 3)]
+        texts = []
+        for runtime in (cpu, split):
+            cache = PrefixCache(runtime, 2**30, None, at_branches=True)
+            engine = Engine(runtime, 1, max_length=60, prefix_cache=cache)
+            texts.append([])
+            for prompt in prompts:
+                engine.add(Request(prompt, max_tokens=5, temperature=0))
+                while engine.has_work:
+                    texts[-1] += [output.token for output in engine.step()]
+            assert cache.stats.hit_tokens
+        assert texts[0] == texts[1]
+
+
+# Its process can have one such model only.
+BROKEN_CALL = """
+from granite4_neuron import UserError, load
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+runtime, _ = load(backend="torch", tp_degree=2)
+state = runtime.allocate(1, 60)
+TorchRuntime._run = interrupted
+for _ in range(2):
+    try:
+        runtime.step(state, [Row(1, 0, [3])])
+    except (KeyboardInterrupt, UserError) as error:
+        print(type(error).__name__, error)
+"""
+
 
 class TestCommand:
+    def test_a_call_that_was_broken_off_closes_the_runtime(self):
+        done = subprocess.run([sys.executable, "-c", BROKEN_CALL], capture_output=True, text=True, timeout=300)
+        assert done.stdout.splitlines() == [
+            "KeyboardInterrupt ",
+            "UserError the other processes of this split model have ended; load it again, in a new process.",
+        ]
+        assert done.returncode == 0 and "Traceback" not in done.stderr
+
+    def test_an_interrupt_while_ranks_start_ends_them_without_a_word(self):
+        command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
+        options = dict(stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(command, **options)
+        [rank] = self.ranks(process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        rank.wait(timeout=60)
+        assert process.returncode == 130 and "Traceback" not in errors
+
     def test_a_rank_that_dies_ends_the_command(self):
         """No rank is left waiting for it."""
         command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
@@ -184,6 +253,7 @@ class TestCommand:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(tp_degree=0), r"tp_degree is 0; this model can be split by 1, 2, 4\."),
         (dict(tp_degree=3), r"tp_degree is 3; this model can be split by 1, 2, 4\."),
         (dict(tp_degree=2, device="neuron"), "the device is neuron; a model is split over cpu or cuda only"),
         (dict(tp_degree=2, backend="cpu"), "tp_degree belong to the backend torch"),

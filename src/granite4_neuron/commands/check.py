@@ -69,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
             f"compiled graphs of {options.backend} give no hidden states; --layers takes --backend "
             f"{' or '.join(_SHOW_LAYERS)}."
         )
-    if options.layers and options.tp_degree > 1:
-        raise UserError("--layers reads the hidden states of a model on one device; leave out --tp-degree.")
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import accuracy, layers
     from granite4_neuron.evaluation.reference import readable_by_transformers

@@ -149,7 +149,7 @@ class GraniteMoeHybridConfig:
         )
 
     def _divides(self, tp_degree: int) -> bool:
-        if tp_degree < 1 or any(size % tp_degree for size in self._split_sizes()):
+        if type(tp_degree) is not int or tp_degree < 1 or any(size % tp_degree for size in self._split_sizes()):
             return False
         key_heads = self.num_key_value_heads
         return ATTENTION not in self.layer_types or key_heads % tp_degree == 0 or tp_degree % key_heads == 0

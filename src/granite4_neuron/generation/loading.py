@@ -114,9 +114,9 @@ def load(
     if backend == "nxdi":
         return load_compiled(require_folder(folder), Path(compiled), generation_config), tokenizer
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
-    if tp_degree > 1:
-        split = dict(tp_degree=tp_degree, device=device, progress=progress, graphs=graphs, **mamba_kernels)
-        return SplitRuntime(folder, dtype, generation_config, **split), tokenizer
+    if tp_degree != 1:
+        split = dict(tp_degree=tp_degree, device=device, graphs=graphs, progress=progress, remark=remark)
+        return SplitRuntime(folder, dtype, generation_config, **split, **mamba_kernels), tokenizer
     loaded_adapters = {name: read_adapter(adapter, config) for name, adapter in adapters.items()}
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
     weights = load_model(

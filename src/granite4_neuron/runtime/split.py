@@ -7,47 +7,41 @@ It sends each call to the others, which make the same call; within a step the ra
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import sys
 import tempfile
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed
 from transformers import GenerationConfig
 
-from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.snapshot import Layout, Snapshot, check_chain
 from granite4_neuron.model.state import HybridState
-from granite4_neuron.runtime.interface import Ability, Row, Verification
-from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
+from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
+from granite4_neuron.runtime.ranks import Job, Others, check_devices
+from granite4_neuron.runtime.torch_device import TorchRuntime
 
-_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
-_EXIT_WITHOUT_OTHERS = 1
-_SECONDS_TO_END = 10  # a rank needs less, unless it waits for one that has gone
+_SECONDS_TO_END = 10  # ranks need less, unless they wait within a step or still load
 
 
 class SplitRuntime(TorchRuntime):
     """The `Runtime` of a model that is split over `tp_degree` devices of one kind.
 
-    If another rank's process ends by itself, this process ends too, with a sentence: it may be waiting for that rank
-    within a step, and nothing else would end this.
+    It lives until it is closed, or until this process ends. If another rank's process ends by itself, this process ends
+    too, with a sentence: it may be waiting for that rank within a step, and nothing else would end this. If a call
+    fails or is interrupted in this process, the runtime closes: no rank knows how far the others have come.
 
     Args:
-        folder, dtype, progress: as of `load_model`; progress is that of this rank.
+        folder, dtype, progress, remark: as of `load_model`; progress is that of this rank.
         generation_config: the checkpoint's defaults for generation.
         tp_degree: at least 2.
         device: "cpu" or "cuda"; the ranks are on cuda:0, cuda:1 and so on.
@@ -58,11 +52,6 @@ class SplitRuntime(TorchRuntime):
             as `load_model` and `TorchRuntime`.
     """
 
-    cannot: Mapping[Ability, str] = {
-        "snapshot": "the state of a model that is split over devices stays there, so none of it can be kept for later; "
-        "leave out tp_degree, or what keeps prefixes."
-    }
-
     def __init__(
         self,
         folder: Path,
@@ -72,266 +61,144 @@ class SplitRuntime(TorchRuntime):
         tp_degree: int,
         device: str,
         progress: Callable[[int, int], None] | None = None,
+        remark: Callable[[str], None] = lambda sentence: None,
         **options: Any,
     ):
         read_config(folder).rank_dimensions(tp_degree)
-        _check_devices(device, tp_degree)
-        self._meeting = tempfile.TemporaryDirectory()  # the ranks may exchange words in it at any time
-        job = _Job(folder, dtype, tp_degree, device, os.path.join(self._meeting.name, "ranks"), options)
-        self._others = _Others(job)
-        job.join(0)
-        super().__init__(job.load(0, progress), generation_config, device=job.device_of(0), **options)
-        self._others.wait_until_ready()
+        check_devices(device, tp_degree)
+        self._meeting = tempfile.TemporaryDirectory()  # gloo and NCCL use the file in it until the end
+        job = Job(folder, dtype, tp_degree, device, os.path.join(self._meeting.name, "ranks"), options)
+        self._others = Others(job)
+        # With a priority, so that it comes before multiprocessing ends daemons by force.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
+        try:
+            job.join(0)
+            model = job.load(0, progress=progress, remark=remark)
+            super().__init__(model, generation_config, device=job.device_of(0), **options)
+            _raise_first(self._others.answers())
+        except BaseException as error:
+            self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
+            raise
         self._numbers = itertools.count()
         self._states: weakref.WeakKeyDictionary[HybridState, int] = weakref.WeakKeyDictionary()
+        self._verifications: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """End the other ranks' processes; the runtime is of no use afterwards."""
-        self._memories.clear()
-        self._graphs.clear()
-        self._others.close()
+        self.release_graphs()
+        self._end(_SECONDS_TO_END)
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`, on every rank."""
+        alive = list(self._states)  # held until the end, so that all ranks find the same memory free
         number = next(self._numbers)
-        self._others.call("allocate", number, num_sequences, max_length)
-        try:
-            state = super().allocate(num_sequences, max_length)
-        finally:
-            refusals = self._others.answers()
-        if any(refusals):
-            raise UserError(next(filter(None, refusals)))
+        numbers = [self._states[each] for each in alive]
+        refusals = []
+        with self._together("allocate", number, num_sequences, max_length, numbers):
+            try:
+                state = super().allocate(num_sequences, max_length)
+            except UserError as error:
+                refusals.append(str(error))
+            refusals += self._others.answers()
+        _raise_first(refusals)
         self._states[state] = number
-        self._others.forget_with(state, number)
         return state
 
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`, on every rank."""
-        self._others.call("warm_up", self._states[state], verifies)
-        super().warm_up(state, verifies)
+        with self._together("warm_up", self._states[state], verifies):
+            super().warm_up(state, verifies)
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`; every rank has the logits."""
-        self._others.call("step", self._states[state], rows, all_logits)
-        return super().step(state, rows, all_logits)
+        with self._together("step", self._states[state], rows, all_logits):
+            return super().step(state, rows, all_logits)
 
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`; each rank keeps its own inputs."""
-        number = next(self._numbers)
-        self._others.call("verify", self._states[state], rows, number)
-        verification = _Numbered(number=number, **vars(super().verify(state, rows)))
-        self._others.forget_with(verification, number)
+        check_verification(self, rows)
+        number, alive = next(self._numbers), list(self._verifications)
+        with self._together("verify", self._states[state], rows, number, alive):
+            verification = _Numbered(number=number, **vars(super().verify(state, rows)))
+        self._verifications[number] = verification
         return verification
 
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
         """Implement `Runtime.commit`, on every rank."""
-        self._others.call("commit", self._states[state], verification.number, accepted)
-        super().commit(state, verification, accepted)
+        accepted_rows(verification.rows, accepted)
+        with self._together("commit", self._states[state], verification.number, accepted):
+            super().commit(state, verification, accepted)
 
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
         """Implement `Runtime.copy`, on every rank."""
-        self._others.call("copy", self._states[state], source, destination, length)
-        super().copy(state, source, destination, length)
+        with self._together("copy", self._states[state], source, destination, length):
+            super().copy(state, source, destination, length)
+
+    def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
+        """Implement `Runtime.snapshot`, of every rank's part: "rank1.layers.0.ssm_state"."""
+        with self._together("snapshot", self._states[state], slot, length, start):
+            own = super().snapshot(state, slot, length, start)
+            parts = [own.tensors, *map(safetensors.torch.load, self._others.answers())]
+        return replace(own, tensors=_joined(parts))
+
+    def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
+        """Implement `Runtime.restore`, on every rank."""
+        check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
+        own, *others = (
+            [replace(each, tensors=_part(each.tensors, rank)) for each in snapshots]
+            for rank in range(self.model.parallel.degree)
+        )
+        spans = [(each.start, each.length) for each in snapshots]
+        stored = [[safetensors.torch.save(dict(each.tensors)) for each in part] for part in others]
+        with self._together("restore", self._states[state], spans, slot, of_rank=stored):
+            super().restore(state, own, slot)
+
+    def slot_layout(self, start: int, length: int) -> Layout:
+        """Implement `Runtime.slot_layout`; the ranks' parts have the same shapes."""
+        return _joined([super().slot_layout(start, length)] * self.model.parallel.degree)
+
+    @contextmanager
+    def _together(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> Iterator[None]:
+        """Have the other ranks make a call while the body makes it here.
+
+        Args:
+            of_rank: a last argument for each of them.
+        """
+        try:
+            self._others.call(name, *arguments, of_rank=of_rank)
+            yield
+        except BaseException:
+            self.release_graphs()
+            self._end(0)
+            raise
+
+    def _end(self, seconds: float) -> None:
+        """End the other ranks; kill those that do not end by themselves within some seconds."""
+        self._at_exit.cancel()
+        # The group of ranks that were killed would wait for them.
+        if self._others.end(seconds) and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
-@dataclass(frozen=True)
+def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all ranks' tensors of a slot, each with its rank in its name."""
+    return {f"rank{rank}.{name}": tensor for rank, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def _part(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Return one rank's of `_joined` tensors."""
+    prefix = f"rank{rank}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _raise_first(refusals: Sequence[str | None]) -> None:
+    """Raise UserError with the first refusal, if there is one."""
+    for refusal in filter(None, refusals):
+        raise UserError(refusal)
+
+
+@dataclass(frozen=True, eq=False)
 class _Numbered(Verification):
     """A verification, with the number by which other ranks know it."""
 
     number: int = field(kw_only=True)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What each rank loads, and where they meet.
-
-    meeting: a file that does not exist yet.
-    """
-
-    folder: Path
-    dtype: torch.dtype | None
-    degree: int
-    device: str
-    meeting: str
-    options: Mapping[str, Any]
-
-    def device_of(self, rank: int) -> str:
-        return f"{self.device}:{rank}" if self.device == "cuda" else self.device
-
-    def join(self, rank: int) -> None:
-        """Wait until all ranks are there."""
-        device = None
-        if self.device == "cuda":
-            device = torch.device(self.device_of(rank))
-            torch.cuda.set_device(device)
-        torch.distributed.init_process_group(
-            _COMMUNICATION[self.device],
-            init_method=f"file://{self.meeting}",
-            rank=rank,
-            world_size=self.degree,
-            device_id=device,
-        )
-
-    def load(self, rank: int, progress: Callable[[int, int], None] | None = None) -> GraniteMoeHybridForCausalLM:
-        parallel = Parallel(rank, self.degree, torch.distributed.group.WORLD)
-        return load_model(self.folder, self.dtype, parallel, progress=progress)
-
-
-class _Others:
-    """The processes of ranks 1 and up, which make the calls that they are sent, one after another."""
-
-    def __init__(self, job: _Job):
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        threads = max(1, torch.get_num_threads() // job.degree)
-        for rank in range(1, job.degree):
-            ours, theirs = context.Pipe()
-            arguments = theirs, job, rank, threads
-            process = context.Process(target=_follow, args=arguments, name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._forgotten: list[int] = []
-        self._ends = threading.Event()
-        # With a priority, so that it comes before multiprocessing ends daemons by force.
-        self._close = Finalize(self, _end, (self._pipes, self._processes, self._ends), exitpriority=0)
-        threading.Thread(target=_watch, args=(self._processes, self._ends), daemon=True).start()
-
-    def wait_until_ready(self) -> None:
-        """Wait until all have loaded their parts.
-
-        Raises:
-            UserError: one could not.
-        """
-        refusals = [each for each in self.answers() if each]
-        if refusals:
-            self.close()
-            raise UserError(refusals[0])
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Have each of them make a call, while this process goes on."""
-        forgotten, self._forgotten[:] = list(self._forgotten), []
-        for pipe in self._pipes:
-            pipe.send((forgotten, name, arguments))
-
-    def answers(self) -> list[str | None]:
-        """Wait for an answer of each: None, or why it could not."""
-        return [pipe.recv() for pipe in self._pipes]
-
-    def forget_with(self, thing: HybridState | Verification, number: int) -> None:
-        """Have them let go of what they keep by a number once this process has let go of its own part."""
-        # Not at once: that may be at any time, also in the middle of a message.
-        weakref.finalize(thing, self._forgotten.append, number).atexit = False
-
-    def close(self) -> None:
-        self._close()
-
-
-def _check_devices(device: str, tp_degree: int) -> None:
-    """Check that there is a device for each rank, and that this process may become rank 0.
-
-    Raises:
-        UserError: not so.
-    """
-    if device not in _COMMUNICATION:
-        devices = " or ".join(_COMMUNICATION)
-        raise UserError(f"tp_degree is {tp_degree} and the device is {device}; a model is split over {devices} only.")
-    find_device(device)
-    if device == "cuda" and torch.cuda.device_count() < tp_degree:
-        raise UserError(f"tp_degree is {tp_degree} and torch finds {torch.cuda.device_count()} GPUs here.")
-    if torch.distributed.is_initialized():
-        raise UserError("this process has a model that is split over devices, or a process group; it can have one.")
-
-
-def _end(pipes: Sequence[Connection], processes: Sequence[Any], ends: threading.Event) -> None:
-    ends.set()
-    for pipe in pipes:
-        pipe.close()
-    for process in processes:
-        process.join(_SECONDS_TO_END)
-    if all(process.exitcode == 0 for process in processes):
-        torch.distributed.destroy_process_group()
-    for process in processes:
-        process.kill()
-
-
-def _watch(processes: Sequence[Any], ends: threading.Event) -> None:
-    """End this process if another rank's has failed: it may be waiting for that rank, and would for ever."""
-    multiprocessing.connection.wait([process.sentinel for process in processes])
-    failed = [process.name for process in processes if process.exitcode]
-    if failed and not ends.is_set():
-        print(
-            f"granite4-neuron: the process of {', '.join(failed)} has failed, and the others cannot go on without it.",
-            file=sys.stderr,
-        )
-        os._exit(_EXIT_WITHOUT_OTHERS)
-
-
-def _follow(pipe: Connection, job: _Job, rank: int, threads: int) -> None:
-    """Be a rank: load its part, and make the calls that rank 0 sends until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the signal too, and closes the pipe
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    try:
-        job.join(rank)
-        runtime = TorchRuntime(job.load(rank), GenerationConfig(), device=job.device_of(rank), **job.options)
-    except UserError as error:
-        pipe.send(str(error))
-        return
-    pipe.send(None)
-    follower = _Follower(pipe, runtime)
-    while True:
-        try:
-            forgotten, name, arguments = pipe.recv()
-        except EOFError:
-            break
-        follower.forget(forgotten)
-        try:
-            getattr(follower, name)(*arguments)
-        except (UserError, ValueError):
-            # Of arguments, before any work: rank 0 raises the same.
-            continue
-    torch.distributed.destroy_process_group()
-
-
-def _end_with_parent() -> None:
-    """End this process with its parent's, also while it waits for rank 0 within a step."""
-    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
-    os._exit(0)
-
-
-class _Follower:
-    """A rank's part of what `SplitRuntime` does, with states and verifications by their numbers."""
-
-    def __init__(self, pipe: Connection, runtime: TorchRuntime):
-        self._pipe = pipe
-        self._runtime = runtime
-        self._kept: dict[int, Any] = {}
-
-    def forget(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._kept.pop(number, None)
-
-    def allocate(self, number: int, num_sequences: int, max_length: int) -> None:
-        try:
-            self._kept[number] = self._runtime.allocate(num_sequences, max_length)
-        except UserError as error:
-            self._pipe.send(str(error))
-        else:
-            self._pipe.send(None)
-
-    def warm_up(self, state: int, verifies: bool) -> None:
-        self._runtime.warm_up(self._kept[state], verifies)
-
-    def step(self, state: int, rows: Sequence[Row], all_logits: bool) -> None:
-        self._runtime.step(self._kept[state], rows, all_logits)
-
-    def verify(self, state: int, rows: Sequence[Row], number: int) -> None:
-        self._kept[number] = self._runtime.verify(self._kept[state], rows)
-
-    def commit(self, state: int, verification: int, accepted: Sequence[int]) -> None:
-        self._runtime.commit(self._kept[state], self._kept[verification], accepted)
-
-    def copy(self, state: int, source: int, destination: int, length: int) -> None:
-        self._runtime.copy(self._kept[state], source, destination, length)

@@ -21,11 +21,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron.choices import DEVICES, GRAPHS, KV_WRITES
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.model.modeling_granite_moe_hybrid import (
-    DecoderLayer,
-    GraniteMoeHybridForCausalLM,
-    last_tokens,
-)
+from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer, GraniteMoeHybridForCausalLM, last_tokens
 from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
@@ -125,6 +121,11 @@ class TorchRuntime(GraphRuntime):
                 _, kept_inputs = self._run_verify(state, inputs, kv_length)
                 self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
+
+    def release_graphs(self) -> None:
+        """Let go of all graphs: what they hold, such as a connection of GPUs, cannot end before them."""
+        self._memories.clear()
+        self._graphs.clear()
 
     @torch.no_grad()
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:

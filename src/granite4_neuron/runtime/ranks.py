@@ -1,0 +1,262 @@
+"""The processes of a model that is split over devices: what each loads, and how they make the same calls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed
+from transformers import GenerationConfig
+
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.interface import Row, Verification
+from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
+
+_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
+_EXIT_WITHOUT_OTHERS = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What each rank loads, and where they meet.
+
+    meeting: a file that does not exist yet.
+    """
+
+    folder: Path
+    dtype: torch.dtype | None
+    degree: int
+    device: str
+    meeting: str
+    options: Mapping[str, Any]
+
+    def device_of(self, rank: int) -> str:
+        return f"{self.device}:{rank}" if self.device == "cuda" else self.device
+
+    def join(self, rank: int) -> None:
+        """Wait until all ranks are there."""
+        device = None
+        if self.device == "cuda":
+            device = torch.device(self.device_of(rank))
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group(
+            _COMMUNICATION[self.device],
+            init_method=f"file://{self.meeting}",
+            rank=rank,
+            world_size=self.degree,
+            device_id=device,
+        )
+
+    def load(self, rank: int, **listeners: Any) -> GraniteMoeHybridForCausalLM:
+        parallel = Parallel(rank, self.degree, torch.distributed.group.WORLD)
+        return load_model(self.folder, self.dtype, parallel, **listeners)
+
+
+class Others:
+    """The processes of ranks 1 and up, which make the calls that they are sent, one after another."""
+
+    def __init__(self, job: Job):
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        threads = max(1, torch.get_num_threads() // job.degree)
+        with _interrupts_for_later():
+            for rank in range(1, job.degree):
+                ours, theirs = context.Pipe()
+                arguments = theirs, job, rank, threads
+                process = context.Process(target=_follow, args=arguments, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        self._ends = threading.Event()
+        self._watcher = threading.Thread(target=_watch, args=(self._processes, self._ends), daemon=True)
+        self._watcher.start()
+
+    def call(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> None:
+        """Have each of them make a call, while this process goes on.
+
+        Raises:
+            UserError: they have ended.
+        """
+        if self._ends.is_set():
+            raise UserError("the other processes of this split model have ended; load it again, in a new process.")
+        with self._all_there():
+            for at, pipe in enumerate(self._pipes):
+                pipe.send((name, arguments if of_rank is None else (*arguments, of_rank[at])))
+
+    def answers(self) -> list[Any]:
+        """Wait for an answer of each."""
+        with self._all_there():
+            return [pipe.recv() for pipe in self._pipes]
+
+    def end(self, seconds: float) -> bool:
+        """Close the pipes, at which they end; after some seconds kill those that still run.
+
+        Returns:
+            Whether all have ended by themselves.
+        """
+        self._ends.set()
+        for pipe in self._pipes:
+            pipe.close()
+        self._watcher.join(seconds)
+        for process in self._processes:
+            process.kill()
+        self._watcher.join()
+        return all(process.exitcode == 0 for process in self._processes)
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            self._watcher.join()  # which ends this process
+            raise
+
+
+@contextmanager
+def _interrupts_for_later() -> Iterator[None]:
+    """Hold back Ctrl-C, and have processes that are started never get it: rank 0 ends them when it gets it."""
+    resource_tracker.ensure_running()  # its start would let interrupts through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def check_devices(device: str, tp_degree: int) -> None:
+    """Check that there is a device for each rank, and that this process may become rank 0.
+
+    Raises:
+        UserError: not so.
+    """
+    if device not in _COMMUNICATION:
+        devices = " or ".join(_COMMUNICATION)
+        raise UserError(f"tp_degree is {tp_degree} and the device is {device}; a model is split over {devices} only.")
+    find_device(device)
+    if device == "cuda" and torch.cuda.device_count() < tp_degree:
+        raise UserError(f"tp_degree is {tp_degree} and torch finds {torch.cuda.device_count()} GPUs here.")
+    if torch.distributed.is_initialized():
+        raise UserError("this process has a model that is split over devices, or a process group; it can have one.")
+
+
+def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
+    """End this process if another rank's has ended before it was to: this one may be waiting for it."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if not ends.is_set():
+                print(
+                    f"granite4-neuron: the process of {process.name} has failed, and the others cannot go on without "
+                    "it.",
+                    file=sys.stderr,
+                )
+                os._exit(_EXIT_WITHOUT_OTHERS)
+
+
+def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:
+    """Run a rank other than 0: load its part, and make the calls that rank 0 sends until it closes the pipe."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    follower = None
+    try:
+        job.join(rank)
+        runtime = TorchRuntime(job.load(rank), GenerationConfig(), device=job.device_of(rank), **job.options)
+        follower = _Follower(pipe, runtime)
+        _answer(pipe, None)
+    except UserError as error:
+        _answer(pipe, str(error))
+    while (message := _next_call(pipe)) is not None:
+        name, arguments = message
+        getattr(follower, name)(*arguments)
+    if follower is not None:
+        follower.runtime.release_graphs()
+    torch.distributed.destroy_process_group()
+
+
+def _answer(pipe: Connection, answer: Any) -> None:
+    with suppress(BrokenPipeError):  # rank 0 has closed it
+        pipe.send(answer)
+
+
+def _next_call(pipe: Connection) -> tuple[str, Sequence[Any]] | None:
+    """Wait for a call; None if rank 0 has closed the pipe."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _end_with_parent() -> None:
+    """End this process with its parent's, also while it waits for rank 0 within a step."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(0)
+
+
+class _Follower:
+    """A rank's part of what `SplitRuntime` does, with states and verifications by their numbers."""
+
+    def __init__(self, pipe: Connection, runtime: TorchRuntime):
+        self.runtime = runtime
+        self._pipe = pipe
+        self._states: dict[int, HybridState] = {}
+        self._verifications: dict[int, Verification] = {}
+
+    def allocate(self, number: int, num_sequences: int, max_length: int, alive: Sequence[int]) -> None:
+        """Allocate a state, after letting go of those that are not alive in rank 0."""
+        self._states = {each: self._states[each] for each in alive}
+        refusal = None
+        try:
+            self._states[number] = self.runtime.allocate(num_sequences, max_length)
+        except UserError as error:
+            refusal = str(error)
+        _answer(self._pipe, refusal)
+
+    def warm_up(self, state: int, verifies: bool) -> None:
+        self.runtime.warm_up(self._states[state], verifies)
+
+    def step(self, state: int, rows: Sequence[Row], all_logits: bool) -> None:
+        self.runtime.step(self._states[state], rows, all_logits)
+
+    def verify(self, state: int, rows: Sequence[Row], number: int, alive: Sequence[int]) -> None:
+        """Verify, after letting go of verifications that are not alive in rank 0."""
+        self._verifications = {each: self._verifications[each] for each in alive}
+        self._verifications[number] = self.runtime.verify(self._states[state], rows)
+
+    def commit(self, state: int, verification: int, accepted: Sequence[int]) -> None:
+        self.runtime.commit(self._states[state], self._verifications[verification], accepted)
+
+    def copy(self, state: int, source: int, destination: int, length: int) -> None:
+        self.runtime.copy(self._states[state], source, destination, length)
+
+    def snapshot(self, state: int, slot: int, length: int, start: int) -> None:
+        tensors = self.runtime.snapshot(self._states[state], slot, length, start).tensors
+        _answer(self._pipe, safetensors.torch.save(dict(tensors)))
+
+    def restore(self, state: int, spans: Sequence[tuple[int, int]], slot: int, stored: Sequence[bytes]) -> None:
+        snapshots = [
+            Snapshot(*span, safetensors.torch.load(each), self.runtime.dtype, self.runtime.fingerprint)
+            for span, each in zip(spans, stored, strict=True)
+        ]
+        self.runtime.restore(self._states[state], snapshots, slot)
