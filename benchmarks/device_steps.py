@@ -1,0 +1,87 @@
+"""Times steps of a runtime on a PyTorch device, without an engine: a token of every sequence, and prompts.
+
+    python -m benchmarks.device_steps --random-weights h-350m --device cuda --batch-size 1 8 32
+
+A step ends when its logits are on the host. Times are medians, after the steps that compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+from benchmarks.errors import reports_errors
+from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.choices import DEVICES
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.torch_device import TorchRuntime
+
+_PROMPT = 100  # tokens of each sequence before its tokens are timed
+
+
+@reports_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; return the exit code."""
+    options = _parser().parse_args(arguments)
+    config = GraniteMoeHybridConfig.from_family(options.random_weights)
+    model = random_model(config, dtype=torch.bfloat16)
+    runtime = TorchRuntime(model, GenerationConfig(), device=options.device)
+    table = Table("", "ms, median")
+    for batch_size in options.batch_size:
+        table.add_row(f"a token, batch {batch_size}", f"{_token_ms(runtime, batch_size, options.steps):.2f}")
+    for length in options.prompt_length:
+        table.add_row(f"a prompt of {length:,}", f"{_prompt_ms(runtime, length, options.steps):.1f}")
+    Console().print(table)
+    return 0
+
+
+def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
+    state = runtime.allocate(batch_size, _PROMPT + steps + 2)
+    slots = range(1, 1 + batch_size)
+    runtime.step(state, [Row(slot, 0, [slot] * _PROMPT) for slot in slots])
+    position = _PROMPT
+
+    def step() -> None:
+        nonlocal position
+        runtime.step(state, [Row(slot, position, [slot]) for slot in slots])
+        position += 1
+
+    return _median_ms(step, steps)
+
+
+def _prompt_ms(runtime: TorchRuntime, length: int, steps: int) -> float:
+    state = runtime.allocate(1, length)
+    return _median_ms(lambda: runtime.step(state, [Row(1, 0, [1] * length)]), steps)
+
+
+def _median_ms(step: Callable[[], None], steps: int) -> float:
+    step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member, in bfloat16")
+    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--prompt-length", type=int, nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each kind (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
