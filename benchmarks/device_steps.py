@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import DEVICES
+from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
@@ -77,9 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member, in bfloat16")
     parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
-    parser.add_argument("--prompt-length", type=int, nargs="*", default=[], metavar="N", help="default: none")
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of each kind (default: %(default)s)")
+    parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1], metavar="N", help="default: 1")
+    parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
+    parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
     return parser
 
 

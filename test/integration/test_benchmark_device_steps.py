@@ -22,7 +22,7 @@ def test_a_name_that_is_none(capsys):
     assert "h-7" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--device", "tpu"], []])
+@pytest.mark.parametrize("option", [["--device", "tpu"], [], ["--random-weights", "h-350m", "--steps", "0"]])
 def test_bad_options(option):
     with pytest.raises(SystemExit):
         device_steps.main(option)

@@ -202,8 +202,29 @@ for _ in range(2):
         print(type(error).__name__, error)
 """
 
+DEAD_RANK = """
+import psutil
+from granite4_neuron import load
+from granite4_neuron.runtime.interface import Row
+
+runtime, _ = load(backend="torch", tp_degree=2)
+state = runtime.allocate(1, 60)
+runtime.step(state, [Row(1, 0, [3])])
+[rank] = [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+rank.kill()
+for position in range(1, 50):
+    runtime.step(state, [Row(1, position, [3])])
+print("not reached")
+"""
+
 
 class TestCommand:
+    def test_a_rank_that_dies_beside_steps_ends_the_process(self):
+        done = subprocess.run([sys.executable, "-c", DEAD_RANK], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "the process of rank 1 has failed, and the others cannot go on without it" in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_a_call_that_was_broken_off_closes_the_runtime(self):
         done = subprocess.run([sys.executable, "-c", BROKEN_CALL], capture_output=True, text=True, timeout=300)
         assert done.stdout.splitlines() == [

@@ -263,7 +263,7 @@ class Engine:
         return [row_logits[len(row.tokens) - 1] for row, row_logits in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Return whether one of the others is about to put a shared prefix into the cache in this same step."""
+        """Return whether one of the others, which run in this step, will put a shared prefix into the cache."""
         if self._cache is None or sequence.has_begun:
             return False
         lengths = (common_length(sequence.keys, other.keys) for other in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import safetensors.torch
 import torch
@@ -33,6 +34,7 @@ from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
 _EXIT_WITHOUT_OTHERS = 1
+_SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process that it needs is seen to have ended
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,25 @@ class Others:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         threads = max(1, torch.get_num_threads() // job.degree)
-        with _interrupts_for_later():
-            for rank in range(1, job.degree):
-                ours, theirs = context.Pipe()
-                arguments = theirs, job, rank, threads
-                process = context.Process(target=_follow, args=arguments, name=f"rank {rank}", daemon=True)
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
         self._ends = threading.Event()
-        self._watcher = threading.Thread(target=_watch, args=(self._processes, self._ends), daemon=True)
-        self._watcher.start()
+        try:
+            with _interrupts_for_later():
+                for rank in range(1, job.degree):
+                    ours, theirs = context.Pipe()
+                    arguments = theirs, job, rank, threads
+                    process = context.Process(target=_follow, args=arguments, name=f"rank {rank}", daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._pipes.append(ours)
+                    self._processes.append(process)
+                arguments = self._processes, self._ends, os.path.dirname(job.meeting)
+                self._watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
+                self._watcher.start()
+        except BaseException:
+            self._ends.set()
+            for process in self._processes:
+                process.kill()
+            raise
 
     def call(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> None:
         """Have each of them make a call, while this process goes on.
@@ -107,6 +116,11 @@ class Others:
         """Wait for an answer of each."""
         with self._all_there():
             return [pipe.recv() for pipe in self._pipes]
+
+    def end_if_one_has_ended(self) -> None:
+        """End this process if one of them has ended by itself, which is why a call has failed here."""
+        if multiprocessing.connection.wait([each.sentinel for each in self._processes], _SECONDS_TO_BE_SEEN):
+            self._watcher.join()  # which ends this process
 
     def end(self, seconds: float) -> bool:
         """Close the pipes, at which they end; after some seconds kill those that still run.
@@ -127,8 +141,8 @@ class Others:
     def _all_there(self) -> Iterator[None]:
         try:
             yield
-        except (EOFError, ConnectionError):
-            self._watcher.join()  # which ends this process
+        except (EOFError, OSError):
+            self.end_if_one_has_ended()
             raise
 
 
@@ -136,11 +150,19 @@ class Others:
 def _interrupts_for_later() -> Iterator[None]:
     """Hold back Ctrl-C, and have processes that are started never get it: rank 0 ends them when it gets it."""
     resource_tracker.ensure_running()  # its start would let interrupts through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
+    held = []
+    # Another thread of this process may take the signal; Python's handler then runs in the main thread.
+    handles = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda *_: held.append(True)) if handles else None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handles:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def check_devices(device: str, tp_degree: int) -> None:
@@ -159,20 +181,30 @@ def check_devices(device: str, tp_degree: int) -> None:
         raise UserError("this process has a model that is split over devices, or a process group; it can have one.")
 
 
-def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
-    """End this process if another rank's has ended before it was to: this one may be waiting for it."""
+def _watch(processes: Sequence[BaseProcess], ends: threading.Event, folder: str) -> None:
+    """End this process if another rank's has ended before it was to: this one may be waiting for it.
+
+    Args:
+        folder: to remove then.
+    """
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             process = running.pop(sentinel)
             process.join()
             if not ends.is_set():
-                print(
-                    f"granite4-neuron: the process of {process.name} has failed, and the others cannot go on without "
-                    "it.",
-                    file=sys.stderr,
-                )
-                os._exit(_EXIT_WITHOUT_OTHERS)
+                _end_without(process.name, folder)
+
+
+def _end_without(name: str, folder: str) -> NoReturn:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        print(
+            f"granite4-neuron: the process of {name} has failed, and the others cannot go on without it.",
+            file=sys.stderr,
+        )
+    finally:  # also if nobody reads that any more
+        os._exit(_EXIT_WITHOUT_OTHERS)
 
 
 def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:

@@ -167,7 +167,9 @@ class SplitRuntime(TorchRuntime):
         try:
             self._others.call(name, *arguments, of_rank=of_rank)
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (RuntimeError, OSError)):
+                self._others.end_if_one_has_ended()
             self.release_graphs()
             self._end(0)
             raise
