@@ -1,11 +1,11 @@
 """The Triton kernels of one token against their definitions, as in test_gpu_kernels.py."""
 
-import importlib
 import math
 
 import pytest
 import torch
 
+from granite4_neuron.ops.xla import gpu
 from granite4_neuron.ops.xla import gpu_token_feed_forward as feed_forward
 from granite4_neuron.ops.xla import gpu_token_mixer as mixer
 from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
@@ -32,8 +32,7 @@ def weights(*shape, dtype):
 def compare(definition, *arguments, dtype=torch.float32, **constants):
     """Compare the results, and what is written in place; return the definition's."""
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
-    kernel = getattr(importlib.import_module(f"{definition.__module__}_kernels"), definition.__name__)
-    expected, outputs = definition(*theirs, **constants), kernel(*ours, **constants)
+    expected, outputs = definition(*theirs, **constants), gpu.kernel_of(definition)(*ours, **constants)
     if isinstance(expected, torch.Tensor):
         expected, outputs = [expected], [outputs]
     for mine, other in zip([*outputs, *ours], [*expected, *theirs], strict=True):

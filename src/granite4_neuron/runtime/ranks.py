@@ -108,17 +108,17 @@ class Others:
         """
         if self._ends.is_set():
             raise UserError("the other processes of this split model have ended; load it again, in a new process.")
-        with self._all_there():
-            for at, pipe in enumerate(self._pipes):
-                pipe.send((name, arguments if of_rank is None else (*arguments, of_rank[at])))
+        for at, pipe in enumerate(self._pipes):
+            pipe.send((name, arguments if of_rank is None else (*arguments, of_rank[at])))
 
     def answers(self) -> list[Any]:
         """Wait for an answer of each."""
-        with self._all_there():
-            return [pipe.recv() for pipe in self._pipes]
+        return [pipe.recv() for pipe in self._pipes]
 
-    def end_if_one_has_ended(self) -> None:
-        """End this process if one of them has ended by itself, which is why a call has failed here."""
+    def end_if_one_has_ended(self, error: BaseException) -> None:
+        """End this process if a call failed here because one of them has ended by itself."""
+        if not isinstance(error, (RuntimeError, OSError, EOFError)):
+            return
         if multiprocessing.connection.wait([each.sentinel for each in self._processes], _SECONDS_TO_BE_SEEN):
             self._watcher.join()  # which ends this process
 
@@ -136,14 +136,6 @@ class Others:
             process.kill()
         self._watcher.join()
         return all(process.exitcode == 0 for process in self._processes)
-
-    @contextmanager
-    def _all_there(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError):
-            self.end_if_one_has_ended()
-            raise
 
 
 @contextmanager

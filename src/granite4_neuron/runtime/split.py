@@ -77,6 +77,7 @@ class SplitRuntime(TorchRuntime):
             super().__init__(model, generation_config, device=job.device_of(0), **options)
             _raise_first(self._others.answers())
         except BaseException as error:
+            self._others.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
             raise
         self._numbers = itertools.count()
@@ -168,8 +169,7 @@ class SplitRuntime(TorchRuntime):
             self._others.call(name, *arguments, of_rank=of_rank)
             yield
         except BaseException as error:
-            if isinstance(error, (RuntimeError, OSError)):
-                self._others.end_if_one_has_ended()
+            self._others.end_if_one_has_ended(error)
             self.release_graphs()
             self._end(0)
             raise

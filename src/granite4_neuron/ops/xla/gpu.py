@@ -24,16 +24,17 @@ from granite4_neuron.ops.xla.mamba import CHUNK_SIZE, chunks
 _FEW_TOKENS = 16
 
 
-def kernel(definition: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Return granite4_neuron::NAME, one node of a graph: on a CPU the definition, on a GPU the kernel of its name.
+def kernel_of(definition: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel of a definition: of its name, in the module of its module's name and "_kernels"."""
+    # Not at the top: Triton comes with a torch for GPUs only.
+    return getattr(importlib.import_module(f"{definition.__module__}_kernels"), definition.__name__)
 
-    The kernel is in the module of the definition's module's name and "_kernels".
-    """
+
+def kernel(definition: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Return granite4_neuron::NAME, one node of a graph: on a CPU the definition, on a GPU the kernel of its name."""
 
     def launch(*arguments: Any, **options: Any) -> Any:
-        # Not at the top: Triton comes with a torch for GPUs only.
-        kernels = importlib.import_module(f"{definition.__module__}_kernels")
-        return getattr(kernels, definition.__name__)(*arguments, **options)
+        return kernel_of(definition)(*arguments, **options)
 
     name = f"granite4_neuron::{definition.__name__}"
     operator = torch.library.custom_op(name, definition, mutates_args=mutates, device_types="cpu")
