@@ -96,8 +96,10 @@ def test_choice_of_experts(tokens, experts, top_k):
 
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
-def test_attention(kv_length, dtype):
+@pytest.mark.parametrize("most_parts", [128, 3])
+def test_attention(most_parts, kv_length, dtype, monkeypatch):
     """Sequences with one entry, with some and with all; an idle one. What none has written is NaN."""
+    monkeypatch.setattr(gpu_kernels, "_MOST_PARTS", most_parts)
     positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
     key, value = random(5, 2, 640, 24, dtype=dtype), random(5, 2, 640, 24, dtype=dtype)
     for cache in (key, value):

@@ -15,14 +15,14 @@ __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
 # Rows and columns of a program are powers of two, and these are not.
-SIZES = pytest.mark.parametrize("columns", [16, 80, 768])
+SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000])
 EPS = 1e-5
 
 
-@pytest.fixture(autouse=True, params=[2048, 2], ids=["one tile", "several tiles"])
-def warps_at_once(request, monkeypatch):
-    """A program has several tiles of rows where there would be many more programs than run at once."""
-    monkeypatch.setattr(gpu_token_programs, "_WARPS_AT_ONCE", request.param)
+@pytest.fixture(autouse=True, params=[2**24, 1], ids=["one tile", "two tiles"])
+def numbers_of_two_tiles(request, monkeypatch):
+    """A program has two tiles of rows where a matrix is large."""
+    monkeypatch.setattr(gpu_token_programs, "_NUMBERS_OF_TWO_TILES", request.param)
 
 
 def weights(*shape, dtype):

@@ -9,10 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-# Of the cache of keys and values: entries that a program looks at by itself, and parts at most.
-_SHORTEST_PART = 256
-_MOST_PARTS = 64
+from granite4_neuron.ops.xla.gpu_token_programs import WARPS_OF_SMALL_PARTS, launch_options, let_next_begin, wait
+
+# Of the cache of keys and values: entries that a program looks at at once. Where there would be more programs or parts
+# than these, a program looks at several such blocks, one after another.
+_BLOCK_OF_CACHE = 16
+_MOST_PROGRAMS = 2048
+_MOST_PARTS = 128
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_NO_KEY = tl.constexpr(torch.iinfo(torch.int64).min)
 
 
 def convolve_token(
@@ -219,22 +224,55 @@ def _choose_experts(
     width: tl.constexpr,
     choices: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    expert, choice = tl.arange(0, width), tl.arange(0, choices)
-    logits = tl.load(router_logits + token * experts + expert, expert < experts, other=-float("inf"))
-    chosen_logits = tl.full([choices], -float("inf"), tl.float32)
-    chosen = tl.zeros([choices], tl.int32)
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, choices)
+    keys = load_choice_keys(router_logits + token * experts, experts, width, "")
+    chosen, shares = largest_keys(keys, experts, top_k, choices)
+    tl.store(weights + token * top_k + choice, shares, choice < top_k)
+    tl.store(ids + token * top_k + choice, chosen, choice < top_k)
+
+
+@triton.jit
+def load_choice_keys(router_logits, experts, width: tl.constexpr, cache_modifier: tl.constexpr):
+    """Load a token's router logits as whole numbers in their order, [width] in int64, that hold the experts too.
+
+    So one maximum gives both; of equal logits the first expert's number is the largest.
+    """
+    expert = tl.arange(0, width)
+    logits = tl.load(router_logits + expert, expert < experts, -float("inf"), cache_modifier=cache_modifier)
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
+    return (_in_order(bits).to(tl.int64) << 32) | (width - 1 - expert)
+
+
+@triton.jit
+def _in_order(bits):
+    """Map the bits of floats to whole numbers in their order, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def without_largest(keys, largest):
+    return tl.where(keys == largest, _NO_KEY, keys)
+
+
+@triton.jit
+def expert_of(key, experts, width: tl.constexpr):
+    """Return a key's expert. Among keys of NaN there may be none."""
+    return tl.minimum(width - 1 - (key & (width - 1)).to(tl.int32), experts - 1)
+
+
+@triton.jit
+def largest_keys(keys, experts, top_k: tl.constexpr, choices: tl.constexpr):
+    """Return the experts of the top_k largest keys, [choices], and the softmax of their logits."""
+    choice = tl.arange(0, choices)
+    ids, logits = tl.zeros([choices], tl.int32), tl.full([choices], -float("inf"), tl.float32)
     for number in tl.static_range(top_k):
-        top = tl.max(logits, 0)
-        first = tl.min(tl.where(logits == top, expert, experts), 0)
-        logits = tl.where(expert == first, -float("inf"), logits)
-        chosen_logits = tl.where(choice == number, top, chosen_logits)
-        # Among numbers that are not one there is no largest.
-        chosen = tl.where(choice == number, tl.minimum(first, experts - 1), chosen)
-    shares = tl.exp(chosen_logits - tl.max(chosen_logits, 0))
-    at, is_choice = token * top_k + choice, choice < top_k
-    tl.store(weights + at, shares / tl.sum(shares, 0), is_choice)
-    tl.store(ids + at, chosen, is_choice)
+        largest = tl.max(keys, 0)
+        keys = without_largest(keys, largest)
+        logit = _in_order((largest >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        ids = tl.where(choice == number, expert_of(largest, experts, keys.shape[0]), ids)
+        logits = tl.where(choice == number, logit, logits)
+    shares = tl.exp(logits - tl.max(logits, 0))
+    return ids, shares / tl.sum(shares, 0)
 
 
 def attend_token(
@@ -248,17 +286,20 @@ def attend_token(
 ) -> torch.Tensor:
     query = query.contiguous()
     batch, _, num_heads, head_dim = query.shape
-    part = max(_SHORTEST_PART, triton.next_power_of_2(triton.cdiv(kv_length, _MOST_PARTS)))
+    kv_heads, max_length = key_cache.shape[1:3]
+    heads = num_heads // kv_heads
+    most_parts = max(1, min(_MOST_PARTS, _MOST_PROGRAMS // (batch * kv_heads)))
+    part = max(_BLOCK_OF_CACHE, triton.next_power_of_2(triton.cdiv(kv_length, most_parts)))
     parts, width = triton.cdiv(kv_length, part), triton.next_power_of_2(head_dim)
     # For each part the weighted sum of values, the sum of weights, and the score that they are relative to.
     partial = query.new_empty(batch, num_heads, parts, head_dim + 2, dtype=torch.float32)
     output = torch.empty_like(query)
-    kv_heads, max_length = key_cache.shape[1:3]
-    sizes = num_heads // kv_heads, kv_heads, max_length, head_dim
-    _attend_to_part[num_heads, batch, parts](
-        query, key_cache, value_cache, positions, lengths, partial, scale, *sizes, part, 64, width
+    sizes = max_length, heads, triton.next_power_of_2(heads), head_dim, width, part, _BLOCK_OF_CACHE
+    _attend_to_part[kv_heads, batch, parts](
+        query, key_cache, value_cache, positions, lengths, partial, scale, *sizes, **launch_options(query, 1)
     )
-    _join_parts[num_heads, batch](partial, output, parts, head_dim, triton.next_power_of_2(parts), width)
+    options = launch_options(query, WARPS_OF_SMALL_PARTS)
+    _join_parts[num_heads, batch](partial, output, parts, head_dim, triton.next_power_of_2(parts), width, **options)
     return output
 
 
@@ -271,47 +312,64 @@ def _attend_to_part(
     lengths,
     partial,
     scale,
-    heads_per_kv,
-    kv_heads,
     max_length,
+    heads: tl.constexpr,
+    padded_heads: tl.constexpr,
     head_dim: tl.constexpr,
+    width: tl.constexpr,
     part: tl.constexpr,
     block: tl.constexpr,
-    width: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at_head = row * tl.num_programs(0) + head
-    d = tl.arange(0, width)
-    is_d = d < head_dim
-    values = tl.load(query + at_head * head_dim + d, is_d, other=0.0).to(tl.float32) * scale
+    """Attend with the heads that have one key and value."""
+    let_next_begin(overlaps)
+    wait(overlaps)
+    row = tl.program_id(1).to(tl.int64)
+    kv_head = row * tl.num_programs(0) + tl.program_id(0)
+    head, d = tl.arange(0, padded_heads), tl.arange(0, width)
+    is_head, is_d = head < heads, d < head_dim
+    at_head = kv_head * heads + head
+    is_here = is_head[:, None] & is_d[None]
+    queries = tl.load(query + at_head[:, None] * head_dim + d[None], is_here, other=0.0).to(tl.float32) * scale
     visible = tl.where(tl.load(lengths + row) > 0, tl.load(positions + row) + 1, 0)
     start = tl.program_id(2) * part
     end = tl.minimum(start + part, visible)
-    cache = ((row + 1) * kv_heads + head // heads_per_kv) * max_length * head_dim
+    cache = (tl.num_programs(0) + kv_head) * max_length * head_dim  # the first sequence's is behind an unused one
 
-    top, total, weighted = _LOWEST, 0.0, tl.zeros([width], tl.float32)
+    top, total = tl.full([padded_heads], _LOWEST, tl.float32), tl.zeros([padded_heads], tl.float32)
+    weighted = tl.zeros([padded_heads, width], tl.float32)
     for first in range(start, end, block):
-        entry = first + tl.arange(0, block)
+        entry = first + tl.arange(0, block)[None]
         is_visible = entry < end
-        at = cache + entry[:, None] * head_dim + d[None]
-        is_here = is_visible[:, None] & is_d[None]
-        keys = tl.load(key_cache + at, is_here, other=0.0).to(tl.float32)
-        scores = tl.where(is_visible, tl.sum(keys * values[None], 1), _LOWEST)
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        weights = tl.exp(scores - new_top)
+        at = cache + entry[:, :, None] * head_dim + d[None, None]
+        is_entry = is_visible[:, :, None] & is_d[None, None]
+        keys = tl.load(key_cache + at, is_entry, other=0.0)
+        values = tl.load(value_cache + at, is_entry, other=0.0)  # while the keys are on their way
+        scores = tl.where(is_visible, tl.sum(keys.to(tl.float32) * queries[:, None], 2), _LOWEST)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - new_top[:, None])
         rescale = tl.exp(top - new_top)
-        total = total * rescale + tl.sum(weights, 0)
-        entries = tl.load(value_cache + at, is_here, other=0.0).to(tl.float32)
-        weighted = weighted * rescale + tl.sum(weights[:, None] * entries, 0)
+        total = total * rescale + tl.sum(weights, 1)
+        weighted = weighted * rescale[:, None] + tl.sum(weights[:, :, None] * values.to(tl.float32), 1)
         top = new_top
     partial += (at_head * tl.num_programs(2) + tl.program_id(2)) * (head_dim + 2)
-    tl.store(partial + d, weighted, is_d)
-    tl.store(partial + head_dim, total)
-    tl.store(partial + head_dim + 1, top)
+    tl.store(partial[:, None] + d[None], weighted, is_here)
+    tl.store(partial + head_dim, total, is_head)
+    tl.store(partial + head_dim + 1, top, is_head)
 
 
 @triton.jit
-def _join_parts(partial, output, parts, head_dim: tl.constexpr, block: tl.constexpr, width: tl.constexpr):
+def _join_parts(
+    partial,
+    output,
+    parts,
+    head_dim: tl.constexpr,
+    block: tl.constexpr,
+    width: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    let_next_begin(overlaps)
+    wait(overlaps)
     at_head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     part, d = tl.arange(0, block), tl.arange(0, width)
     is_part, is_d = part < parts, d < head_dim

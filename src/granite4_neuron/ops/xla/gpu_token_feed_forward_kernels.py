@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from granite4_neuron.ops.xla.gpu_kernels import expert_of, largest_keys, load_choice_keys, without_largest
 from granite4_neuron.ops.xla.gpu_token_programs import (
     WARPS_OF_SMALL_PARTS,
     launch_options,
+    let_next_begin,
     load_row,
     load_rows,
     multiply,
@@ -20,6 +22,9 @@ from granite4_neuron.ops.xla.gpu_token_programs import (
     shape_of_program,
     wait,
 )
+
+# Of programs that have one row of the second products.
+_WARPS_OF_ROW = 2
 
 
 def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,6 +51,7 @@ def _activate(
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    let_next_begin(overlaps)
     row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     gates = load_rows(weight, row, rows, column, columns)
@@ -97,6 +103,7 @@ def route(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps:
 
 @triton.jit
 def _route(x, norm_weight, weight, logits, eps, columns: tl.constexpr, width: tl.constexpr, overlaps: tl.constexpr):
+    let_next_begin(overlaps)
     column = tl.arange(0, width)
     expert = tl.program_id(0)
     row = load_row(weight + expert * columns, column, columns)
@@ -169,12 +176,14 @@ def _activate_experts(
         gates = load_rows(weight, row, rows, column, columns)
         ups = load_rows(weight + rows * columns, row, rows, column, columns)
         wait(overlaps)
+        let_next_begin(overlaps)  # the kernel after it reads the router's logits before its own wait
         values = normed(load_row(x, column, columns), norm_weights, eps, columns)
         _activate_tiles(gates, ups, values, weight, activated, row, rows, column, columns, block, tiles)
     else:
         choice = (program - shared_programs) // programs_of_expert
         row = (program - shared_programs) % programs_of_expert * size + tl.arange(0, block)
         wait(overlaps)
+        let_next_begin(overlaps)
         expert = _expert_of_rank(router_logits, choice, experts, padded_experts)
         w1 += expert.to(tl.int64) * (2 * expert_rows * columns)
         gates = load_rows(w1, row, expert_rows, column, columns)
@@ -186,12 +195,13 @@ def _activate_experts(
 
 @triton.jit
 def _expert_of_rank(router_logits, rank, experts: tl.constexpr, width: tl.constexpr):
-    """Return the expert that as many others are above; of equal ones the first is. Any where they are NaN."""
-    this, other = tl.arange(0, width)[:, None], tl.arange(0, width)[None]
-    these = tl.load(router_logits + this, this < experts, -float("inf"))
-    others = tl.load(router_logits + other, other < experts, -float("inf"))
-    ranks = tl.sum(tl.where(this > other, others >= these, others > these).to(tl.int32), 1)
-    return tl.minimum(tl.sum(tl.where(ranks == rank, tl.arange(0, width), 0), 0), experts - 1)
+    """Return the expert that `rank` others are above."""
+    keys = load_choice_keys(router_logits, experts, width, "")
+    largest = tl.max(keys, 0)
+    for _ in range(rank):
+        keys = without_largest(keys, largest)
+        largest = tl.max(keys, 0)
+    return expert_of(largest, experts, width)
 
 
 def add_feed_forward(
@@ -207,9 +217,8 @@ def add_feed_forward(
     y = torch.empty_like(residual)
     experts, choices = len(w2), triton.next_power_of_2(top_k)
     width, expert_width = triton.next_power_of_2(columns), triton.next_power_of_2(expert_columns)
-    block, tiles, warps = shape_of_program(rows, max(width, choices * expert_width))
-    sizes = rows, columns, expert_columns, experts, triton.next_power_of_2(experts), top_k, choices
-    _add_feed_forward[triton.cdiv(rows, block * tiles),](
+    sizes = rows, columns, expert_columns, experts, triton.next_power_of_2(experts), top_k, choices, width, expert_width
+    _add_feed_forward[rows,](
         residual,
         activated,
         weight,
@@ -219,11 +228,7 @@ def add_feed_forward(
         y,
         alpha,
         *sizes,
-        block,
-        tiles,
-        width,
-        expert_width,
-        **launch_options(residual, warps),
+        **launch_options(residual, _WARPS_OF_ROW),
     )
     return y
 
@@ -245,57 +250,29 @@ def _add_feed_forward(
     padded_experts: tl.constexpr,
     top_k: tl.constexpr,
     choices: tl.constexpr,
-    block: tl.constexpr,
-    tiles: tl.constexpr,
     width: tl.constexpr,
     expert_width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
-    column = tl.arange(0, width)
-    tile = load_rows(weight, row, rows, column, columns)
+    let_next_begin(overlaps)
+    row, column = tl.program_id(0), tl.arange(0, width)
+    shared_row = load_row(weight + row * columns, column, columns)
     # Of the last kernel but one. Not from the cache of a multiprocessor: only `wait` makes sure that nothing older is
     # there.
-    expert, choice = tl.arange(0, padded_experts), tl.arange(0, choices)
-    is_choice = choice < top_k
-    logits = tl.load(router_logits + expert, expert < experts, -float("inf"), cache_modifier=".cg")
-    ids, top_logits = tl.zeros([choices], tl.int32), tl.full([choices], -float("inf"), tl.float32)
-    for number in tl.static_range(top_k):
-        top = tl.max(logits, 0)
-        first = tl.min(tl.where(logits == top, expert, experts - 1), 0)
-        logits = tl.where(expert == first, -float("inf"), logits)
-        ids = tl.where(choice == number, first, ids)
-        top_logits = tl.where(choice == number, top, top_logits)
-    shares = tl.exp(top_logits - tl.max(top_logits, 0))
-    topk_weights = shares / tl.sum(shares, 0)
-    expert_column = tl.arange(0, expert_width)[None, None]
-    is_here = is_choice[:, None, None] & (expert_column < expert_columns)
-    w2 += ids.to(tl.int64)[:, None, None] * (rows * expert_columns) + expert_column
-    chosen = _load_chosen_rows(w2, row, rows, expert_columns, is_here)
+    keys = load_choice_keys(router_logits, experts, padded_experts, ".cg")
+    ids, topk_weights = largest_keys(keys, experts, top_k, choices)
+    choice = tl.arange(0, choices)
+    expert_column = tl.arange(0, expert_width)[None]
+    is_here = (choice < top_k)[:, None] & (expert_column < expert_columns)
+    # A row of each chosen expert, all at once, so that they are read at once.
+    first_rows = ids.to(tl.int64)[:, None] * (rows * expert_columns)
+    chosen = tl.load(w2 + first_rows + row * expert_columns + expert_column, is_here, 0.0)
     wait(overlaps)
 
-    values = load_row(activated, column, columns).to(tl.float32)
-    expert_values = tl.load(expert_activated + choice[:, None, None] * expert_columns + expert_column, is_here, 0.0)
     dtype: tl.constexpr = weight.dtype.element_ty
-    for number in tl.static_range(tiles):
-        before = tl.load(residual + row, row < rows, 0.0)
-        next_tile, next_chosen, following = tile, chosen, row + block
-        if number + 1 < tiles:  # while this one is multiplied
-            next_tile = load_rows(weight, following, rows, column, columns)
-            next_chosen = _load_chosen_rows(w2, following, rows, expert_columns, is_here)
-        shared = multiply(tile, values).to(dtype).to(tl.float32)
-        products = tl.sum(chosen.to(tl.float32) * expert_values.to(tl.float32), 2).to(dtype).to(tl.float32)
-        total = tl.sum(topk_weights[:, None] * products, 0).to(dtype).to(tl.float32)
-        tl.store(y + row, before + alpha * shared + alpha * total, row < rows)
-        tile, chosen, row = next_tile, next_chosen, following
-
-
-@triton.jit
-def _load_chosen_rows(w2, row, rows, columns, is_here):
-    """Load some rows of each chosen expert, [choices, block, width]: all at once, so that they are read at once.
-
-    Args:
-        w2: where the experts' rows begin, at each column.
-    """
-    is_row = (row < rows)[None, :, None]
-    return tl.load(w2 + row[None, :, None] * columns, is_here & is_row, 0.0)
+    shared = multiply(shared_row, load_row(activated, column, columns).to(tl.float32)).to(dtype).to(tl.float32)
+    values = tl.load(expert_activated + choice[:, None] * expert_columns + expert_column, is_here, 0.0)
+    products = multiply(chosen, values.to(tl.float32)).to(dtype).to(tl.float32)
+    total = tl.sum(topk_weights * products, 0).to(dtype).to(tl.float32)
+    at = row + tl.arange(0, 1)
+    tl.store(y + at, tl.load(residual + at) + alpha * shared + alpha * total)

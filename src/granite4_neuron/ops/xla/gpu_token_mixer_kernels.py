@@ -14,6 +14,7 @@ from granite4_neuron.ops.xla.gpu_kernels import convolve_channels, load_convolut
 from granite4_neuron.ops.xla.gpu_token_programs import (
     WARPS_OF_SMALL_PARTS,
     launch_options,
+    let_next_begin,
     load_row,
     load_rows,
     multiply,
@@ -83,6 +84,7 @@ def _mixer_inputs(
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    let_next_begin(overlaps)
     row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     tile = load_rows(weight, row, rows, column, columns)
@@ -158,6 +160,7 @@ def _advance_mixer(
     columns: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    let_next_begin(overlaps)
     head = tl.program_id(0)
     d = tl.program_id(1) * block + tl.arange(0, block)
     n = tl.arange(0, columns)
@@ -228,6 +231,7 @@ def _project_heads(
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    let_next_begin(overlaps)
     query_programs: tl.constexpr = (query_rows + block - 1) // block
     key_programs: tl.constexpr = (key_rows + block - 1) // block
     program, weight, rows = tl.program_id(0), query, query_rows
@@ -283,6 +287,7 @@ def _add_product(
     width: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    let_next_begin(overlaps)
     row = tl.program_id(0) * (block * tiles) + tl.arange(0, block)
     column = tl.arange(0, width)
     tile = load_rows(weight, row, rows, column, columns)

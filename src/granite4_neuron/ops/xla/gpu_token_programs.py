@@ -1,26 +1,25 @@
 """Programs of the Triton kernels of one token: their sizes, how they wait for each other, read and multiply.
 
-A program has some rows of a matrix, whole; of a large matrix one tile of rows after another, so that it reads the
-vector once for all of them. Where a GPU can, a kernel begins while the one before it still runs, as soon as all of its
-programs are past `wait`. Before its own `wait` a program reads weights, and state that no other kernel of the step
-writes; it writes nothing. What the last kernel but one wrote is there too.
+A program has some rows of a matrix, whole; of a large matrix two tiles of rows, so that it reads the vector once for
+both. Where a GPU can, a kernel begins while those before it still run, as soon as all programs of the one before it
+have come to `let_next_begin`. Before its own `wait` a program reads weights, and state that no other kernel of the step
+writes; it writes nothing. After it, whatever earlier kernels wrote is there.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# A tile has 4 rows of up to so many numbers, of one matrix or of each of two, or 2 longer ones. These numbers, and
-# those of warps and tiles, were fastest on an H200.
-_WIDEST_OF_FOUR = {1: 4096, 2: 1024}
-_MOST_TILES = 8
-_MOST_WARPS = 8
-_WARPS_AT_ONCE = 2048
+# Rows of a tile, of each matrix, and warps, by the number of matrices and the width of a row. The fastest on an H200 in
+# the layers of h-350m (768 columns), h-tiny (1,536) and h-small (4,096).
+_SHAPES = {
+    1: {2048: (4, 2), 4096: (4, 4), 8192: (2, 8)},
+    2: {1024: (4, 2), 2048: (2, 2), 4096: (4, 8)},
+}
+_NUMBERS_OF_TWO_TILES = 2**24
 # Warps of programs that have one row of the router or a part of a head's state.
 WARPS_OF_SMALL_PARTS = 4
 
@@ -33,25 +32,29 @@ def shape_of_program(rows: int, width: int, matrices: int = 1) -> tuple[int, int
         width: of a row, a power of two.
         matrices: that a program reads rows of.
     """
-    block = 4 if width <= _WIDEST_OF_FOUR[matrices] else 2
-    warps = min(_MOST_WARPS, max(2, width // 1024))
-    # A power of two, so that there are not many kernels, and about as many programs as run at once.
-    tiles = 2 ** round(math.log2(max(1.0, rows * warps / (block * _WARPS_AT_ONCE))))
-    return block, min(tiles, _MOST_TILES // matrices), warps
+    shapes = _SHAPES[matrices]
+    block, warps = shapes[min(max(width, min(shapes)), max(shapes))]
+    return block, 2 if rows * width * matrices >= _NUMBERS_OF_TWO_TILES else 1, warps
 
 
 def launch_options(x: torch.Tensor, warps: int) -> dict[str, bool | int]:
-    """Return how a kernel is launched; `overlaps`: whether it begins before the one before it has ended."""
+    """Return how a kernel is launched; `overlaps`: whether it begins before those before it have ended."""
     overlaps = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"overlaps": overlaps, "launch_pdl": overlaps, "num_warps": warps}
 
 
 @triton.jit
+def let_next_begin(overlaps: tl.constexpr):
+    """Let the kernel after this one begin when all programs of this one have come here."""
+    if overlaps:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait(overlaps: tl.constexpr):
-    """Wait for the kernels before this one to end; the one after it may begin when all programs have come here."""
+    """Wait for the kernels before this one to end."""
     if overlaps:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
