@@ -2,7 +2,8 @@
 
     python -m benchmarks.device_steps --random-weights h-350m --device cuda --batch-size 1 8 32
 
-A step ends when its logits are on the host. Times are medians, after the steps that compile.
+Tokens are random, so that the sequences of a batch choose different experts. A step ends when its logits are on the
+host. Times are medians, after the steps that compile.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
     state = runtime.allocate(batch_size, _PROMPT + steps + 2)
-    slots = range(1, 1 + batch_size)
-    runtime.step(state, [Row(slot, 0, [slot] * _PROMPT) for slot in slots])
+    tokens = _random_tokens(runtime, batch_size, _PROMPT + steps + 2)
+    runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
     position = _PROMPT
 
     def step() -> None:
         nonlocal position
-        runtime.step(state, [Row(slot, position, [slot]) for slot in slots])
+        runtime.step(state, [Row(slot, position, [each[position]]) for slot, each in enumerate(tokens, 1)])
         position += 1
 
     return _median_ms(step, steps)
@@ -61,7 +62,13 @@ def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
 
 def _prompt_ms(runtime: TorchRuntime, length: int, steps: int) -> float:
     state = runtime.allocate(1, length)
-    return _median_ms(lambda: runtime.step(state, [Row(1, 0, [1] * length)]), steps)
+    row = Row(1, 0, _random_tokens(runtime, 1, length)[0])
+    return _median_ms(lambda: runtime.step(state, [row]), steps)
+
+
+def _random_tokens(runtime: TorchRuntime, sequences: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(runtime.config.vocab_size, (sequences, length), generator=generator).tolist()
 
 
 def _median_ms(step: Callable[[], None], steps: int) -> float:
