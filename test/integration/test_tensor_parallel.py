@@ -14,7 +14,7 @@ import torch.distributed
 import torch.multiprocessing
 from transformers import GenerationConfig
 
-from granite4_neuron import load
+from granite4_neuron import available_memory, load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
@@ -218,7 +218,27 @@ print("not reached")
 """
 
 
+SIGNALS_TO_ALL = """
+import os, signal
+from granite4_neuron import load
+from granite4_neuron.runtime.interface import Row
+
+runtime, _ = load(backend="torch", tp_degree=2)
+state = runtime.allocate(1, 60)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: None)
+    os.killpg(0, number)
+print(runtime.step(state, [Row(1, 0, [3])]).isfinite().all().item())
+"""
+
+
 class TestCommand:
+    def test_signals_to_all_processes_are_for_rank_0(self):
+        """serve finishes its requests then, and its ranks have to be there."""
+        command = [sys.executable, "-c", SIGNALS_TO_ALL]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, start_new_session=True)
+        assert done.stdout == "True\n" and done.returncode == 0, done.stderr
+
     def test_a_rank_that_dies_beside_steps_ends_the_process(self):
         done = subprocess.run([sys.executable, "-c", DEAD_RANK], capture_output=True, text=True, timeout=300)
         assert done.returncode == 1 and done.stdout == ""
@@ -283,6 +303,13 @@ class TestCommand:
 def test_what_cannot_be_split_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         load(**dict(backend="torch") | options)
+
+
+def test_memory_for_one_rank_only_is_refused(monkeypatch):
+    whole = sum(weight.nbytes for _, weight in load_model(bundled_checkpoint()).named_weights())
+    monkeypatch.setattr(available_memory, "available_bytes", lambda: int(0.8 * whole))
+    with pytest.raises(UserError, match=r"the weights in .* for 2 ranks need .* GB of memory"):
+        load(backend="torch", tp_degree=2)
 
 
 @pytest.mark.parametrize("name", family_names())

@@ -148,6 +148,20 @@ def load_model(
     return model.eval()
 
 
+def check_memory_of_ranks(folder: Path, dtype: torch.dtype | None, degree: int) -> None:
+    """Check that this machine has memory for the parts of all ranks, before they load them at once.
+
+    Raises:
+        UserError: it has not; or the config cannot be split so.
+    """
+    with torch.device("meta"):
+        part = GraniteMoeHybridForCausalLM(read_config(folder), Parallel(0, degree))
+    num_bytes = degree * WeightPlan(part, dtype or stored_dtype(folder), {}, TORCH).num_bytes
+    available_memory.check_available(
+        num_bytes, f"the weights in {folder} for {degree} ranks", "bfloat16 takes half of float32"
+    )
+
+
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 

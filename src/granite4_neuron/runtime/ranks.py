@@ -33,6 +33,7 @@ from granite4_neuron.runtime.interface import Row, Verification
 from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
+_SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _EXIT_WITHOUT_OTHERS = 1
 _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process that it needs is seen to have ended
 
@@ -140,9 +141,11 @@ class Others:
 
 @contextmanager
 def _interrupts_for_later() -> Iterator[None]:
-    """Hold back Ctrl-C, and have processes that are started never get it: rank 0 ends them when it gets it."""
+    """Hold back Ctrl-C, and have processes that are started never get what ends a command: rank 0 ends them then, when
+    it has done what remains to do.
+    """
     resource_tracker.ensure_running()  # its start would let interrupts through
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # which processes inherit
     held = []
     # Another thread of this process may take the signal; Python's handler then runs in the main thread.
     handles = threading.current_thread() is threading.main_thread()
@@ -201,6 +204,8 @@ def _end_without(name: str, folder: str) -> NoReturn:
 
 def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:
     """Run a rank other than 0: load its part, and make the calls that rank 0 sends until it closes the pipe."""
+    for number in _SIGNALS_TO_END:  # a start of multiprocessing's resource tracker would let them through
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     follower = None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 from transformers import GenerationConfig
 
+from granite4_neuron.checkpoint.loading import check_memory_of_ranks
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.snapshot import Layout, Snapshot, check_chain
@@ -66,6 +67,7 @@ class SplitRuntime(TorchRuntime):
     ):
         read_config(folder).rank_dimensions(tp_degree)
         check_devices(device, tp_degree)
+        check_memory_of_ranks(folder, dtype, tp_degree)
         self._meeting = tempfile.TemporaryDirectory()  # gloo and NCCL use the file in it until the end
         job = Job(folder, dtype, tp_degree, device, os.path.join(self._meeting.name, "ranks"), options)
         self._others = Others(job)
