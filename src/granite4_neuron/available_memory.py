@@ -14,26 +14,28 @@ from granite4_neuron.errors import UserError
 _TORCH_MESSAGES = ("can't allocate memory", "not enough memory")
 
 
-def available_bytes() -> int | None:
-    """Return the memory that this process can still take, by the machine, its container and its own limit; None if
-    unknown.
+def available_bytes(processes: int = 1) -> int | None:
+    """Return the memory that this process, or several together, can still take, by the machine, its container and the
+    limit of each process; None if unknown.
     """
-    known = [size for size in (_of_machine(), _of_container(), _of_limit()) if size is not None]
+    limit = _of_limit()
+    sizes = _of_machine(), _of_container(), None if limit is None else processes * limit
+    known = [size for size in sizes if size is not None]
     return max(0, min(known)) if known else None
 
 
-def check_available(needed: int, what: str, advice: str) -> None:
+def check_available(needed: int, what: str, advice: str, processes: int = 1) -> None:
     """Check that there is enough memory before it is taken.
 
     Args:
-        needed: bytes.
+        needed: bytes, of all processes together.
         what: the things that need them; the subject of a sentence, in the plural.
         advice: what else could be done.
 
     Raises:
         UserError: there is not; the message has both numbers.
     """
-    available = available_bytes()
+    available = available_bytes(processes)
     if available is not None and needed > available:
         raise UserError(
             f"{what} need {needed / 1e9:.2f} GB of memory, and {available / 1e9:.2f} GB are available; {advice}."

@@ -37,7 +37,7 @@ def run(*arguments):
 
 class TestMemory:
     def test_a_model_that_does_not_fit_is_refused_with_the_numbers(self, folder, refuses, monkeypatch):
-        monkeypatch.setattr(available_memory, "available_bytes", lambda: 1_000_000)
+        monkeypatch.setattr(available_memory, "available_bytes", lambda *_: 1_000_000)
         said = refuses("generate", "--model", folder, "x")
         assert "the weights in" in said and "GB of memory, and 0.00 GB are available; bfloat16 takes half" in said
 

@@ -223,7 +223,7 @@ def test_what_is_not_damaged_is_read(conversation, saved, tmp_path):
 
 
 def test_turns_that_would_take_more_than_the_memory(conversation, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("granite4_neuron.available_memory.available_bytes", lambda: 10**6)
+    monkeypatch.setattr("granite4_neuron.available_memory.available_bytes", lambda *_: 10**6)
     with pytest.raises(UserError, match=r"the turns in .* need 0.00 GB of memory, and 0.00 GB are available"):
         conversation.load(damaged(saved, longer_than_memory, tmp_path / "file"))
 

@@ -307,7 +307,7 @@ def test_what_cannot_be_split_is_refused(options, message):
 
 def test_memory_for_one_rank_only_is_refused(monkeypatch):
     whole = sum(weight.nbytes for _, weight in load_model(bundled_checkpoint()).named_weights())
-    monkeypatch.setattr(available_memory, "available_bytes", lambda: int(0.8 * whole))
+    monkeypatch.setattr(available_memory, "available_bytes", lambda *_: int(0.8 * whole))
     with pytest.raises(UserError, match=r"the weights in .* for 2 ranks need .* GB of memory"):
         load(backend="torch", tp_degree=2)
 

@@ -82,9 +82,10 @@ def test_products(columns, is_gated, dtype):
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (3, 64, 6), (70, 72, 10), (2, 5, 5)])
 def test_choice_of_experts(tokens, experts, top_k):
-    """In whole numbers, so that there are equal ones; the last token's are NaN."""
+    """In whole numbers, so that there are equal ones; one of the last token's is NaN, with a sign."""
     logits = random(tokens, experts).mul(3).round()
-    logits[-1] = math.nan
+    logits[-1, 0] = -torch.tensor(math.nan)
+    assert logits[-1, 0].view(torch.int32) < 0
     (expected, expected_ids), (weights, ids) = (
         module.choose_experts(copied(logits, device), top_k) for module, device in ((gpu, "cpu"), (gpu_kernels, DEVICE))
     )

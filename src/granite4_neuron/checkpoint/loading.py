@@ -157,9 +157,8 @@ def check_memory_of_ranks(folder: Path, dtype: torch.dtype | None, degree: int) 
     with torch.device("meta"):
         part = GraniteMoeHybridForCausalLM(read_config(folder), Parallel(0, degree))
     num_bytes = degree * WeightPlan(part, dtype or stored_dtype(folder), {}, TORCH).num_bytes
-    available_memory.check_available(
-        num_bytes, f"the weights in {folder} for {degree} ranks", "bfloat16 takes half of float32"
-    )
+    what = f"the weights in {folder} for {degree} ranks"
+    available_memory.check_available(num_bytes, what, "bfloat16 takes half of float32", processes=degree)
 
 
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:

@@ -130,20 +130,20 @@ class Others:
             Whether all have ended by themselves.
         """
         self._ends.set()
-        for pipe in self._pipes:
-            pipe.close()
-        self._watcher.join(seconds)
-        for process in self._processes:
-            process.kill()
+        try:
+            for pipe in self._pipes:
+                pipe.close()
+            self._watcher.join(seconds)
+        finally:  # also if that is interrupted
+            for process in self._processes:
+                process.kill()
         self._watcher.join()
         return all(process.exitcode == 0 for process in self._processes)
 
 
 @contextmanager
 def _interrupts_for_later() -> Iterator[None]:
-    """Hold back Ctrl-C, and have processes that are started never get what ends a command: rank 0 ends them then, when
-    it has done what remains to do.
-    """
+    """Hold back signals, and have processes that are started never get them: rank 0 ends those when it is done."""
     resource_tracker.ensure_running()  # its start would let interrupts through
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # which processes inherit
     held = []

@@ -71,7 +71,7 @@ class SplitRuntime(TorchRuntime):
         self._meeting = tempfile.TemporaryDirectory()  # gloo and NCCL use the file in it until the end
         job = Job(folder, dtype, tp_degree, device, os.path.join(self._meeting.name, "ranks"), options)
         self._others = Others(job)
-        # With a priority, so that it comes before multiprocessing ends daemons by force.
+        # With a priority, so that it comes before multiprocessing waits for daemons.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         try:
             job.join(0)
@@ -88,8 +88,10 @@ class SplitRuntime(TorchRuntime):
 
     def close(self) -> None:
         """End the other ranks' processes; the runtime is of no use afterwards."""
-        self.release_graphs()
-        self._end(_SECONDS_TO_END)
+        try:
+            self.release_graphs()
+        finally:
+            self._end(_SECONDS_TO_END)
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`, on every rank."""

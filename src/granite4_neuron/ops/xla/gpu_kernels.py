@@ -11,12 +11,13 @@ import triton.language as tl
 
 from granite4_neuron.ops.xla.gpu_token_programs import WARPS_OF_SMALL_PARTS, launch_options, let_next_begin, wait
 
-# Of the cache of keys and values: entries that a program looks at at once. Where there would be more programs or parts
-# than these, a program looks at several such blocks, one after another.
+# Of the cache of keys and values: entries that a program reads together. Where there would be more programs or parts
+# than these, a program reads several such blocks, one after another.
 _BLOCK_OF_CACHE = 16
 _MOST_PROGRAMS = 2048
 _MOST_PARTS = 128
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_NAN_BITS = tl.constexpr(0x7FC00000)
 _NO_KEY = tl.constexpr(torch.iinfo(torch.int64).min)
 
 
@@ -226,7 +227,7 @@ def _choose_experts(
 ):
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, choices)
     keys = load_choice_keys(router_logits + token * experts, experts, width, "")
-    chosen, shares = largest_keys(keys, experts, top_k, choices)
+    chosen, shares = largest_keys(keys, top_k, choices)
     tl.store(weights + token * top_k + choice, shares, choice < top_k)
     tl.store(ids + token * top_k + choice, chosen, choice < top_k)
 
@@ -235,11 +236,12 @@ def _choose_experts(
 def load_choice_keys(router_logits, experts, width: tl.constexpr, cache_modifier: tl.constexpr):
     """Load a token's router logits as whole numbers in their order, [width] in int64, that hold the experts too.
 
-    So one maximum gives both; of equal logits the first expert's number is the largest.
+    So one maximum gives both. Of equal logits the first expert's number is the largest; NaN is above all.
     """
     expert = tl.arange(0, width)
     logits = tl.load(router_logits + expert, expert < experts, -float("inf"), cache_modifier=cache_modifier)
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
+    bits = tl.where(logits != logits, _NAN_BITS, bits)  # whatever its sign
     return (_in_order(bits).to(tl.int64) << 32) | (width - 1 - expert)
 
 
@@ -255,13 +257,12 @@ def without_largest(keys, largest):
 
 
 @triton.jit
-def expert_of(key, experts, width: tl.constexpr):
-    """Return a key's expert. Among keys of NaN there may be none."""
-    return tl.minimum(width - 1 - (key & (width - 1)).to(tl.int32), experts - 1)
+def expert_of(key, width: tl.constexpr):
+    return width - 1 - (key & (width - 1)).to(tl.int32)
 
 
 @triton.jit
-def largest_keys(keys, experts, top_k: tl.constexpr, choices: tl.constexpr):
+def largest_keys(keys, top_k: tl.constexpr, choices: tl.constexpr):
     """Return the experts of the top_k largest keys, [choices], and the softmax of their logits."""
     choice = tl.arange(0, choices)
     ids, logits = tl.zeros([choices], tl.int32), tl.full([choices], -float("inf"), tl.float32)
@@ -269,7 +270,7 @@ def largest_keys(keys, experts, top_k: tl.constexpr, choices: tl.constexpr):
         largest = tl.max(keys, 0)
         keys = without_largest(keys, largest)
         logit = _in_order((largest >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        ids = tl.where(choice == number, expert_of(largest, experts, keys.shape[0]), ids)
+        ids = tl.where(choice == number, expert_of(largest, keys.shape[0]), ids)
         logits = tl.where(choice == number, logit, logits)
     shares = tl.exp(logits - tl.max(logits, 0))
     return ids, shares / tl.sum(shares, 0)

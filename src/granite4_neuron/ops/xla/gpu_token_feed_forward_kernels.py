@@ -197,11 +197,9 @@ def _activate_experts(
 def _expert_of_rank(router_logits, rank, experts: tl.constexpr, width: tl.constexpr):
     """Return the expert that `rank` others are above."""
     keys = load_choice_keys(router_logits, experts, width, "")
-    largest = tl.max(keys, 0)
     for _ in range(rank):
-        keys = without_largest(keys, largest)
-        largest = tl.max(keys, 0)
-    return expert_of(largest, experts, width)
+        keys = without_largest(keys, tl.max(keys, 0))
+    return expert_of(tl.max(keys, 0), width)
 
 
 def add_feed_forward(
@@ -257,14 +255,14 @@ def _add_feed_forward(
     let_next_begin(overlaps)
     row, column = tl.program_id(0), tl.arange(0, width)
     shared_row = load_row(weight + row * columns, column, columns)
-    # Of the last kernel but one. Not from the cache of a multiprocessor: only `wait` makes sure that nothing older is
-    # there.
+    # `route` has ended: `activate_experts` lets this kernel begin only after its own `wait`. Not from the cache of a
+    # multiprocessor, which may hold something older until this kernel's `wait`.
     keys = load_choice_keys(router_logits, experts, padded_experts, ".cg")
-    ids, topk_weights = largest_keys(keys, experts, top_k, choices)
+    ids, topk_weights = largest_keys(keys, top_k, choices)
     choice = tl.arange(0, choices)
     expert_column = tl.arange(0, expert_width)[None]
     is_here = (choice < top_k)[:, None] & (expert_column < expert_columns)
-    # A row of each chosen expert, all at once, so that they are read at once.
+    # A row of each chosen expert, in one load, so that all are on their way together.
     first_rows = ids.to(tl.int64)[:, None] * (rows * expert_columns)
     chosen = tl.load(w2 + first_rows + row * expert_columns + expert_column, is_here, 0.0)
     wait(overlaps)

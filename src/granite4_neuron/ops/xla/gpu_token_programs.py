@@ -1,9 +1,10 @@
-"""Programs of the Triton kernels of one token: their sizes, how they wait for each other, read and multiply.
+"""Programs of the Triton kernels of decode: their sizes, how they wait for each other, read and multiply.
 
 A program has some rows of a matrix, whole; of a large matrix two tiles of rows, so that it reads the vector once for
 both. Where a GPU can, a kernel begins while those before it still run, as soon as all programs of the one before it
 have come to `let_next_begin`. Before its own `wait` a program reads weights, and state that no other kernel of the step
-writes; it writes nothing. After it, whatever earlier kernels wrote is there.
+writes; it writes nothing. After it, whatever earlier kernels wrote is there. One kernel also reads before its `wait`
+what the last but one wrote; so the last one lets it begin only after its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""The Triton kernels are compiled for a GPU, at real sizes, also where there is none: the interpreter takes more."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
+from granite4_neuron.ops.xla import (  # noqa: E402
+    gpu_kernels,
+    gpu_token_feed_forward_kernels,
+    gpu_token_mixer_kernels,
+)
+
+pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels")
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+EPS = 1e-5
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def float32(*shape):
+    return empty(*shape, dtype=torch.float32)
+
+
+def int32(*shape):
+    return empty(*shape, dtype=torch.int32)
+
+
+def kind(argument):
+    if isinstance(argument, torch.Tensor):
+        return TYPES[argument.dtype]
+    return {int: "i32", float: "fp32"}[type(argument)]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A list of what launches compile, in place of running it."""
+    compiled = []
+
+    def compile_for_gpu(kernel, *arguments, **options):
+        given = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        bound = kernel.signature.bind(*arguments, **given).arguments
+        is_constant = {each.name: each.is_constexpr for each in kernel.params}
+        constants = {name: value for name, value in bound.items() if is_constant[name] or value is None}
+        signature = {name: "constexpr" if name in constants else kind(value) for name, value in bound.items()}
+        places = list(bound)
+        source = ASTSource(kernel, signature, {(places.index(name),): value for name, value in constants.items()})
+        compiled.append(triton.compile(source, target=HOPPER, options=options))
+
+    def launch_options(x, warps):
+        return {"overlaps": True, "launch_pdl": True, "num_warps": warps}
+
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
+    for module in (gpu_kernels, gpu_token_mixer_kernels, gpu_token_feed_forward_kernels):
+        monkeypatch.setattr(module, "launch_options", launch_options)
+    return compiled
+
+
+@pytest.fixture(params=["h-350m", "h-tiny", "h-small"])
+def config(request):
+    return GraniteMoeHybridConfig.from_family(request.param)
+
+
+def test_a_token_of_one_sequence(config, compiled):
+    mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
+    hidden, shared = config.hidden_size, config.shared_intermediate_size
+    heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    inner = heads * head_dim
+    channels = inner + 2 * config.mamba_n_groups * d_state
+    x, norm, length = float32(1, hidden), empty(hidden), int32(1)
+    convolution = empty(channels, 4), empty(channels), empty(1, channels, 3), length
+    sizes = dict(num_heads=heads, eps=EPS)
+    inputs = mixer.mixer_inputs(x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
+    of_heads = [empty(heads) for _ in range(3)]
+    y = mixer.advance_mixer(inputs, *of_heads, float32(1, heads, head_dim, d_state), length, 0.0, float("inf"))
+    mixer.add_product(x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
+    mixer.add_product(x, empty(1, inner), None, empty(hidden, inner), 0.22, EPS)
+    key_rows = config.num_key_value_heads * config.head_dim
+    mixer.project_heads(x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS)
+    feed_forward.activate(x, norm, empty(2 * shared, hidden), EPS)
+    if experts := config.num_local_experts:
+        width, top_k = config.intermediate_size, config.num_experts_per_tok
+        logits = feed_forward.route(x, norm, empty(experts, hidden), EPS)
+        w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
+        first, second = empty(2 * shared, hidden), empty(hidden, shared)
+        activated, expert_activated = feed_forward.activate_experts(x, norm, first, w1, logits, top_k, EPS)
+        feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
+    assert len(compiled) == (9 if experts else 6)
+    assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
+
+
+def test_tokens_of_several_sequences(config, compiled):
+    batch, heads, head_dim, d_state = 8, config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    channels = heads * head_dim + 2 * d_state
+    lengths = int32(batch)
+    convolution = empty(batch, channels, 3), empty(channels, 4), empty(channels), lengths
+    gpu_kernels.convolve_token(empty(batch, 1, channels), *convolution)
+    groups = [float32(batch, 1, d_state) for _ in range(2)]
+    steps = [float32(batch, heads) for _ in range(2)]
+    state = float32(batch, heads, head_dim, d_state)
+    gpu_kernels.advance_token(empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
+    caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
+    query = empty(batch, 1, config.num_attention_heads, config.head_dim)
+    gpu_kernels.attend_token(query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    x = empty(batch, config.hidden_size)
+    gpu_kernels.multiply_rows(x, empty(100, config.hidden_size), None, False)
+    if experts := config.num_local_experts:
+        gpu_kernels.choose_experts(float32(batch, experts), config.num_experts_per_tok)
+        w1 = empty(experts, 2 * config.intermediate_size, config.hidden_size)
+        gpu_kernels.multiply_rows(x, w1, int32(batch * config.num_experts_per_tok), True)
+    assert len(compiled) == (7 if experts else 5)
