@@ -231,8 +231,32 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 print(runtime.step(state, [Row(1, 0, [3])]).isfinite().all().item())
 """
 
+INTERRUPTED_END = """
+from granite4_neuron import load
+from granite4_neuron.runtime.interface import Row
+
+class Interrupted:
+    def join(self, *seconds):
+        raise KeyboardInterrupt
+
+runtime, _ = load(backend="torch", tp_degree=2)
+runtime.allocate(1, 60)
+runtime._others.call("step", 0, [Row(1, 0, [3])], False)  # waits for rank 0 in its first sum
+runtime._others._watcher = Interrupted()
+try:
+    runtime.close()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
 
 class TestCommand:
+    def test_an_interrupt_while_ranks_end_leaves_none(self):
+        """One that waits in a step for another does not see that it is to end."""
+        command = [sys.executable, "-c", INTERRUPTED_END]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.stdout == "interrupted\n" and done.returncode == 0, done.stderr
+
     def test_signals_to_all_processes_are_for_rank_0(self):
         """serve finishes its requests then, and its ranks have to be there."""
         command = [sys.executable, "-c", SIGNALS_TO_ALL]
