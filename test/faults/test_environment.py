@@ -71,6 +71,10 @@ class TestMemory:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
         assert available_memory.available_bytes() == 0
 
+    def test_each_process_has_its_limit(self, monkeypatch):
+        monkeypatch.setattr(available_memory, "_of_limit", lambda: 10**6)
+        assert [available_memory.available_bytes(processes) for processes in (1, 2)] == [10**6, 2 * 10**6]
+
 
 class TestStreams:
     @needs_full
