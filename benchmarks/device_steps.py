@@ -20,6 +20,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from benchmarks.errors import reports_errors
+from benchmarks.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import DEVICES
 from granite4_neuron.commands.options import at_least
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
     state = runtime.allocate(batch_size, _PROMPT + steps + 2)
-    tokens = _random_tokens(runtime, batch_size, _PROMPT + steps + 2)
+    tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, _PROMPT + steps + 2, output_length=0))
     runtime.step(state, [Row(slot, 0, each[:_PROMPT]) for slot, each in enumerate(tokens, 1)])
     position = _PROMPT
 
@@ -62,13 +63,9 @@ def _token_ms(runtime: TorchRuntime, batch_size: int, steps: int) -> float:
 
 def _prompt_ms(runtime: TorchRuntime, length: int, steps: int) -> float:
     state = runtime.allocate(1, length)
-    row = Row(1, 0, _random_tokens(runtime, 1, length)[0])
+    [prompt] = random_prompts(runtime.config.vocab_size, Point(1, length, output_length=0))
+    row = Row(1, 0, prompt)
     return _median_ms(lambda: runtime.step(state, [row]), steps)
-
-
-def _random_tokens(runtime: TorchRuntime, sequences: int, length: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(runtime.config.vocab_size, (sequences, length), generator=generator).tolist()
 
 
 def _median_ms(step: Callable[[], None], steps: int) -> float:
