@@ -1,6 +1,7 @@
 """The Triton kernels are compiled for a GPU, at real sizes, also where there is none: the interpreter takes more."""
 
 import os
+import re
 from functools import partial
 
 import pytest
@@ -12,6 +13,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
 from granite4_neuron.ops.xla import (  # noqa: E402
+    gpu_batch_feed_forward_kernels,
+    gpu_batch_programs,
     gpu_kernels,
     gpu_token_feed_forward_kernels,
     gpu_token_mixer_kernels,
@@ -21,6 +24,13 @@ pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 EPS = 1e-5
+LAUNCHING = (
+    gpu_kernels,
+    gpu_token_mixer_kernels,
+    gpu_token_feed_forward_kernels,
+    gpu_batch_programs,
+    gpu_batch_feed_forward_kernels,
+)
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -53,14 +63,17 @@ def compiled(monkeypatch):
         constants = {name: value for name, value in bound.items() if is_constant[name] or value is None}
         signature = {name: "constexpr" if name in constants else kind(value) for name, value in bound.items()}
         places = list(bound)
-        source = ASTSource(kernel, signature, {(places.index(name),): value for name, value in constants.items()})
+        by_place = {(places.index(name),): value for name, value in constants.items()}
+        aligned = [name for name, value in bound.items() if isinstance(value, torch.Tensor)]
+        attributes = {(places.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature, by_place, attributes)
         compiled.append(triton.compile(source, target=HOPPER, options=options))
 
     def launch_options(x, warps):
         return {"overlaps": True, "launch_pdl": True, "num_warps": warps}
 
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
-    for module in (gpu_kernels, gpu_token_mixer_kernels, gpu_token_feed_forward_kernels):
+    for module in LAUNCHING:
         monkeypatch.setattr(module, "launch_options", launch_options)
     return compiled
 
@@ -70,32 +83,70 @@ def config(request):
     return GraniteMoeHybridConfig.from_family(request.param)
 
 
-def test_a_token_of_one_sequence(config, compiled):
+@pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
+def test_decode(batch, kernels, expert_kernels, config, compiled):
     mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
     channels = inner + 2 * config.mamba_n_groups * d_state
-    x, norm, length = float32(1, hidden), empty(hidden), int32(1)
-    convolution = empty(channels, 4), empty(channels), empty(1, channels, 3), length
+    x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
+    convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
     sizes = dict(num_heads=heads, eps=EPS)
     inputs = mixer.mixer_inputs(x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
     of_heads = [empty(heads) for _ in range(3)]
-    y = mixer.advance_mixer(inputs, *of_heads, float32(1, heads, head_dim, d_state), length, 0.0, float("inf"))
+    y = mixer.advance_mixer(inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf"))
     mixer.add_product(x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
-    mixer.add_product(x, empty(1, inner), None, empty(hidden, inner), 0.22, EPS)
+    mixer.add_product(x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
     key_rows = config.num_key_value_heads * config.head_dim
     mixer.project_heads(x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS)
     feed_forward.activate(x, norm, empty(2 * shared, hidden), EPS)
     if experts := config.num_local_experts:
         width, top_k = config.intermediate_size, config.num_experts_per_tok
-        logits = feed_forward.route(x, norm, empty(experts, hidden), EPS)
+        normed, logits = feed_forward.route(x, norm, empty(experts, hidden), EPS)
         w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
         first, second = empty(2 * shared, hidden), empty(hidden, shared)
-        activated, expert_activated = feed_forward.activate_experts(x, norm, first, w1, logits, top_k, EPS)
+        activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, top_k)
         feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
-    assert len(compiled) == (9 if experts else 6)
+    assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [3, 8, 32])
+def test_sequences_are_rounded_alike(batch, dtype, compiled):
+    """A program's sequences have equal instructions: no sum of two products, of which a compiler rounds either."""
+    hidden, heads, channels, experts = 64, 8, 160, 6
+    x, norm = float32(batch, hidden), empty(hidden, dtype=dtype)
+    convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
+    mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
+    weight = empty(128 + channels + heads, hidden, dtype=dtype)
+    mixer.mixer_inputs(x, norm, weight, *convolution, int32(batch), num_heads=heads, eps=EPS)
+    heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
+    mixer.project_heads(x, norm, *heads_of, EPS)
+    mixer.add_product(x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS)
+    first, second = empty(160, hidden, dtype=dtype), empty(hidden, 80, dtype=dtype)
+    feed_forward.activate(x, norm, first, EPS)
+    w1, w2 = empty(experts, 96, hidden, dtype=dtype), empty(experts, hidden, 48, dtype=dtype)
+    logits = float32(batch, experts)
+    normed = empty(batch, hidden, dtype=dtype)
+    activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, 3)
+    feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
+    joint = [each for each in compiled if each.metadata.name not in ("_norm_row", "_add_outputs")]
+    assert len(joint) == 6
+    assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]
+
+
+def sums_of_two_products(ptx):
+    """Return the additions whose terms are both products."""
+    instructions = re.findall(r"(fma\.rn|mul|add)(?:\.rn)?\.f32\s+(%\w+), ([^;]*);", ptx)
+    products = {result for name, result, _ in instructions if name == "mul"}
+    terms = [(name, operands.split(", ")) for name, _, operands in instructions]
+    return [
+        operands
+        for name, operands in terms
+        if (name == "fma.rn" and operands[2] in products) or (name == "add" and products.issuperset(operands))
+    ]
 
 
 def test_tokens_of_several_sequences(config, compiled):

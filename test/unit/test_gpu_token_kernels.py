@@ -1,4 +1,4 @@
-"""The Triton kernels of one token against their definitions, as in test_gpu_kernels.py."""
+"""The Triton kernels of a token of each sequence against their definitions, as in test_gpu_kernels.py."""
 
 import math
 
@@ -10,6 +10,7 @@ from granite4_neuron.ops.xla import gpu_token_feed_forward as feed_forward
 from granite4_neuron.ops.xla import gpu_token_mixer as mixer
 from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
 
+tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 gpu_token_programs = pytest.importorskip("granite4_neuron.ops.xla.gpu_token_programs", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
@@ -19,10 +20,37 @@ SIZES = pytest.mark.parametrize("columns", [16, 80, 768, 5000])
 EPS = 1e-5
 
 
-@pytest.fixture(autouse=True, params=[2**24, 1], ids=["one tile", "two tiles"])
-def numbers_of_two_tiles(request, monkeypatch):
-    """A program has two tiles of rows where a matrix is large."""
-    monkeypatch.setattr(gpu_token_programs, "_NUMBERS_OF_TWO_TILES", request.param)
+@pytest.fixture(params=[(1, 2**24), (1, 1), (3, 1), (20, 1)], ids=["one", "one, two tiles", "three", "twenty"])
+def batch(request, monkeypatch):
+    """Sequences; of one, a program has two tiles of rows where a matrix is large."""
+    batch, numbers = request.param
+    monkeypatch.setattr(gpu_token_programs, "_NUMBERS_OF_TWO_TILES", numbers)
+    return batch
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch):
+    """Let the interpreter, which multiplies the bits of bfloat16, multiply its values."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain_dot = InterpreterBuilder.create_dot
+
+    def values(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def create_dot(self, a, b, *others):
+        return plain_dot(self, values(a), values(b), *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def lengths_of(batch, length):
+    """Return lengths of sequences: the last one has `length`, those before are real and idle in turns."""
+    return torch.tensor([number % 2 for number in range(batch - 1)] + [length], dtype=torch.int32)
 
 
 def weights(*shape, dtype):
@@ -51,72 +79,73 @@ def compare(definition, *arguments, dtype=torch.float32, **constants):
 @SIZES
 @pytest.mark.parametrize("length", [1, 0], ids=["real", "idle"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
-def test_mixer_inputs(has_bias, length, columns, dtype):
+def test_mixer_inputs(has_bias, length, columns, dtype, batch):
     channels, num_heads, taps = 21, 3, 4
     convolution = (
         random(channels, taps, dtype=dtype),
         random(channels, dtype=dtype) if has_bias else None,
-        random(1, channels, taps - 1, dtype=dtype),
-        torch.tensor([length], dtype=torch.int32),
+        random(batch, channels, taps - 1, dtype=dtype),
+        lengths_of(batch, length),
     )
     weight = weights(13 + channels + num_heads, columns, dtype=dtype)
-    arguments = random(1, columns), 1 + random(columns, dtype=dtype), weight, *convolution
+    arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weight, *convolution
     compare(mixer.mixer_inputs, *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
 
 
 @DTYPES
 @pytest.mark.parametrize(("length", "limits"), [(1, (0.0, math.inf)), (1, (0.01, 1.0)), (0, (0.01, 1.0))], ids=str)
 @pytest.mark.parametrize(("head_dim", "d_state", "groups"), [(32, 128, 1), (24, 24, 2)])
-def test_recurrence(head_dim, d_state, groups, length, limits, dtype):
+def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch):
     """dt from almost nothing to where softplus is the identity."""
     heads = 6
-    inputs = random(1, 2 * heads * head_dim + 2 * groups * d_state + heads)
-    inputs[0, -heads:] = torch.tensor([-12.0, -5.0, 0.0, 2.0, 19.0, 25.0])
+    inputs = random(batch, 2 * heads * head_dim + 2 * groups * d_state + heads)
+    inputs[-1, -heads:] = torch.tensor([-12.0, -5.0, 0.0, 2.0, 19.0, 25.0])
     constants = [random(heads, dtype=dtype) for _ in range(3)]
-    state, lengths = random(1, heads, head_dim, d_state), torch.tensor([length], dtype=torch.int32)
+    state, lengths = random(batch, heads, head_dim, d_state), lengths_of(batch, length)
     before = state.clone()
     compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
     assert torch.equal(state, before)
-    inputs[0, -1] = state[0, 0] = math.nan
+    inputs[-1, -1] = state[-1, 0] = math.nan
     compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
 
 
 @DTYPES
 @SIZES
-def test_heads(columns, dtype):
+def test_heads(columns, dtype, batch):
     parts = [weights(rows, columns, dtype=dtype) for rows in (37, 11, 11)]
-    compare(mixer.project_heads, random(1, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
+    compare(mixer.project_heads, random(batch, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
 
 
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-def test_sum_with_a_product(has_norm, columns, dtype):
-    x, norm = random(1, columns, dtype=dtype), None
+def test_sum_with_a_product(has_norm, columns, dtype, batch):
+    x, norm = random(batch, columns, dtype=dtype), None
     if has_norm:
-        x, norm = 3 * random(1, columns), 1 + random(columns, dtype=dtype)
-    compare(mixer.add_product, random(1, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
+        x, norm = 3 * random(batch, columns), 1 + random(columns, dtype=dtype)
+    compare(mixer.add_product, random(batch, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
 
 
 @DTYPES
 @SIZES
-def test_mlp(columns, dtype):
-    arguments = random(1, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
+def test_mlp(columns, dtype, batch):
+    arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
     compare(feed_forward.activate, *arguments, EPS, dtype=dtype)
 
 
 @DTYPES
-@SIZES
-@pytest.mark.parametrize(("experts", "top_k"), [(6, 2), (5, 5), (72, 10)])
-def test_experts(experts, top_k, columns, dtype):
+@pytest.mark.parametrize(
+    ("experts", "top_k", "columns"),
+    [(6, 2, 16), (6, 2, 768), (6, 2, 5000), (5, 5, 80), (72, 10, 16), (72, 10, 80)],
+)
+def test_experts(experts, top_k, columns, dtype, batch):
     """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
-    x, norm = random(1, columns), 1 + random(columns, dtype=dtype)
-    (logits,) = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
+    x, norm = random(batch, columns), 1 + random(columns, dtype=dtype)
+    normed, logits = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
     logits = logits.mul(3).round()
     first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
-    activated = compare(feed_forward.activate_experts, x, norm, first, w1, logits, top_k, EPS, dtype=dtype)
+    activated = compare(feed_forward.activate_experts, normed, first, w1, logits, top_k, dtype=dtype)
     second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
     for each in (logits, torch.full_like(logits, math.nan)):
-        compare(
-            feed_forward.add_feed_forward, random(1, 24), activated[0], second, activated[1], w2, each, 0.3, dtype=dtype
-        )
+        arguments = random(batch, 24), activated[0], second, activated[1], w2, each, 0.3
+        compare(feed_forward.add_feed_forward, *arguments, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Decode of one sequence by joined operators, with their definitions on the CPU, has the plain operators' logits."""
+"""Decode of few sequences by joined operators, with their definitions on the CPU, has the plain operators' logits."""
 
 import pytest
 import torch
@@ -25,29 +25,31 @@ def taken(monkeypatch):
 
 
 def decode(model, operators, tokens):
-    """Return the logits of the last token, and the state; an idle step comes before it."""
+    """Return the logits of each sequence's last token, and the state; an idle step comes before it."""
     model = model.bind(operators) if operators else model
-    state = HybridState.allocate(model.config, 1, 64, model.dtype, has_null_slot=False)
+    batch, length = tokens.shape
+    state = HybridState.allocate(model.config, batch, 64, model.dtype, has_null_slot=False)
     for tensor in state.tensors():
         tensor.zero_()
 
     def step(ids, start, length):
-        positions = torch.arange(start, start + len(ids))[None]
-        return model(torch.tensor([ids]), positions, torch.tensor([length]), None, state)
+        positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape)
+        return model(ids, positions, torch.full((batch,), length), None, state)
 
-    step(tokens[:-1], 0, len(tokens) - 1)
-    views = state.slot_views(1)
-    before = {name: view.clone() for name, view in views.items()}
-    step([5], len(tokens) - 1, 0)
-    assert all(torch.equal(view, before[name]) for name, view in views.items())
-    return step(tokens[-1:], len(tokens) - 1, 1), views
+    step(tokens[:, :-1], 0, length - 1)
+    views = [state.slot_views(slot) for slot in range(1, batch + 1)]
+    before = [{name: view.clone() for name, view in each.items()} for each in views]
+    step(tokens[:, :1], length - 1, 0)
+    torch.testing.assert_close(views, before, rtol=0, atol=0, equal_nan=True)
+    return step(tokens[:, -1:], length - 1, 1), views
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_and_state(case, dtype, taken):
+def test_logits_and_state(case, batch, dtype, taken):
     model = random_model(case.config(), dtype=dtype, max_A=case.max_A)
-    tokens = random_tokens(model.config.vocab_size, 1, 20)[0].tolist()
+    tokens = random_tokens(model.config.vocab_size, batch, 20)
     (expected, states), (logits, ours) = (decode(model, operators, tokens) for operators in (None, GPU))
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
@@ -55,3 +57,10 @@ def test_logits_and_state(case, dtype, taken):
     # Of two steps. Biases of projections are for the plain operators, and so is a norm of groups.
     plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
+
+
+@pytest.mark.parametrize("batch", [32, 33])
+def test_few_sequences(batch, taken):
+    model = random_model(CASES[0].config())
+    decode(model, GPU, random_tokens(model.config.vocab_size, batch, 2))
+    assert bool(taken) == (batch == 32)

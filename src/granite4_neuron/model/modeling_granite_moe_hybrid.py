@@ -324,8 +324,8 @@ class _Decoder(Module):
 class DecoderLayer(Module):
     """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
 
-    This is the definition. It is written twice more: as fused kernels, ops/cpu/kernels/layers.h, and for one token on a
-    GPU, model/token_layer.py.
+    This is the definition. It is written twice more: as fused kernels, ops/cpu/kernels/layers.h, and for decode of few
+    sequences on a GPU, model/token_layer.py.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A decoder layer of one token of one sequence, by operators that join products with what is around them."""
+"""A decoder layer of a token of each sequence, by operators that join products with what is around them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 def takes(layer: DecoderLayer, hidden_states: torch.Tensor, step: Step) -> bool:
     """Return whether there are such operators, and the layer and the step are what they are for: a whole layer without
-    biases of projections and with one norm of all channels, and decode.
+    biases of projections and with one norm of all channels, and decode of not too many sequences.
     """
-    if layer.operators.token_layer is None or hidden_states.numel() > hidden_states.shape[-1]:
+    operators = layer.operators.token_layer
+    if operators is None or len(hidden_states) > operators.MOST_SEQUENCES:
         return False
     mixer = layer.mamba if layer.is_mamba else layer.self_attn
     output = mixer.out_proj if layer.is_mamba else mixer.o_proj
     is_whole = output.parallel.degree == 1 and output.bias is None
     has_one_norm = not layer.is_mamba or mixer.n_groups == 1
-    return is_whole and has_one_norm and isinstance(step, DenseStep) and step.is_decode
+    return is_whole and has_one_norm and isinstance(step, DenseStep) and step.is_decode and not step.verifies
 
 
 def forward(
@@ -34,8 +35,8 @@ def forward(
     state: MambaState | KeyValueState,
     rotary: RotaryTables | None,
 ) -> torch.Tensor:
-    """Compute `DecoderLayer.forward` for hidden_states [1, 1, hidden_size]."""
-    x = hidden_states.view(1, -1)
+    """Compute `DecoderLayer.forward` for hidden_states [batch, 1, hidden_size]."""
+    x = hidden_states[:, 0]
     x = _mamba(layer, x, step, state) if layer.is_mamba else _attention(layer, x, step, state, rotary)
     return _feed_forward(layer, x).view(hidden_states.shape)
 
@@ -71,6 +72,6 @@ def _feed_forward(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
     if experts is None:
         return operators.add_product(x, operators.activate(x, norm, first, eps), None, second, alpha, eps)
     w1, w2 = experts.input_linear.weight, experts.output_linear.weight
-    logits = operators.route(x, norm, experts.router.layer.weight, eps)
-    activated, chosen = operators.activate_experts(x, norm, first, w1, logits, experts.top_k, eps)
+    normed, logits = operators.route(x, norm, experts.router.layer.weight, eps)
+    activated, chosen = operators.activate_experts(normed, first, w1, logits, experts.top_k)
     return operators.add_feed_forward(x, activated, second, chosen, w2, logits, alpha)

@@ -240,6 +240,12 @@ def load_choice_keys(router_logits, experts, width: tl.constexpr, cache_modifier
     """
     expert = tl.arange(0, width)
     logits = tl.load(router_logits + expert, expert < experts, -float("inf"), cache_modifier=cache_modifier)
+    return choice_keys(logits, expert, width)
+
+
+@triton.jit
+def choice_keys(logits, expert, width: tl.constexpr):
+    """Return logits of experts, of up to `width`, as `load_choice_keys` has them."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
     bits = tl.where(logits != logits, _NAN_BITS, bits)  # whatever its sign
     return (_in_order(bits).to(tl.int64) << 32) | (width - 1 - expert)

@@ -1,7 +1,8 @@
 """Triton kernels of a feed-forward part's one token: products with what precedes and follows them.
 
 Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_feed_forward`, on a GPU.
-`ops.xla.gpu_token_programs` says when a kernel may read and write.
+Those of several sequences are in `ops.xla.gpu_batch_feed_forward_kernels`. `ops.xla.gpu_token_programs` says when a
+kernel may read and write.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from granite4_neuron.ops.xla import gpu_batch_feed_forward_kernels as batch
 from granite4_neuron.ops.xla.gpu_kernels import expert_of, largest_keys, load_choice_keys, without_largest
 from granite4_neuron.ops.xla.gpu_token_programs import (
     WARPS_OF_SMALL_PARTS,
@@ -20,6 +22,7 @@ from granite4_neuron.ops.xla.gpu_token_programs import (
     multiply,
     normed,
     shape_of_program,
+    silu_and_mul,
     wait,
 )
 
@@ -28,6 +31,8 @@ _WARPS_OF_ROW = 2
 
 
 def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if len(x) > 1:
+        return batch.activate(x, norm_weight, weight, eps)
     rows, columns = len(weight) // 2, x.shape[1]
     y = weight.new_empty(1, rows)
     width = triton.next_power_of_2(columns)
@@ -72,56 +77,46 @@ def _activate_tiles(
         if number + 1 < tiles:  # while this one is multiplied
             next_gates = load_rows(weight, following, rows, column, columns)
             next_ups = load_rows(weight + rows * columns, following, rows, column, columns)
-        activated = _silu_and_mul(multiply(gates, values), multiply(ups, values), y.dtype.element_ty)
+        activated = silu_and_mul(multiply(gates, values), multiply(ups, values), y.dtype.element_ty)
         tl.store(y + row, activated, row < rows)
         gates, ups, row = next_gates, next_ups, following
 
 
-@triton.jit
-def _silu_and_mul(gate, up, dtype: tl.constexpr):
-    """Compute `ops.silu_and_mul`, rounded to a dtype wherever that is."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
-
-
-def route(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def route(
+    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(x) > 1:
+        return batch.route(x, norm_weight, weight, eps)
     rows, columns = weight.shape
-    logits = x.new_empty(1, rows)
+    values, logits = norm_weight.new_empty(x.shape), x.new_empty(1, rows)
     # Few rows: what counts is how long one takes.
-    _route[rows,](
-        x,
-        norm_weight,
-        weight,
-        logits,
-        eps,
-        columns,
-        triton.next_power_of_2(columns),
-        **launch_options(x, WARPS_OF_SMALL_PARTS),
-    )
-    return logits
+    sizes = columns, triton.next_power_of_2(columns)
+    options = launch_options(x, WARPS_OF_SMALL_PARTS)
+    _route[rows,](x, norm_weight, weight, values, logits, eps, *sizes, **options)
+    return values, logits
 
 
 @triton.jit
-def _route(x, norm_weight, weight, logits, eps, columns: tl.constexpr, width: tl.constexpr, overlaps: tl.constexpr):
+def _route(
+    x, norm_weight, weight, values, logits, eps, columns: tl.constexpr, width: tl.constexpr, overlaps: tl.constexpr
+):
     let_next_begin(overlaps)
     column = tl.arange(0, width)
     expert = tl.program_id(0)
     row = load_row(weight + expert * columns, column, columns)
     norm_weights = load_row(norm_weight, column, columns)
     wait(overlaps)
-    values = normed(load_row(x, column, columns), norm_weights, eps, columns)
-    tl.store(logits + expert + tl.arange(0, 1), multiply(row, values))
+    x_normed = normed(load_row(x, column, columns), norm_weights, eps, columns)
+    tl.store(logits + expert + tl.arange(0, 1), multiply(row, x_normed))
+    if expert == 0:
+        tl.store(values + column[None], x_normed.to(values.dtype.element_ty), (column < columns)[None])
 
 
 def activate_experts(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    w1: torch.Tensor,
-    router_logits: torch.Tensor,
-    top_k: int,
-    eps: float,
+    normed: torch.Tensor, weight: torch.Tensor, w1: torch.Tensor, router_logits: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(normed) > 1:
+        return batch.activate_experts(normed, weight, w1, router_logits, top_k)
     (experts, expert_rows, columns), rows = w1.shape, len(weight) // 2
     expert_rows //= 2
     activated, expert_activated = weight.new_empty(1, rows), weight.new_empty(top_k, expert_rows)
@@ -129,31 +124,19 @@ def activate_experts(
     block, tiles, warps = shape_of_program(rows + top_k * expert_rows, width, 2)
     programs = triton.cdiv(rows, block * tiles) + top_k * triton.cdiv(expert_rows, block * tiles)
     sizes = rows, expert_rows, columns, experts, triton.next_power_of_2(experts), top_k, block, tiles, width
-    _activate_experts[programs,](
-        x,
-        norm_weight,
-        weight,
-        w1,
-        router_logits,
-        activated,
-        expert_activated,
-        eps,
-        *sizes,
-        **launch_options(x, warps),
-    )
+    options = launch_options(normed, warps)
+    _activate_experts[programs,](normed, weight, w1, router_logits, activated, expert_activated, *sizes, **options)
     return activated, expert_activated
 
 
 @triton.jit
 def _activate_experts(
-    x,
-    norm_weight,
+    normed,
     weight,
     w1,
     router_logits,
     activated,
     expert_activated,
-    eps,
     rows: tl.constexpr,
     expert_rows: tl.constexpr,
     columns: tl.constexpr,
@@ -170,14 +153,13 @@ def _activate_experts(
     programs_of_expert: tl.constexpr = (expert_rows + size - 1) // size
     program = tl.program_id(0)
     column = tl.arange(0, width)
-    norm_weights = load_row(norm_weight, column, columns)
     if program < shared_programs:
         row = program * size + tl.arange(0, block)
         gates = load_rows(weight, row, rows, column, columns)
         ups = load_rows(weight + rows * columns, row, rows, column, columns)
         wait(overlaps)
         let_next_begin(overlaps)  # the kernel after it reads the router's logits before its own wait
-        values = normed(load_row(x, column, columns), norm_weights, eps, columns)
+        values = load_row(normed, column, columns).to(tl.float32)
         _activate_tiles(gates, ups, values, weight, activated, row, rows, column, columns, block, tiles)
     else:
         choice = (program - shared_programs) // programs_of_expert
@@ -188,7 +170,7 @@ def _activate_experts(
         w1 += expert.to(tl.int64) * (2 * expert_rows * columns)
         gates = load_rows(w1, row, expert_rows, column, columns)
         ups = load_rows(w1 + expert_rows * columns, row, expert_rows, column, columns)
-        values = normed(load_row(x, column, columns), norm_weights, eps, columns)
+        values = load_row(normed, column, columns).to(tl.float32)
         y = expert_activated + choice * expert_rows
         _activate_tiles(gates, ups, values, w1, y, row, expert_rows, column, columns, block, tiles)
 
@@ -211,6 +193,8 @@ def add_feed_forward(
     router_logits: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
+    if len(residual) > 1:
+        return batch.add_feed_forward(residual, activated, weight, expert_activated, w2, router_logits, alpha)
     (rows, columns), (top_k, expert_columns) = weight.shape, expert_activated.shape
     y = torch.empty_like(residual)
     experts, choices = len(w2), triton.next_power_of_2(top_k)

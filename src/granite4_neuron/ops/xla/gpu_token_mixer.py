@@ -1,8 +1,8 @@
-"""A layer's mixer for one token of one sequence: each product with what precedes and what follows it.
+"""A layer's mixer for a token of each sequence: each product with what precedes and what follows it.
 
-A graph of such a token takes as long as its number of kernels says. So these are few: a norm is computed by every
-program of the product behind it, a residual is added by the product before it. They are kernels in Triton,
-`ops.xla.gpu_token_mixer_kernels`, on a GPU; weights are not quantized, and have one dtype.
+A graph of such tokens takes as long as its number of kernels says, where they are few. So the kernels are few: a norm
+of one sequence is computed by every program of the product behind it, a residual is added by the product before it.
+They are kernels in Triton, `ops.xla.gpu_token_mixer_kernels`, on a GPU; weights are not quantized, and have one dtype.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def mixer_inputs(
     """Normalise and project, then convolve what the recurrence reads, and update conv_state in place.
 
     Args:
-        x: [1, columns], float32.
+        x: [batch, columns], float32.
         norm_weight: [columns].
         weight: [d_inner + channels + num_heads, columns].
         conv_weight, conv_bias, conv_state, lengths: as `ops.causal_conv1d` takes them.
 
     Returns:
-        The gate, the convolution's outputs and dt before its bias: [1, d_inner + channels + num_heads] in float32.
+        The gate, the convolution's outputs and dt before its bias: [batch, d_inner + channels + num_heads] in float32.
     """
     projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
     channels = conv_state.shape[1]
@@ -59,11 +59,11 @@ def advance_mixer(
     Args:
         inputs: from `mixer_inputs`.
         dt_bias, A_log, D: [num_heads].
-        ssm_state: [1, num_heads, head_dim, d_state], float32.
-        lengths: [1]; where it is 0 the state stays.
+        ssm_state: [batch, num_heads, head_dim, d_state], float32.
+        lengths: [batch]; where it is 0 the state stays.
 
     Returns:
-        y * silu(gate), [1, num_heads * head_dim] in float32.
+        y * silu(gate), [batch, num_heads * head_dim] in float32.
     """
     num_heads, head_dim, d_state = ssm_state.shape[1:]
     d_inner = num_heads * head_dim
@@ -84,7 +84,7 @@ def project_heads(
     value: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise, and project with three matrices [rows, columns]: x [1, columns] in float32 to [1, all rows]."""
+    """Normalise x, [batch, columns] in float32, and project with three matrices [rows, columns]: [batch, all rows]."""
     return F.linear(norm.rms_norm(x, norm_weight, eps), torch.cat([query, key, value]))
 
 
@@ -99,8 +99,8 @@ def add_product(
     """Compute residual + alpha * (weight x), where x is normalised before if it has a norm.
 
     Args:
-        residual: [1, rows], float32.
-        x: [1, columns]; in float32 with a norm, else in weight's dtype.
+        residual: [batch, rows], float32.
+        x: [batch, columns]; in float32 with a norm, else in weight's dtype.
     """
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps)

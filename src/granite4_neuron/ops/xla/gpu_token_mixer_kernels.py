@@ -1,7 +1,8 @@
 """Triton kernels of a mixer's one token: products with what precedes and follows them.
 
 Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_mixer`, on a GPU.
-`ops.xla.gpu_token_programs` says when a kernel may read and write.
+Products of several sequences are in `ops.xla.gpu_batch_mixer_kernels`. `ops.xla.gpu_token_programs` says when a kernel
+may read and write.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from granite4_neuron.ops.xla import gpu_batch_mixer_kernels as batch
 from granite4_neuron.ops.xla.gpu_kernels import convolve_channels, load_convolution, shift_window
 from granite4_neuron.ops.xla.gpu_token_programs import (
     WARPS_OF_SMALL_PARTS,
@@ -39,6 +41,9 @@ def mixer_inputs(
     num_heads: int,
     eps: float,
 ) -> torch.Tensor:
+    if len(x) > 1:
+        convolution = conv_weight, conv_bias, conv_state, lengths
+        return batch.mixer_inputs(x, norm_weight, weight, *convolution, num_heads=num_heads, eps=eps)
     (rows, columns), (channels, taps) = weight.shape, conv_weight.shape
     y = x.new_empty(1, rows)
     width = triton.next_power_of_2(columns)
@@ -119,13 +124,13 @@ def advance_mixer(
     lowest_dt: float,
     highest_dt: float,
 ) -> torch.Tensor:
-    num_heads, head_dim, d_state = ssm_state.shape[1:]
+    rows, num_heads, head_dim, d_state = ssm_state.shape
     d_inner = num_heads * head_dim
-    y = inputs.new_empty(1, d_inner)
+    y = inputs.new_empty(rows, d_inner)
     groups = (inputs.shape[1] - 2 * d_inner - num_heads) // (2 * d_state)
     block = min(_CHANNELS, triton.next_power_of_2(head_dim))
     sizes = num_heads, num_heads // groups, head_dim, d_state, block, triton.next_power_of_2(d_state)
-    _advance_mixer[num_heads, triton.cdiv(head_dim, block)](
+    _advance_mixer[num_heads, triton.cdiv(head_dim, block), rows](
         inputs,
         dt_bias,
         A_log,
@@ -161,21 +166,23 @@ def _advance_mixer(
     overlaps: tl.constexpr,
 ):
     let_next_begin(overlaps)
-    head = tl.program_id(0)
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    d_inner: tl.constexpr = num_heads * head_dim
+    group_width: tl.constexpr = num_heads // heads_per_group * d_state
     d = tl.program_id(1) * block + tl.arange(0, block)
     n = tl.arange(0, columns)
     is_d, is_state = d < head_dim, n < d_state
     channel = head * head_dim + d
     at = channel[:, None] * d_state + n[None]
     is_here = is_d[:, None] & is_state[None]
+    ssm_state += row * d_inner * d_state
     state = tl.load(ssm_state + at, is_here, 0.0)
     bias, A = tl.load(dt_bias + head).to(tl.float32), -tl.exp(tl.load(A_log + head).to(tl.float32))
     skip = tl.load(D + head).to(tl.float32)
-    is_real = tl.load(lengths) > 0
+    is_real = tl.load(lengths + row) > 0
     wait(overlaps)
 
-    d_inner: tl.constexpr = num_heads * head_dim
-    group_width: tl.constexpr = num_heads // heads_per_group * d_state
+    inputs += row * (2 * d_inner + 2 * group_width + num_heads)
     gate = tl.load(inputs + channel, is_d, 0.0)
     inputs += d_inner
     x = tl.load(inputs + channel, is_d, 0.0)
@@ -194,7 +201,7 @@ def _advance_mixer(
 
     state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
     tl.store(ssm_state + at, state, is_here)
-    tl.store(y + channel, (tl.sum(state * c[None], 1) + x * skip) * gate * tl.sigmoid(gate), is_d)
+    tl.store(y + row * d_inner + channel, (tl.sum(state * c[None], 1) + x * skip) * gate * tl.sigmoid(gate), is_d)
 
 
 def project_heads(
@@ -205,6 +212,8 @@ def project_heads(
     value: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
+    if len(x) > 1:
+        return batch.project_heads(x, norm_weight, query, key, value, eps)
     query_rows, key_rows, columns = len(query), len(key), x.shape[1]
     y = query.new_empty(1, query_rows + 2 * key_rows)
     width = triton.next_power_of_2(columns)
@@ -260,6 +269,8 @@ def add_product(
     alpha: float,
     eps: float,
 ) -> torch.Tensor:
+    if len(x) > 1:
+        return batch.add_product(residual, x, norm_weight, weight, alpha, eps)
     rows, columns = weight.shape
     y = torch.empty_like(residual)
     width = triton.next_power_of_2(columns)

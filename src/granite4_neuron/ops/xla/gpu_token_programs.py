@@ -79,6 +79,13 @@ def normed(x, weights, eps, columns):
 
 
 @triton.jit
+def silu_and_mul(gate, up, dtype: tl.constexpr):
+    """Compute `ops.silu_and_mul`, rounded to a dtype wherever that is."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
 def multiply(tile, values):
     """Multiply rows [block, width] with values [1, width] in float32: [block] in float32."""
     return tl.sum(tile.to(tl.float32) * values, 1)

@@ -7,6 +7,9 @@ import torch
 from granite4_neuron.ops.xla import gpu_token_feed_forward, gpu_token_mixer
 from granite4_neuron.ops.xla.gpu import kernel
 
+# Up to which these take less time than the operators of `ops.xla.gpu` and a compiler's kernels.
+MOST_SEQUENCES = 32
+
 mixer_inputs = kernel(gpu_token_mixer.mixer_inputs, mutates=("conv_state",))
 advance_mixer = kernel(gpu_token_mixer.advance_mixer, mutates=("ssm_state",))
 project_heads = kernel(gpu_token_mixer.project_heads)
@@ -19,17 +22,17 @@ add_feed_forward = kernel(gpu_token_feed_forward.add_feed_forward)
 
 @mixer_inputs.register_fake
 def _(x, norm_weight, weight, *others, **constants):
-    return x.new_empty(1, len(weight))
+    return x.new_empty(len(x), len(weight))
 
 
 @advance_mixer.register_fake
 def _(inputs, dt_bias, A_log, D, ssm_state, *others):
-    return inputs.new_empty(1, ssm_state.shape[1] * ssm_state.shape[2])
+    return inputs.new_empty(len(inputs), ssm_state.shape[1] * ssm_state.shape[2])
 
 
 @project_heads.register_fake
 def _(x, norm_weight, query, key, value, eps):
-    return query.new_empty(1, len(query) + len(key) + len(value))
+    return query.new_empty(len(x), len(query) + len(key) + len(value))
 
 
 @add_product.register_fake
@@ -39,17 +42,18 @@ def _(residual, *others):
 
 @activate.register_fake
 def _(x, norm_weight, weight, eps):
-    return weight.new_empty(1, len(weight) // 2)
+    return weight.new_empty(len(x), len(weight) // 2)
 
 
 @route.register_fake
 def _(x, norm_weight, weight, eps):
-    return x.new_empty(1, len(weight))
+    return norm_weight.new_empty(x.shape), x.new_empty(len(x), len(weight))
 
 
 @activate_experts.register_fake
-def _(x, norm_weight, weight, w1, router_logits, top_k, eps):
-    return weight.new_empty(1, len(weight) // 2), weight.new_empty(top_k, w1.shape[1] // 2)
+def _(normed, weight, w1, router_logits, top_k):
+    tokens = len(normed)
+    return normed.new_empty(tokens, len(weight) // 2), normed.new_empty(tokens * top_k, w1.shape[1] // 2)
 
 
 @add_feed_forward.register_fake
