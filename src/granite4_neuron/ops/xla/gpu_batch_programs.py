@@ -39,8 +39,8 @@ def shape_of_product(x: torch.Tensor, rows: int, matrices: int = 1) -> tuple[int
 def _shape(rows: int, batch: int, matrices: int) -> tuple[int, int, int, int]:
     """Return a program's rows, the bytes of a row that make a part, warps, and how many parts are under way at once.
 
-    A layer takes at most 2 % longer than with the fastest of each kernel on an H200, with 8 and 32 sequences of h-350m,
-    h-1b, h-tiny and h-small.
+    A layer takes at most 6 % longer than with the fastest of each kernel on an H200, with 8 and 32 sequences of h-350m,
+    h-tiny and h-small, and 8 of h-1b.
     """
     if rows < 32 * _MULTIPROCESSORS:
         return 16, 512, 1 if batch <= 16 else 2, 5 - matrices
