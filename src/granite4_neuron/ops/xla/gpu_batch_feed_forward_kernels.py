@@ -158,22 +158,28 @@ def _activate_experts(
     else:
         expert = (program - shared_programs) // programs_of_expert
         row = (program - shared_programs) % programs_of_expert * block + tl.arange(0, block)
-        rank = _ranks_of(router_logits, expert, token, is_token, experts, padded_experts)
-        is_chosen = is_token & (rank < top_k)
-        if tl.sum(is_chosen.to(tl.int32), 0) > 0:
+        place, is_chosen = _choices_of(router_logits, expert, token, is_token, experts, padded_experts, top_k)
+        if _any(is_chosen):
             w1 += expert.to(tl.int64) * (2 * expert_rows * columns)
-            place = token * top_k + rank
             _store_activated(x, w1, expert_activated, row, expert_rows, token, place, is_chosen, columns, width)
 
 
 @triton.jit
-def _ranks_of(router_logits, expert, token, is_token, experts: tl.constexpr, width: tl.constexpr):
-    """Return how many others are above an expert, for each token: [batch] in int32."""
+def _choices_of(
+    router_logits, expert, token, is_token, experts: tl.constexpr, width: tl.constexpr, top_k: tl.constexpr
+):
+    """Return the place of an expert among all tokens' choices, and whether the token chose it: two of [tokens]."""
     number = tl.arange(0, width)[None]
     at = router_logits + token[:, None] * experts + number
     keys = choice_keys(tl.load(at, is_token[:, None] & (number < experts), -float("inf")), number, width)
     own = tl.sum(tl.where(number == expert, keys, 0), 1)
-    return tl.sum((keys > own[:, None]).to(tl.int32), 1)
+    above = tl.sum((keys > own[:, None]).to(tl.int32), 1)
+    return token * top_k + above, is_token & (above < top_k)
+
+
+@triton.jit
+def _any(is_here):
+    return tl.sum(is_here.to(tl.int32), 0) > 0
 
 
 def add_feed_forward(
@@ -228,22 +234,24 @@ def _multiply_outputs(
     matrix = tl.program_id(0) // programs_of_matrix
     row = tl.program_id(0) % programs_of_matrix * block + tl.arange(0, block)
     token = tl.arange(0, padded_batch)
-    is_token, is_row = token < batch, row < rows
+    is_token = token < batch
     wait(overlaps)
     let_next_begin(overlaps)  # the kernel after it reads the router's logits before its own wait
     if matrix == 0:
-        total = multiply_vectors(weight, row, rows, activated, token, is_token, columns, width)
-        at = shared + token[None] * rows + row[:, None]
-        tl.store(at, total.to(shared.dtype.element_ty), is_row[:, None] & is_token[None])
+        _store_product(weight, activated, shared, row, rows, token, is_token, columns, width)
     else:
-        rank = _ranks_of(router_logits, matrix - 1, token, is_token, experts, padded_experts)
-        is_chosen = is_token & (rank < top_k)
-        if tl.sum(is_chosen.to(tl.int32), 0) > 0:
+        place, is_chosen = _choices_of(router_logits, matrix - 1, token, is_token, experts, padded_experts, top_k)
+        if _any(is_chosen):
             w2 += (matrix - 1).to(tl.int64) * (rows * expert_columns)
-            place = token * top_k + rank
-            total = multiply_vectors(w2, row, rows, expert_activated, place, is_chosen, expert_columns, width)
-            at = chosen + place[None] * rows + row[:, None]
-            tl.store(at, total.to(chosen.dtype.element_ty), is_row[:, None] & is_chosen[None])
+            _store_product(w2, expert_activated, chosen, row, rows, place, is_chosen, expert_columns, width)
+
+
+@triton.jit
+def _store_product(weight, x, y, row, rows, vector, is_here, columns: tl.constexpr, width: tl.constexpr):
+    """Multiply some rows with the vectors that are here, and store them at the vectors' places in y."""
+    total = multiply_vectors(weight, row, rows, x, vector, is_here, columns, width)
+    at = y + vector[None] * rows + row[:, None]
+    tl.store(at, total.to(y.dtype.element_ty), (row < rows)[:, None] & is_here[None])
 
 
 @triton.jit
