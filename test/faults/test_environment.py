@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,7 @@ class TestConvert:
     def test_a_conversion_that_was_killed_is_cleared_away(self, folder, tmp_path, capsys):
         program = f"""
 import os, signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 with complete_or_absent(Path({str(tmp_path / "new")!r})) as partial:
@@ -244,9 +246,27 @@ class TestKernelCache:
         assert built.read_text() == "built" and built.stem == f"kernels-key-{build._digest(built)}"
         assert built.stat().st_mode & 0o777 == 0o700
 
+    def test_one_process_compiles_and_others_wait_for_it(self, cache, tmp_path, monkeypatch, caplog):
+        """Threads, which lock each other out as processes do."""
+        cache.unlink()
+        wait_for_go = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done"
+        note_link = f'case "$*" in *-shared*) echo link >>{tmp_path}/log; esac'
+        write = 'while [ "$1" != -o ]; do shift; done\nprintf built >"$2"'
+        compiler = script(tmp_path / "compiler", f"{wait_for_go}\n{note_link}\n{write}")
+        monkeypatch.setenv("CXX", str(compiler))
+        with ThreadPoolExecutor(2) as pool:
+            libraries = [pool.submit(build._library) for _ in range(2)]
+            until = time.monotonic() + 10
+            while "another process is compiling" not in caplog.text and time.monotonic() < until:
+                time.sleep(0.01)
+            (tmp_path / "go").touch()
+        assert libraries[0].result() == libraries[1].result()
+        assert (tmp_path / "log").read_text() == "link\n"
+
     def test_what_a_killed_build_left_goes_and_a_build_that_runs_stays(self, cache, tmp_path):
         compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.ops.cpu import build
 build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
@@ -274,6 +294,7 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
         compiler = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nkill -INT $PPID\nwait")
         program = f"""
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.ops.cpu import build
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it

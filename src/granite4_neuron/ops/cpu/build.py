@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -85,15 +86,40 @@ def _library() -> Path:
         CalledProcessError: it does not compile.
     """
     folder, name = _private_folder(_cache_folder()), f"kernels-{library_key()}"
+    if (library := _cached(folder, name)) is not None:
+        return library
+    compiler = _compiler()
+    with _alone(folder):
+        if (library := _cached(folder, name)) is not None:  # of a process that has been waited for
+            return library
+        _say("compiling the CPU kernels for this machine, once ...")
+        with _elapsed_time():
+            return _build(compiler, _SOURCES, folder, name)
+
+
+def _cached(folder: Path, name: str) -> Path | None:
     for library in folder.glob(f"{name}-*.so"):
         if _is_ours(library) and library.stem == f"{name}-{_digest(library)}":
             return library
         _say(f"{library} is damaged or may be written to by others; it is compiled again.")
-        library.unlink()
-    compiler = _compiler()
-    _say("compiling the CPU kernels for this machine, once ...")
-    with _elapsed_time():
-        return _build(compiler, _SOURCES, folder, name)
+        library.unlink(missing_ok=True)
+    return None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for another process that compiles. Where a file system has no locks both compile, which is safe too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _say("another process is compiling the CPU kernels for this machine; waiting for it ...")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
