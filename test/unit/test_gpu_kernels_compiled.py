@@ -1,7 +1,6 @@
 """The Triton kernels are compiled for a GPU, at real sizes, also where there is none: the interpreter takes more."""
 
 import os
-import re
 from functools import partial
 
 import pytest
@@ -19,11 +18,15 @@ from granite4_neuron.ops.xla import (  # noqa: E402
     gpu_token_feed_forward_kernels,
     gpu_token_mixer_kernels,
 )
+from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels")
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 EPS = 1e-5
+# Weights, and what no other kernel of a step writes.
+WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
+FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
 LAUNCHING = (
     gpu_kernels,
     gpu_token_mixer_kernels,
@@ -110,6 +113,19 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
         feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
     assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
+    names = {name for name, _ in reads_before_waiting(compiled)}
+    assert {"conv_state", "ssm_state", "lengths"} <= names <= {*FIXED_IN_A_STEP, "router_logits"}
+    # Which a multiprocessor's own cache may have of an earlier layer.
+    assert all(".cg" in instruction for name, instruction in reads_before_waiting(compiled) if name == "router_logits")
+
+
+def reads_before_waiting(compiled):
+    """Return what kernels may read before those before them have ended: (argument, instruction)."""
+    return {
+        ([name for name, kind in each.src.signature.items() if kind != "constexpr"][number], instruction)
+        for each in compiled
+        for number, instruction in reads_before_wait(each.asm["ptx"])
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -137,18 +153,6 @@ def test_sequences_are_rounded_alike(batch, dtype, compiled):
     assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]
 
 
-def sums_of_two_products(ptx):
-    """Return the additions whose terms are both products."""
-    instructions = re.findall(r"(fma\.rn|mul|add)(?:\.rn)?\.f32\s+(%\w+), ([^;]*);", ptx)
-    products = {result for name, result, _ in instructions if name == "mul"}
-    terms = [(name, operands.split(", ")) for name, _, operands in instructions]
-    return [
-        operands
-        for name, operands in terms
-        if (name == "fma.rn" and operands[2] in products) or (name == "add" and products.issuperset(operands))
-    ]
-
-
 def test_tokens_of_several_sequences(config, compiled):
     batch, heads, head_dim, d_state = 8, config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     channels = heads * head_dim + 2 * d_state
@@ -169,3 +173,5 @@ def test_tokens_of_several_sequences(config, compiled):
         w1 = empty(experts, 2 * config.intermediate_size, config.hidden_size)
         gpu_kernels.multiply_rows(x, w1, int32(batch * config.num_experts_per_tok), True)
     assert len(compiled) == (7 if experts else 5)
+    overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
+    assert len(overlapping) == 2 and not reads_before_waiting(overlapping)

@@ -1,0 +1,71 @@
+"""Facts about kernels, from their text in PTX."""
+
+import re
+
+_POINTER_ARITHMETIC = re.compile(r"(?:add|sub|mad|mul|mov|selp|cvta|shl|or)\S*(?:64|wide)")
+
+
+def sums_of_two_products(ptx):
+    """Return the additions whose terms are both products."""
+    instructions = re.findall(r"(fma\.rn|mul|add)(?:\.rn)?\.f32\s+(%\w+), ([^;]*);", ptx)
+    products = {result for name, result, _ in instructions if name == "mul"}
+    terms = [(name, operands.split(", ")) for name, _, operands in instructions]
+    return [
+        operands
+        for name, operands in terms
+        if (name == "fma.rn" and operands[2] in products) or (name == "add" and products.issuperset(operands))
+    ]
+
+
+def reads_before_wait(ptx):
+    """Return what a program may read from global memory before it waits for earlier kernels: (number of the parameter
+    that points there, instruction).
+    """
+    instructions, labels = _instructions(ptx)
+    parameters = _parameters_of_registers(instructions)
+    found, seen, starts = set(), set(), [0]
+    while starts:
+        at = starts.pop()
+        while at not in seen and at < len(instructions) and instructions[at][1] != "griddepcontrol.wait":
+            seen.add(at)
+            condition, name, operands = instructions[at]
+            if name.startswith("bra"):
+                starts.append(labels[operands.split()[-1]])
+                if not condition:
+                    break
+            elif "global" in name and name.startswith(("ld.", "cp.async")):
+                address = re.findall(r"\[\s*(%\w+)", operands)[-1]
+                found |= {(number, name) for number in parameters[address]}
+            at += 1
+    return found
+
+
+def _instructions(ptx):
+    """Return a kernel's instructions, (condition, name, operands), and at which of them each label is."""
+    instructions, labels = [], {}
+    body = re.sub(r"//.*", "", ptx[ptx.index("{") + 1 :])
+    for label, text in re.findall(r"^\s*(\$\w+):|^\s*([@a-z][^;]*);", body, re.MULTILINE):
+        if label:
+            labels[label] = len(instructions)
+        else:
+            instructions.append(re.fullmatch(r"(@!?%\w+)?\s*(\S+)\s*(.*)", text, re.DOTALL).groups())
+    return instructions, labels
+
+
+def _parameters_of_registers(instructions):
+    """Return the numbers of the parameters that each register's address is computed from."""
+    parameters = {}
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for _, name, operands in instructions:
+            if name.startswith("ld.param"):
+                numbers = set(map(int, re.findall(r"_param_(\d+)", operands)))
+            elif _POINTER_ARITHMETIC.match(name):
+                numbers = set().union(*(parameters.get(each, ()) for each in re.findall(r"%\w+", operands)[1:]))
+            else:
+                continue
+            known = parameters.setdefault(re.search(r"%\w+", operands)[0], set())
+            is_changed |= not numbers <= known
+            known |= numbers
+    return parameters
