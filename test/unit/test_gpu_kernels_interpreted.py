@@ -1,4 +1,4 @@
-"""The tests of the Triton kernels where there is no GPU: in processes of their own, which interpret them."""
+"""Tests of the Triton kernels where there is no GPU: in processes of their own, which interpret them."""
 
 import os
 import subprocess
@@ -18,13 +18,14 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("module", "chosen"),
     [
-        ("test_gpu_kernels.py", ""),
-        ("test_gpu_token_kernels.py", "experts"),
-        ("test_gpu_token_kernels.py", "not experts"),
+        ("unit/test_gpu_kernels.py", ""),
+        ("unit/test_gpu_token_kernels.py", "experts"),
+        ("unit/test_gpu_token_kernels.py", "not experts"),
+        ("integration/test_torch_device_interpreted.py", ""),
     ],
 )
 def test_kernels(module, chosen):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).with_name(module)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parents[1] / module]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
