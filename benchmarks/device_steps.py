@@ -78,11 +78,16 @@ def _median_ms(step: Callable[[], None], steps: int) -> float:
     return statistics.median(times)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_model_and_device(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model, the device and the numbers of sequences."""
     parser.add_argument("--random-weights", metavar="NAME", required=True, help="of the family member, in bfloat16")
     parser.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="default: %(default)s")
     parser.add_argument("--batch-size", type=at_least(1), nargs="+", default=[1], metavar="N", help="default: 1")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_and_device(parser)
     parser.add_argument("--prompt-length", type=at_least(1), nargs="*", default=[], metavar="N", help="default: none")
     parser.add_argument("--steps", type=at_least(1), default=40, metavar="N", help="of each (default: %(default)s)")
     return parser
