@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -183,6 +184,19 @@ class TestOperatorsOfAGPU:
         names = (str(each) for node in graph.module.graph.nodes for each in (node.target, *node.args))
         own = [name.split(".")[1] for name in names if name.startswith("granite4_neuron.")]
         assert own == ["mixer_inputs", "advance_mixer", "add_product", *feed_forward]
+
+
+class TestMemory(OnLayers):
+    def test_it_goes_with_the_runtime(self, backend):
+        runtime = backend.make(random_model(small_config(**FEW_LAYERS)), BUCKETS)
+        state = runtime.allocate(2, 60)
+        runtime.step(state, [Row(1, 0, [3] * 9)])
+        runtime.step(state, [Row(1, 9, [3])])
+        held = [runtime, *runtime.model.parameters(), *state.tensors()]
+        references = [weakref.ref(each) for each in held]
+        del held, runtime, state
+        gc.collect()
+        assert not [each() for each in references if each() is not None]
 
 
 class TestGraphs:

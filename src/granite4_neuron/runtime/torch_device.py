@@ -214,14 +214,16 @@ class TorchRuntime(GraphRuntime):
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         is_new = True
+        itself = weakref.ref(self)  # torch never lets go of a compiler, nor of what it holds
 
         def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
             nonlocal is_new
-            if self._is_warm or not is_new:
+            runtime = itself()
+            if runtime._is_warm or not is_new:
                 raise RuntimeError(f"{function.__name__} would be compiled again, for arguments that were not foreseen")
             is_new = False
-            self.num_compilations += 1
-            return self._compiler(graph, inputs)
+            runtime.num_compilations += 1
+            return runtime._compiler(graph, inputs)
 
         return compile_apart(function, compiler)
 
