@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +32,7 @@ class CudaGraph:
             next(parts).view(tensor.shape) if tensor.device.type == "cpu" else tensor.clone() for tensor in inputs
         ]
         # What runs for the first time compiles or chooses an algorithm, and neither can be captured.
-        stream = torch.cuda.Stream(device)
+        stream = _stream_of_first_runs(self._from_host.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -38,7 +40,7 @@ class CudaGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as those of NCCL, may call CUDA meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with _no_garbage_collection(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._from_host.copy_(self._pinned, non_blocking=True)
             self._outputs = function(*self._inputs)
         self._is_done = torch.cuda.Event()
@@ -53,6 +55,24 @@ class CudaGraph:
         self._graph.replay()
         self._is_done.record(torch.cuda.current_stream(self._device))
         return self._outputs
+
+
+@functools.cache
+def _stream_of_first_runs(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all graphs: cuBLAS keeps memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage: another graph may be in it, whose memory cannot be given back during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
