@@ -129,9 +129,10 @@ def pytest_configure(config):
     if os.environ.get("PJRT_DEVICE") == "CPU":
         # Each graph is run a few times only, and compiling it for speed takes three times as long.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    # One thread per test worker: threads of two workers on one core would wait for each other at every step.
+    # One thread per test worker: threads of two workers on one core would wait for each other at every step. And one
+    # process that compiles, where inductor would start as many for each worker as there are cores.
     if getattr(config.option, "numprocesses", None):
-        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(variable, "1")
         cpu.has_fused_kernels()  # Compile them once, before the workers start.
 
