@@ -24,9 +24,9 @@ from benchmarks.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
-from granite4_neuron.evaluation.accuracy import Difference
+from granite4_neuron.evaluation.accuracy import Difference, decode, last_of_prompts
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _SHORTEST_PROMPT = 60
@@ -59,25 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _logits(runtime: Runtime, batch_size: int, new_tokens: int) -> torch.Tensor:
     """Return logits of prompts and then of decode of random tokens, [(1 + new_tokens) * batch_size, vocab_size]."""
-    prompt_lengths = [_SHORTEST_PROMPT + _MORE_TOKENS * number for number in range(batch_size)]
-    longest = prompt_lengths[-1] + new_tokens
+    lengths = [_SHORTEST_PROMPT + _MORE_TOKENS * number for number in range(batch_size)]
+    longest = lengths[-1] + new_tokens
     tokens = random_prompts(runtime.config.vocab_size, Point(batch_size, longest, output_length=0))
+    sequences = [each[: length + new_tokens] for each, length in zip(tokens, lengths, strict=True)]
     state = runtime.allocate(batch_size, longest)
-
-    def step(number: int) -> torch.Tensor:
-        rows = []
-        for slot, (its_tokens, length) in enumerate(zip(tokens, prompt_lengths, strict=True), 1):
-            start, stop = (0, length) if number == 0 else (length + number - 1, length + number)
-            rows.append(Row(slot, start, its_tokens[start:stop]))
-        return runtime.step(state, rows)
-
-    return torch.cat([step(number) for number in range(1 + new_tokens)])
+    return torch.cat(
+        [*last_of_prompts(runtime, state, sequences, lengths), *decode(runtime, state, sequences, lengths)]
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_and_device(parser)
-    parser.add_argument("--tokens", type=at_least(0), default=8, metavar="N", help="to decode (default: %(default)s)")
+    parser.add_argument("--tokens", type=at_least(1), default=8, metavar="N", help="to decode (default: %(default)s)")
     return parser
 
 

@@ -146,10 +146,10 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
     if runtime.dtype != torch.float32:
         in_dtype = _whole(Reference.from_pretrained(folder, dtype=runtime.dtype).eval(), sequences, starts)
     lengths = [len(prompt) for prompt in prompts]
-    run_prompts = _last_of_prompts if is_last_of_prompt else _all_of_prompts
+    run_prompts = last_of_prompts if is_last_of_prompt else _all_of_prompts
     prefill = run_prompts(runtime, state, sequences, lengths)
-    decode = _decode(runtime, state, sequences, lengths)
-    ours = [torch.cat(parts) for parts in zip(prefill, decode, strict=True)]
+    decoded = decode(runtime, state, sequences, lengths)
+    ours = [torch.cat(parts) for parts in zip(prefill, decoded, strict=True)]
     about = runtime.is_quantized, runtime.state_dtype, is_last_of_prompt
     return AccuracyReport(lengths, ours, expected, in_dtype, *about)
 
@@ -209,7 +209,7 @@ def _all_of_prompts(
     return [torch.cat(one) for one in logits]
 
 
-def _last_of_prompts(
+def last_of_prompts(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
     """Return logits after the last token of each prompt, one prompt after another."""
@@ -217,7 +217,7 @@ def _last_of_prompts(
     return [runtime.step(state, [row]) for row in rows]
 
 
-def _decode(
+def decode(
     runtime: Runtime, state: HybridState | None, sequences: list[list[int]], prompt_lengths: list[int]
 ) -> list[torch.Tensor]:
     """Return logits after each token that follows the prompts, all sequences at a time."""
