@@ -141,7 +141,6 @@ class TestConvert:
     def test_a_conversion_that_was_killed_is_cleared_away(self, folder, tmp_path, capsys):
         program = f"""
 import os, signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 with complete_or_absent(Path({str(tmp_path / "new")!r})) as partial:
@@ -266,7 +265,6 @@ class TestKernelCache:
     def test_what_a_killed_build_left_goes_and_a_build_that_runs_stays(self, cache, tmp_path):
         compiler = script(tmp_path / "killer", 'while [ "$1" != -o ]; do shift; done\nprintf half >"$2"\nkill -9 $PPID')
         program = f"""
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.ops.cpu import build
 build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str(cache.parent)!r}), "kernels-key")
@@ -294,7 +292,6 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
         compiler = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nkill -INT $PPID\nwait")
         program = f"""
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from granite4_neuron.ops.cpu import build
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
