@@ -113,10 +113,11 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
         feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
     assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
-    names = {name for name, _ in reads_before_waiting(compiled)}
+    reads = reads_before_waiting(compiled)
+    names = {name for name, _ in reads}
     assert {"conv_state", "ssm_state", "lengths"} <= names <= {*FIXED_IN_A_STEP, "router_logits"}
     # Which a multiprocessor's own cache may have of an earlier layer.
-    assert all(".cg" in instruction for name, instruction in reads_before_waiting(compiled) if name == "router_logits")
+    assert all(".cg" in instruction for name, instruction in reads if name == "router_logits")
 
 
 def reads_before_waiting(compiled):
