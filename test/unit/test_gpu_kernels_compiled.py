@@ -109,8 +109,8 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
         normed, logits = feed_forward.route(x, norm, empty(experts, hidden), EPS)
         w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
         first, second = empty(2 * shared, hidden), empty(hidden, shared)
-        activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, top_k)
-        feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
+        activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, lengths, top_k)
+        feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, lengths, 0.22)
     assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
     reads = reads_before_waiting(compiled)
@@ -134,11 +134,11 @@ def reads_before_waiting(compiled):
 def test_sequences_are_rounded_alike(batch, dtype, compiled):
     """A program's sequences have equal instructions: no sum of two products, of which a compiler rounds either."""
     hidden, heads, channels, experts = 64, 8, 160, 6
-    x, norm = float32(batch, hidden), empty(hidden, dtype=dtype)
+    x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
     convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
     mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
     weight = empty(128 + channels + heads, hidden, dtype=dtype)
-    mixer.mixer_inputs(x, norm, weight, *convolution, int32(batch), num_heads=heads, eps=EPS)
+    mixer.mixer_inputs(x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
     heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
     mixer.project_heads(x, norm, *heads_of, EPS)
     mixer.add_product(x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS)
@@ -147,8 +147,8 @@ def test_sequences_are_rounded_alike(batch, dtype, compiled):
     w1, w2 = empty(experts, 96, hidden, dtype=dtype), empty(experts, hidden, 48, dtype=dtype)
     logits = float32(batch, experts)
     normed = empty(batch, hidden, dtype=dtype)
-    activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, 3)
-    feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, 0.22)
+    activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, lengths, 3)
+    feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, lengths, 0.22)
     joint = [each for each in compiled if each.metadata.name not in ("_norm_row", "_add_outputs")]
     assert len(joint) == 6
     assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]

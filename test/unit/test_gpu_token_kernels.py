@@ -57,12 +57,16 @@ def weights(*shape, dtype):
     return (random(*shape) / shape[-1] ** 0.5).to(dtype)
 
 
-def compare(definition, *arguments, dtype=torch.float32, **constants):
-    """Compare the results, and what is written in place; return the definition's."""
+def compare(definition, *arguments, dtype=torch.float32, real=None, **constants):
+    """Compare the results, and what is written in place; return the definition's. With the lengths `real`,
+    results of sequences that are idle are not compared.
+    """
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
     expected, outputs = definition(*theirs, **constants), gpu.kernel_of(definition)(*ours, **constants)
     if isinstance(expected, torch.Tensor):
         expected, outputs = [expected], [outputs]
+    if real is not None:
+        outputs, expected = ([of_real(each, real) for each in those] for those in (outputs, expected))
     for mine, other in zip([*outputs, *ours], [*expected, *theirs], strict=True):
         if isinstance(other, torch.Tensor) and other.numel():
             mine = mine.cpu()
@@ -73,6 +77,11 @@ def compare(definition, *arguments, dtype=torch.float32, **constants):
             largest = other.nan_to_num().abs().max().item()
             torch.testing.assert_close(mine, other, rtol=0, atol=TOLERANCE[dtype] * largest, equal_nan=True)
     return expected
+
+
+def of_real(values, lengths):
+    """Return rows of sequences that are not idle."""
+    return values[(lengths > 0).repeat_interleave(len(values) // len(lengths)).to(values.device)]
 
 
 @DTYPES
@@ -103,10 +112,10 @@ def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch):
     constants = [random(heads, dtype=dtype) for _ in range(3)]
     state, lengths = random(batch, heads, head_dim, d_state), lengths_of(batch, length)
     before = state.clone()
-    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
+    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
     assert torch.equal(state, before)
     inputs[-1, -1] = state[-1, 0] = math.nan
-    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits)
+    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
 
 
 @DTYPES
@@ -140,12 +149,26 @@ def test_mlp(columns, dtype, batch):
 )
 def test_experts(experts, top_k, columns, dtype, batch):
     """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
-    x, norm = random(batch, columns), 1 + random(columns, dtype=dtype)
+    x, norm, lengths = random(batch, columns), 1 + random(columns, dtype=dtype), lengths_of(batch, 1)
     normed, logits = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
     logits = logits.mul(3).round()
     first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
-    activated = compare(feed_forward.activate_experts, normed, first, w1, logits, top_k, dtype=dtype)
+    compare(feed_forward.activate_experts, normed, first, w1, logits, lengths, top_k, dtype=dtype, real=lengths)
+    activated, expert_activated = random(batch, 21, dtype=dtype), random(batch * top_k, 18, dtype=dtype)
     second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
     for each in (logits, torch.full_like(logits, math.nan)):
-        arguments = random(batch, 24), activated[0], second, activated[1], w2, each, 0.3
-        compare(feed_forward.add_feed_forward, *arguments, dtype=dtype)
+        arguments = random(batch, 24), activated, second, expert_activated, w2, each, lengths, 0.3
+        compare(feed_forward.add_feed_forward, *arguments, dtype=dtype, real=lengths)
+
+
+def test_idle_sequences_choose_no_expert():
+    lengths, top_k, experts = lengths_of(8, 1), 2, 6
+    arguments = random(8, 16), weights(42, 16, dtype=torch.float32), weights(experts, 36, 16, dtype=torch.float32)
+    normed, first, w1, logits, lengths = (each.to(DEVICE) for each in (*arguments, random(8, experts), lengths))
+    torch.use_deterministic_algorithms(True)  # memory that nothing writes is NaN
+    try:
+        _, outputs = gpu.kernel_of(feed_forward.activate_experts)(normed, first, w1, logits, lengths, top_k)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    is_written = ~outputs.isnan().view(8, -1).any(1)
+    assert torch.equal(is_written, lengths > 0)

@@ -38,7 +38,7 @@ def forward(
     """Compute `DecoderLayer.forward` for hidden_states [batch, 1, hidden_size]."""
     x = hidden_states[:, 0]
     x = _mamba(layer, x, step, state) if layer.is_mamba else _attention(layer, x, step, state, rotary)
-    return _feed_forward(layer, x).view(hidden_states.shape)
+    return _feed_forward(layer, x, step.lengths).view(hidden_states.shape)
 
 
 def _mamba(layer: DecoderLayer, x: torch.Tensor, step: DenseStep, state: MambaState) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _attention(
     return operators.add_product(x, output[:, 0], None, attention.o_proj.weight, layer.residual_multiplier, norm.eps)
 
 
-def _feed_forward(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+def _feed_forward(layer: DecoderLayer, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     operators, mlp, experts = layer.operators.token_layer, layer.shared_mlp, layer.block_sparse_moe
     norm, eps = layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps
     alpha = layer.residual_multiplier
@@ -73,5 +73,5 @@ def _feed_forward(layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         return operators.add_product(x, operators.activate(x, norm, first, eps), None, second, alpha, eps)
     w1, w2 = experts.input_linear.weight, experts.output_linear.weight
     normed, logits = operators.route(x, norm, experts.router.layer.weight, eps)
-    activated, chosen = operators.activate_experts(normed, first, w1, logits, experts.top_k)
-    return operators.add_feed_forward(x, activated, second, chosen, w2, logits, alpha)
+    activated, chosen = operators.activate_experts(normed, first, w1, logits, lengths, experts.top_k)
+    return operators.add_feed_forward(x, activated, second, chosen, w2, logits, lengths, alpha)

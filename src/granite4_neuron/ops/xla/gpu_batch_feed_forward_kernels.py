@@ -1,7 +1,8 @@
 """Triton kernels of a feed-forward part's token of several sequences; those of mixers are in `gpu_batch_mixer_kernels`.
 
 Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_feed_forward`, on a GPU.
-The weights of an expert are read once for all sequences that chose it, and not at all if none did.
+The weights of an expert are read once for all sequences that chose it, and not at all if none did. Idle sequences, of
+length 0, choose none.
 """
 
 from __future__ import annotations
@@ -112,7 +113,12 @@ def _route(
 
 
 def activate_experts(
-    normed: torch.Tensor, weight: torch.Tensor, w1: torch.Tensor, router_logits: torch.Tensor, top_k: int
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    w1: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (experts, expert_rows, columns), rows, batch = w1.shape, len(weight) // 2, len(normed)
     expert_rows //= 2
@@ -121,7 +127,7 @@ def activate_experts(
     programs = triton.cdiv(rows, block) + experts * triton.cdiv(expert_rows, block)
     sizes = batch, padded(batch), rows, expert_rows, columns, experts, triton.next_power_of_2(experts), top_k
     _activate_experts[programs,](
-        normed, weight, w1, router_logits, activated, expert_activated, *sizes, block, width, **options
+        normed, weight, w1, router_logits, lengths, activated, expert_activated, *sizes, block, width, **options
     )
     return activated, expert_activated
 
@@ -132,6 +138,7 @@ def _activate_experts(
     weight,
     w1,
     router_logits,
+    lengths,
     activated,
     expert_activated,
     batch: tl.constexpr,
@@ -151,6 +158,7 @@ def _activate_experts(
     programs_of_expert: tl.constexpr = (expert_rows + block - 1) // block
     program, token = tl.program_id(0), tl.arange(0, padded_batch)
     is_token = token < batch
+    is_real = tl.load(lengths + token, is_token, 0) > 0
     wait(overlaps)
     if program < shared_programs:
         row = program * block + tl.arange(0, block)
@@ -158,23 +166,21 @@ def _activate_experts(
     else:
         expert = (program - shared_programs) // programs_of_expert
         row = (program - shared_programs) % programs_of_expert * block + tl.arange(0, block)
-        place, is_chosen = _choices_of(router_logits, expert, token, is_token, experts, padded_experts, top_k)
+        place, is_chosen = _choices_of(router_logits, expert, token, is_real, experts, padded_experts, top_k)
         if _any(is_chosen):
             w1 += expert.to(tl.int64) * (2 * expert_rows * columns)
             _store_activated(x, w1, expert_activated, row, expert_rows, token, place, is_chosen, columns, width)
 
 
 @triton.jit
-def _choices_of(
-    router_logits, expert, token, is_token, experts: tl.constexpr, width: tl.constexpr, top_k: tl.constexpr
-):
-    """Return the place of an expert among all tokens' choices, and whether the token chose it: two of [tokens]."""
+def _choices_of(router_logits, expert, token, is_real, experts: tl.constexpr, width: tl.constexpr, top_k: tl.constexpr):
+    """Return the place of an expert among all tokens' choices, and whether a real token chose it: two of [tokens]."""
     number = tl.arange(0, width)[None]
     at = router_logits + token[:, None] * experts + number
-    keys = choice_keys(tl.load(at, is_token[:, None] & (number < experts), -float("inf")), number, width)
+    keys = choice_keys(tl.load(at, is_real[:, None] & (number < experts), -float("inf")), number, width)
     own = tl.sum(tl.where(number == expert, keys, 0), 1)
     above = tl.sum((keys > own[:, None]).to(tl.int32), 1)
-    return token * top_k + above, is_token & (above < top_k)
+    return token * top_k + above, is_real & (above < top_k)
 
 
 @triton.jit
@@ -189,6 +195,7 @@ def add_feed_forward(
     expert_activated: torch.Tensor,
     w2: torch.Tensor,
     router_logits: torch.Tensor,
+    lengths: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
     (batch, columns), (choices, expert_columns) = activated.shape, expert_activated.shape
@@ -199,12 +206,20 @@ def add_feed_forward(
     padded_experts = triton.next_power_of_2(experts)
     sizes = batch, padded(batch), rows, columns, expert_columns, experts, padded_experts, top_k, block, width
     _multiply_outputs[programs,](
-        activated, weight, expert_activated, w2, router_logits, shared, chosen, *sizes, **options
+        activated, weight, expert_activated, w2, router_logits, lengths, shared, chosen, *sizes, **options
     )
     columns_of_sum = min(_COLUMNS_OF_SUM, triton.next_power_of_2(rows))
     sizes = rows, experts, padded_experts, top_k, triton.next_power_of_2(top_k), columns_of_sum
     _add_outputs[batch, triton.cdiv(rows, columns_of_sum)](
-        residual, shared, chosen, router_logits, y, alpha, *sizes, **launch_options(residual, WARPS_OF_SMALL_PARTS)
+        residual,
+        shared,
+        chosen,
+        router_logits,
+        lengths,
+        y,
+        alpha,
+        *sizes,
+        **launch_options(residual, WARPS_OF_SMALL_PARTS),
     )
     return y
 
@@ -216,6 +231,7 @@ def _multiply_outputs(
     expert_activated,
     w2,
     router_logits,
+    lengths,
     shared,
     chosen,
     batch: tl.constexpr,
@@ -235,12 +251,13 @@ def _multiply_outputs(
     row = tl.program_id(0) % programs_of_matrix * block + tl.arange(0, block)
     token = tl.arange(0, padded_batch)
     is_token = token < batch
+    is_real = tl.load(lengths + token, is_token, 0) > 0
     wait(overlaps)
     let_next_begin(overlaps)  # the kernel after it reads the router's logits before its own wait
     if matrix == 0:
         _store_product(weight, activated, shared, row, rows, token, is_token, columns, width)
     else:
-        place, is_chosen = _choices_of(router_logits, matrix - 1, token, is_token, experts, padded_experts, top_k)
+        place, is_chosen = _choices_of(router_logits, matrix - 1, token, is_real, experts, padded_experts, top_k)
         if _any(is_chosen):
             w2 += (matrix - 1).to(tl.int64) * (rows * expert_columns)
             _store_product(w2, expert_activated, chosen, row, rows, place, is_chosen, expert_columns, width)
@@ -260,6 +277,7 @@ def _add_outputs(
     shared,
     chosen,
     router_logits,
+    lengths,
     y,
     alpha,
     rows: tl.constexpr,
@@ -274,14 +292,14 @@ def _add_outputs(
     let_next_begin(overlaps)
     token, choice = tl.program_id(0), tl.arange(0, choices)
     row = tl.program_id(1) * block + tl.arange(0, block)
-    is_row = row < rows
+    is_row, is_real = row < rows, tl.load(lengths + token) > 0
     # `route` has ended: `_multiply_outputs` lets this kernel begin only after its own `wait`. Not from the cache of a
     # multiprocessor, which may hold something older until this kernel's `wait`.
     keys = load_choice_keys(router_logits + token * experts, experts, padded_experts, ".cg")
     _, weights = largest_keys(keys, top_k, choices)
     wait(overlaps)
 
-    of_choice = (choice < top_k)[:, None] & is_row[None]
+    of_choice = (is_real & (choice < top_k))[:, None] & is_row[None]
     products = tl.load(chosen + (token * top_k + choice[:, None]) * rows + row[None], of_choice, 0.0).to(tl.float32)
     dtype: tl.constexpr = chosen.dtype.element_ty
     total = tl.sum(weights[:, None] * products, 0).to(dtype).to(tl.float32)

@@ -42,7 +42,12 @@ def route(
 
 
 def activate_experts(
-    normed: torch.Tensor, weight: torch.Tensor, w1: torch.Tensor, router_logits: torch.Tensor, top_k: int
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    w1: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Activate the shared MLP, and the experts that the router chose.
 
@@ -50,6 +55,7 @@ def activate_experts(
         normed, router_logits: from `route`.
         weight: [2 * width of the shared MLP, columns], gate rows first.
         w1: [num_experts, 2 * width of an expert, columns], gate rows first.
+        lengths: [batch], int32; where it is 0 the experts' activations are unspecified.
 
     Returns:
         ([batch, width of the shared MLP], [batch * top_k, width of an expert]) in the weights' dtype.
@@ -65,6 +71,7 @@ def add_feed_forward(
     expert_activated: torch.Tensor,
     w2: torch.Tensor,
     router_logits: torch.Tensor,
+    lengths: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
     """Compute residual + alpha * (the shared MLP's output) + alpha * (the experts' weighted sum).
@@ -75,6 +82,7 @@ def add_feed_forward(
         weight: [rows, width of the shared MLP].
         w2: [num_experts, rows, width of an expert].
         router_logits: from `route`.
+        lengths: [batch], int32; where it is 0 the result is unspecified.
     """
     topk_weights, ids = topk.topk_softmax(router_logits, len(expert_activated) // len(activated))
     residual = norm.residual_add(residual, F.linear(activated, weight), alpha)

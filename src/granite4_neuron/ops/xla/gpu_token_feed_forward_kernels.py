@@ -113,10 +113,15 @@ def _route(
 
 
 def activate_experts(
-    normed: torch.Tensor, weight: torch.Tensor, w1: torch.Tensor, router_logits: torch.Tensor, top_k: int
+    normed: torch.Tensor,
+    weight: torch.Tensor,
+    w1: torch.Tensor,
+    router_logits: torch.Tensor,
+    lengths: torch.Tensor,
+    top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if len(normed) > 1:
-        return batch.activate_experts(normed, weight, w1, router_logits, top_k)
+        return batch.activate_experts(normed, weight, w1, router_logits, lengths, top_k)
     (experts, expert_rows, columns), rows = w1.shape, len(weight) // 2
     expert_rows //= 2
     activated, expert_activated = weight.new_empty(1, rows), weight.new_empty(top_k, expert_rows)
@@ -191,10 +196,11 @@ def add_feed_forward(
     expert_activated: torch.Tensor,
     w2: torch.Tensor,
     router_logits: torch.Tensor,
+    lengths: torch.Tensor,
     alpha: float,
 ) -> torch.Tensor:
     if len(residual) > 1:
-        return batch.add_feed_forward(residual, activated, weight, expert_activated, w2, router_logits, alpha)
+        return batch.add_feed_forward(residual, activated, weight, expert_activated, w2, router_logits, lengths, alpha)
     (rows, columns), (top_k, expert_columns) = weight.shape, expert_activated.shape
     y = torch.empty_like(residual)
     experts, choices = len(w2), triton.next_power_of_2(top_k)

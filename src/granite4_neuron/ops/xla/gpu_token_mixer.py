@@ -60,7 +60,7 @@ def advance_mixer(
         inputs: from `mixer_inputs`.
         dt_bias, A_log, D: [num_heads].
         ssm_state: [batch, num_heads, head_dim, d_state], float32.
-        lengths: [batch]; where it is 0 the state stays.
+        lengths: [batch]; where it is 0 the state stays, and the result is unspecified.
 
     Returns:
         y * silu(gate), [batch, num_heads * head_dim] in float32.

@@ -174,12 +174,12 @@ def _advance_mixer(
     is_d, is_state = d < head_dim, n < d_state
     channel = head * head_dim + d
     at = channel[:, None] * d_state + n[None]
-    is_here = is_d[:, None] & is_state[None]
+    is_real = tl.load(lengths + row) > 0
+    is_here = is_d[:, None] & is_state[None] & is_real  # an idle sequence's state is neither read nor written
     ssm_state += row * d_inner * d_state
     state = tl.load(ssm_state + at, is_here, 0.0)
     bias, A = tl.load(dt_bias + head).to(tl.float32), -tl.exp(tl.load(A_log + head).to(tl.float32))
     skip = tl.load(D + head).to(tl.float32)
-    is_real = tl.load(lengths + row) > 0
     wait(overlaps)
 
     inputs += row * (2 * d_inner + 2 * group_width + num_heads)
@@ -197,7 +197,6 @@ def _advance_mixer(
     soft = tl.where(sum == 1.0, e, tl.log(sum) * e / tl.where(sum == 1.0, 1.0, sum - 1.0))
     dt = tl.where(dt <= 20.0, soft, dt)
     dt = tl.minimum(tl.maximum(dt, lowest_dt, tl.PropagateNan.ALL), highest_dt, tl.PropagateNan.ALL)
-    dt = tl.where(is_real, dt, 0.0)
 
     state = state * tl.exp(dt * A) + (dt * x)[:, None] * b[None]
     tl.store(ssm_state + at, state, is_here)

@@ -51,7 +51,7 @@ def _(x, norm_weight, weight, eps):
 
 
 @activate_experts.register_fake
-def _(normed, weight, w1, router_logits, top_k):
+def _(normed, weight, w1, router_logits, lengths, top_k):
     tokens = len(normed)
     return normed.new_empty(tokens, len(weight) // 2), normed.new_empty(tokens * top_k, w1.shape[1] // 2)
 
