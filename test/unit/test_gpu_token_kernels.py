@@ -8,6 +8,7 @@ import torch
 from granite4_neuron.ops.xla import gpu
 from granite4_neuron.ops.xla import gpu_token_feed_forward as feed_forward
 from granite4_neuron.ops.xla import gpu_token_mixer as mixer
+from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
@@ -58,8 +59,8 @@ def weights(*shape, dtype):
 
 
 def compare(definition, *arguments, dtype=torch.float32, real=None, **constants):
-    """Compare the results, and what is written in place; return the definition's. With the lengths `real`,
-    results of sequences that are idle are not compared.
+    """Compare the results, and what is written in place; return the definition's results. With the lengths `real` these
+    are of sequences that are not idle.
     """
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
     expected, outputs = definition(*theirs, **constants), gpu.kernel_of(definition)(*ours, **constants)
@@ -149,15 +150,17 @@ def test_mlp(columns, dtype, batch):
 )
 def test_experts(experts, top_k, columns, dtype, batch):
     """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
-    x, norm, lengths = random(batch, columns), 1 + random(columns, dtype=dtype), lengths_of(batch, 1)
+    x, norm = random(batch, columns), 1 + random(columns, dtype=dtype)
+    all_real, some_idle = torch.ones(batch, dtype=torch.int32), lengths_of(batch, 1)
     normed, logits = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
     logits = logits.mul(3).round()
     first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
-    compare(feed_forward.activate_experts, normed, first, w1, logits, lengths, top_k, dtype=dtype, real=lengths)
-    activated, expert_activated = random(batch, 21, dtype=dtype), random(batch * top_k, 18, dtype=dtype)
+    compare(feed_forward.activate_experts, normed, first, w1, logits, some_idle, top_k, dtype=dtype, real=some_idle)
+    activated = compare(feed_forward.activate_experts, normed, first, w1, logits, all_real, top_k, dtype=dtype)
     second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
-    for each in (logits, torch.full_like(logits, math.nan)):
-        arguments = random(batch, 24), activated, second, expert_activated, w2, each, lengths, 0.3
+    of_nan = torch.full_like(logits, math.nan)
+    for each, lengths in ((logits, some_idle), (logits, all_real), (of_nan, all_real)):
+        arguments = random(batch, 24), activated[0], second, activated[1], w2, each, lengths, 0.3
         compare(feed_forward.add_feed_forward, *arguments, dtype=dtype, real=lengths)
 
 
@@ -165,10 +168,7 @@ def test_idle_sequences_choose_no_expert():
     lengths, top_k, experts = lengths_of(8, 1), 2, 6
     arguments = random(8, 16), weights(42, 16, dtype=torch.float32), weights(experts, 36, 16, dtype=torch.float32)
     normed, first, w1, logits, lengths = (each.to(DEVICE) for each in (*arguments, random(8, experts), lengths))
-    torch.use_deterministic_algorithms(True)  # memory that nothing writes is NaN
-    try:
+    with unwritten_memory_is_nan():
         _, outputs = gpu.kernel_of(feed_forward.activate_experts)(normed, first, w1, logits, lengths, top_k)
-    finally:
-        torch.use_deterministic_algorithms(False)
     is_written = ~outputs.isnan().view(8, -1).any(1)
     assert torch.equal(is_written, lengths > 0)

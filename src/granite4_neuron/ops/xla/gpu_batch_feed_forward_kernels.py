@@ -210,16 +210,9 @@ def add_feed_forward(
     )
     columns_of_sum = min(_COLUMNS_OF_SUM, triton.next_power_of_2(rows))
     sizes = rows, experts, padded_experts, top_k, triton.next_power_of_2(top_k), columns_of_sum
+    options = launch_options(residual, WARPS_OF_SMALL_PARTS)
     _add_outputs[batch, triton.cdiv(rows, columns_of_sum)](
-        residual,
-        shared,
-        chosen,
-        router_logits,
-        lengths,
-        y,
-        alpha,
-        *sizes,
-        **launch_options(residual, WARPS_OF_SMALL_PARTS),
+        residual, shared, chosen, router_logits, lengths, y, alpha, *sizes, **options
     )
     return y
 
