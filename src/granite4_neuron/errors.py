@@ -26,6 +26,19 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
         raise UserError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
 
 
+def described(error: Exception) -> str:
+    """Return what an exception says, with its type where that is not for users: a part of a sentence."""
+    said = str(error).strip().rstrip(".")
+    if isinstance(error, UserError):
+        return said
+    return printable(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def sentence_of(error: Exception) -> str:
+    """Return the sentence that ends what an exception has made fail."""
+    return str(error) if isinstance(error, UserError) else f"a step failed ({described(error)})."
+
+
 def printable(text: str) -> str:
     """Return a text as one line that a terminal shows as it is: other characters are escaped, and a long text is cut.
 

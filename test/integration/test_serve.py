@@ -19,6 +19,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 from granite4_neuron import generate, load
 from granite4_neuron.engine import Engine
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.serving.no_effect import FieldsWithoutEffect
@@ -359,12 +360,10 @@ class TestLoad:
         assert "under the request's sampling options" in json.loads(error)["error"]["message"]
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-    def test_logits_that_are_not_finite_are_the_servers_matter(self, tiny, stream):
-        class Broken(Engine):
-            def _choose(self, sequence, logits, drafts=()):
-                return super()._choose(sequence, [token_logits * math.nan for token_logits in logits], drafts)
-
-        with serving(*tiny, engine_class=Broken) as server:
+    def test_logits_that_are_not_finite_are_the_servers_matter(self, tiny, stream, monkeypatch):
+        mask = Sampler.mask
+        monkeypatch.setattr(Sampler, "mask", lambda sampler, logits: mask(sampler, logits * math.nan))
+        with serving(*tiny) as server:
             body = {"prompt": PROMPT, "stream": stream}
             answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
             assert answer.status_code == 500 and "model's logits are not finite" in answer.json()["error"]["message"]
@@ -379,6 +378,29 @@ class TestLoad:
         with serving(*tiny, engine_class=Failing) as server:
             answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": "x"}, timeout=60)
             assert answer.status_code == 500 and "engine has stopped" in answer.json()["error"]["message"]
+            until(lambda: server.should_exit and server._has_failed)
+
+    def test_a_step_that_fails_ends_its_texts_and_only_steps_that_keep_failing_end_the_server(self, tiny, monkeypatch):
+        runtime, fails = tiny[0], []
+        step = runtime.step
+
+        def failing(*arguments):
+            if fails:
+                raise fails.pop()
+            return step(*arguments)
+
+        monkeypatch.setattr(runtime, "step", failing)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        with serving(*tiny) as server:
+            url, body = f"{server.address}/v1/completions", {"prompt": "x", "max_tokens": 2}
+            fails.append(RuntimeError("out of luck"))
+            answer = httpx.post(url, json=body, timeout=60)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == "a step failed (RuntimeError: out of luck)."
+            assert httpx.post(url, json=body, timeout=60).status_code == 200
+            fails += [RuntimeError("out of luck")] * 3
+            for _ in range(3):
+                assert httpx.post(url, json=body, timeout=60).status_code == 500
             until(lambda: server.should_exit and server._has_failed)
 
     def test_a_request_that_is_encoded_while_the_engine_fails_is_answered(self, tiny, monkeypatch):

@@ -79,9 +79,13 @@ def poison_state(state, free, stored) -> None:
                         tensor[slot, :, length:] = math.nan
 
 
+def free_slots(engine: Engine) -> list[int]:
+    return engine._slots.free([sequence.slot for sequence in engine._running.values()])
+
+
 def poison_engine(engine: Engine) -> None:
     stored = {sequence.slot: sequence.stored for sequence in engine._running.values()}
-    poison_state(engine._slots.state, engine._slots._free, stored)
+    poison_state(engine._slots.state, free_slots(engine), stored)
 
 
 class PoisonedPrefixCache(PrefixCache):

@@ -180,7 +180,8 @@ class TestTree:
         assert other.export(PROMPTS[0]).num_bytes == exported.num_bytes == other.stats.num_bytes
 
     def test_counts(self, cache):
-        assert cache.find(PROMPTS[5]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        found = cache.find(PROMPTS[5]), cache.find(PROMPTS[0] + (1, 2))
+        assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_logits_are_its_own(self, runtime, state):
@@ -263,7 +264,8 @@ class TestReservedSlots:
     def test_counts(self, runtime):
         cache = SlotPrefixCache(runtime, (2, 3))
         cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, LOGITS)
-        assert cache.find(PROMPTS[1]) is None and cache.find(PROMPTS[0] + (1, 2)).length == 12
+        found = cache.find(PROMPTS[1]), cache.find(PROMPTS[0] + (1, 2))
+        assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_where_prompts_part(self, runtime):
@@ -296,9 +298,9 @@ class TestSlots:
         budget = held(any_runtime, 30, 20)
         enough, short = (Slots(any_runtime, 3, 40, size) for size in (budget, budget - 1))
         for slots in (enough, short):
-            assert slots.take(30) is not None
-        assert enough.take(20) is not None and enough.take(1) is None
-        assert short.take(20) is None and short.take(19) is not None
+            assert slots.take(30, []) == 1
+        assert enough.take(20, [1]) == 2 and enough.take(1, [1, 2]) is None
+        assert short.take(20, [1]) is None and short.take(19, [1]) == 2
 
     def test_the_longest_that_is_taken(self, any_runtime):
         slots = Slots(any_runtime, 1, 100, held(any_runtime, 30))
@@ -308,10 +310,9 @@ class TestSlots:
 
     def test_the_slot_with_the_most_memory_is_used_first(self, runtime):
         slots = Slots(runtime, 3, 100, None)
-        long, short = slots.take(50), slots.take(10)
-        slots.give_back(short)
-        slots.give_back(long)
-        assert slots.take(5) == long and slots.take(5) == short
+        assert [slots.take(10, []), slots.take(50, [1])] == [1, 2]
+        assert slots.take(5, []) == 2 and slots.take(5, [2]) == 1 and slots.take(5, [1, 2]) == 3
+        assert slots.take(5, [1, 2, 3]) is None
 
     def test_reserved_slots_are_above_the_sequences(self, runtime):
         Slots(runtime, 2, 10, None, (3,))

@@ -270,7 +270,7 @@ def test_errors_leave_the_conversation_as_it_was(new, monkeypatch):
         say(conversation, "\udc80")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="not finite"):
         runtime_class = type(conversation._engine.runtime)
-        patch.setattr(runtime_class, "step", lambda self, state, rows: torch.full((1, 264), math.nan))
+        patch.setattr(runtime_class, "step", lambda self, state, rows, all_logits: torch.full((1, 264), math.nan))
         say(conversation, "Go on")
     assert conversation.turns == turns and not conversation._engine.has_work
     say(conversation, "Go on")

@@ -16,7 +16,7 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.state import MambaState
-from test.support.engines import CHUNK, ChunkRuntime, generate_one, poison_engine, run, tokens_of
+from test.support.engines import CHUNK, ChunkRuntime, free_slots, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
@@ -76,7 +76,7 @@ def test_every_sequence_is_what_it_is_alone(model, alone, arrivals, num_sequence
             assert tokens_of(outputs.get(id, [])) == tokens[: len(outputs.get(id, []))]
         else:
             assert tokens_of(outputs[id]) == tokens and outputs[id][-1].finish_reason == "length"
-    assert sorted(engine._slots._free) == list(range(1, num_sequences + 1))
+    assert free_slots(engine) == list(range(1, num_sequences + 1))
 
 
 def test_texts_depend_on_all_that_went_before(alone):

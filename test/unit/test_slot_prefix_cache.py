@@ -114,7 +114,8 @@ def test_a_copy_that_forgets_the_window_is_seen(runtime, monkeypatch):
     generate_one(engine, Request(TOKENS[:40], 6))
     monkeypatch.setattr(HybridState, "copy", copy)
     logits = []
-    monkeypatch.setattr(engine, "_advance", lambda *a, call=engine._advance: logits.append(a[2]) or call(*a))
+    step = runtime.step
+    monkeypatch.setattr(runtime, "step", lambda *arguments: logits.append(step(*arguments)) or logits[-1])
     tokens = generate_one(engine, Request(prompt, 6))
     monkeypatch.undo()
     runtime.logits.clear()

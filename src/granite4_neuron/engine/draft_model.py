@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from granite4_neuron.engine.drafters import DraftRequest
+from granite4_neuron.engine.drafters import DraftRequest, TokenChooser
 from granite4_neuron.engine.prefix_cache import PrefixCache
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
@@ -52,15 +52,20 @@ class DraftModel:
         self._cache = prefix_cache
         self._max_length = min(max_length, runtime.max_length)
         self._state = runtime.allocate(num_sequences, self._max_length)
-        self._free = list(range(num_sequences, 0, -1))
+        self._num_sequences = num_sequences
         self._followed: dict[int, _Followed] = {}
+        self._unfinished: Sequence[int] = ()  # ids of sequences whose state a call is changing
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """See `Drafter.propose`. The first call for a sequence runs its prompt, except for a cached prefix."""
+        self._forget_unfinished()
+        self._forget_others(requests)
         drafts = [_Draft(request, self._follow(request), self._most(request)) for request in requests]
         growing = [draft for draft in drafts if draft.followed is not None and draft.most > 0]
         if growing:
+            self._unfinished = [draft.request.id for draft in growing]
             self._read(growing)
+            self._unfinished = ()
             logits = [draft.followed.logits for draft in growing]
             while growing := [draft for draft, last in zip(growing, logits, strict=True) if draft.grow(last)]:
                 logits = self._last_logits([draft.row for draft in growing])
@@ -68,15 +73,31 @@ class DraftModel:
 
     def end(self, id: int) -> None:
         """See `Drafter.end`."""
-        if id in self._followed:
-            followed = self._followed.pop(id)
-            if self._cache is not None and followed.stored:
-                self._keep(followed)
-            self._free.append(followed.slot)
+        self._forget_unfinished()
+        followed = self._followed.pop(id, None)
+        if followed is not None and self._cache is not None and followed.stored:
+            self._keep(followed)
+
+    @property
+    def _free(self) -> list[int]:
+        in_use = {followed.slot for followed in self._followed.values()}
+        return [slot for slot in range(1, self._num_sequences + 1) if slot not in in_use]
+
+    def _forget_unfinished(self) -> None:
+        """Forget the sequences that a call was reading when it failed: nobody knows what their state has seen."""
+        for id in self._unfinished:
+            self._followed.pop(id, None)
+        self._unfinished = ()
+
+    def _forget_others(self, requests: Sequence[DraftRequest]) -> None:
+        """If there is no slot for a new sequence, forget those that are not asked for: of an engine that is gone."""
+        ids = {request.id for request in requests}
+        if not self._free and not ids <= self._followed.keys():
+            self._followed = {id: followed for id, followed in self._followed.items() if id in ids}
 
     def _follow(self, request: DraftRequest) -> _Followed | None:
-        if request.id not in self._followed and self._free:
-            self._followed[request.id] = _Followed(self._free.pop())
+        if request.id not in self._followed and (free := self._free):
+            self._followed[request.id] = _Followed(free[0])
         followed = self._followed.get(request.id)
         if followed is not None:
             followed.tokens = request.tokens
@@ -158,9 +179,7 @@ class _Draft:
     followed: _Followed | None
     most: int
     tokens: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._chooser = self.request.chooser.fork()
+    chooser: TokenChooser | None = None
 
     @property
     def row(self) -> Row:
@@ -169,7 +188,8 @@ class _Draft:
     def grow(self, logits: torch.Tensor) -> bool:
         """Add a draft; return whether there may be a further one."""
         try:
-            self.tokens.append(self._chooser(logits, [*self.request.tokens, *self.tokens]))
-        except UserError:  # the small model's logits are not finite; the sequence goes on without drafts
+            self.chooser = self.chooser or self.request.chooser.fork()
+            self.tokens.append(self.chooser(logits, [*self.request.tokens, *self.tokens]))
+        except UserError:  # such as logits that are not finite; the sequence goes on without drafts
             return False
         return len(self.tokens) < self.most

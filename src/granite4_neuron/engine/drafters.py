@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 
 from granite4_neuron.engine.ngram import ngram_propose
+from granite4_neuron.engine.sampling_params import is_list, is_whole
+from granite4_neuron.errors import UserError
 
 
 class TokenChooser(Protocol):
@@ -64,3 +67,19 @@ class NgramDrafter:
 
     def end(self, id: int) -> None:
         """See `Drafter.end`."""
+
+
+def check_drafts(drafts: object, requests: Sequence[DraftRequest], vocab_size: int) -> Sequence[Sequence[int]]:
+    """Return what a drafter has proposed.
+
+    Raises:
+        UserError: it is not, for each request, a list of at most as many token ids as it asks for.
+    """
+    if not is_list(drafts) or len(drafts) != len(requests):
+        raise UserError(f"the drafts are {reprlib.repr(drafts)}, and must be {len(requests)} lists.")
+    for its_drafts, request in zip(drafts, requests, strict=True):
+        if not is_list(its_drafts) or len(its_drafts) > request.most:
+            raise UserError(f"drafts are {reprlib.repr(its_drafts)}, and must be a list of at most {request.most}.")
+        if not all(is_whole(token) and 0 <= token < vocab_size for token in its_drafts):
+            raise UserError(f"drafts are {reprlib.repr(its_drafts)}; token ids are 0 to {vocab_size - 1}.")
+    return drafts

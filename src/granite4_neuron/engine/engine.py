@@ -10,35 +10,47 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron.engine.adapters import AppliedAdapter
-from granite4_neuron.engine.drafters import Drafter, DraftRequest
+from granite4_neuron.engine.drafters import Drafter, DraftRequest, check_drafts
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
+from granite4_neuron.engine.sampling import RequestFault
 from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.errors import UserError
+from granite4_neuron.errors import UserError, sentence_of
 from granite4_neuron.runtime.interface import Row, Runtime, require
+
+_LOGGER = logging.getLogger(__name__)
+# Of all engines: a drafter that outlives its engine must not take a new sequence for an old one.
+_IDS = itertools.count()
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of an engine wait while another thread is in such a method."""
+    """Make a method of an engine wait while another thread is in such a method, and begin with the end of what an
+    earlier call has left unfinished.
+    """
 
     @functools.wraps(method)
     def locked(self: Engine, *arguments: Any, **options: Any) -> Any:
+        if self._lock._is_owned():
+            raise UserError("an engine cannot be called by what it calls itself, such as a logits processor.")
         with self._lock:
+            self._fail(list(self._unfinished.values()), "it was interrupted in the middle of a step.")
             return method(self, *arguments, **options)
 
     return locked
@@ -52,6 +64,12 @@ class Engine:
 
     The output of a sequence does not depend on other sequences: when they start and end, how long they are, or whether
     they fail.
+
+    What fails ends the sequences that it was done for, each with an error output, and no others. What a request brings,
+    such as a logits processor, is called for its sequence alone, and the runtime for all sequences of a step. A step
+    counts for a sequence when its outputs are among those that `step` is to return. If an exception leaves a call, as
+    an interrupt does, the next call first ends the sequences of a step that has begun and does not count. Drafts and
+    snapshots only save time: if one fails, that is logged, and the sequences go on without.
 
     Args:
         runtime: what runs the steps.
@@ -68,6 +86,9 @@ class Engine:
         drafter: proposes tokens, which makes sequences faster and does not change them. A sequence whose drafts keep
             being rejected pauses drafting.
         draft_tokens: the most tokens it proposes for a sequence.
+
+    Attributes:
+        failed_steps: of the runtime, in a row, up to the last one.
 
     Raises:
         UserError: an argument is not what it must be, or the runtime has no room for so many or such long sequences or
@@ -109,9 +130,12 @@ class Engine:
         self._cache = prefix_cache
         self._drafter = drafter
         self._draft_tokens = draft_tokens
-        self._ids = itertools.count()
         self._waiting: deque[RunningSequence] = deque()
         self._running: dict[int, RunningSequence] = {}  # by id, in the order in which they started
+        self._unfinished: dict[int, RunningSequence] = {}  # by id, for which something is done that does not count yet
+        self._outputs: list[Output] = []  # that count, and that no step has returned yet
+        self._logged: set[str] = set()  # what failed that only saves time
+        self.failed_steps = 0
         self._prompts_are_next = True
         self._lock = threading.RLock()
 
@@ -121,8 +145,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence runs or waits."""
-        return bool(self._waiting or self._running)
+        """Whether a sequence runs or waits, or has outputs that no step has returned yet."""
+        return bool(self._waiting or self._running or self._outputs)
 
     @property
     def num_running(self) -> int:
@@ -160,7 +184,7 @@ class Engine:
         request = request.with_defaults(self.runtime.generation_config)
         text = TextStream(self._tokenizer, request.stop, request.tokens, request.skip_special_tokens)
         adapter = AppliedAdapter.of(request.adapter, request.tokens, self.runtime.adapters)
-        sequence = RunningSequence(next(self._ids), request, limit, text, adapter)
+        sequence = RunningSequence(next(_IDS), request, limit, text, adapter)
         self._waiting.append(sequence)
         return sequence.id
 
@@ -173,14 +197,13 @@ class Engine:
         """
         if not is_whole(id):
             raise UserError(f"id is {reprlib.repr(id)}, and must be the number that `Engine.add` returned.")
-        if id in self._running:
-            self._end(self._running[id])
-            return True
-        for sequence in self._waiting:
-            if sequence.id == id:
-                self._waiting.remove(sequence)
-                return True
-        return False
+        found = [self._running[id]] if id in self._running else [each for each in self._waiting if each.id == id]
+        for sequence in found:
+            self._end(sequence)
+        others = [output for output in self._outputs if output.id != id]
+        had_not_ended = bool(found) or len(others) < len(self._outputs)
+        self._outputs = others
+        return had_not_ended
 
     @_one_at_a_time
     def finish(self, id: int) -> str:
@@ -194,46 +217,58 @@ class Engine:
         if not is_whole(id) or id not in self._running:
             raise UserError(f"id is {reprlib.repr(id)}, and must be that of a sequence that runs.")
         sequence = self._running[id]
-        if self._cache is not None and sequence.logits is not None:
+        if sequence.logits is not None:
             self._keep(sequence)
         self._end(sequence)
         return sequence.text.finish()
 
-    @_one_at_a_time
     def step(self) -> list[Output]:
         """Run one step; return the new tokens, in order for each sequence: with a drafter perhaps several."""
+        self._run_step()
+        # Python handles no signal between these: an interrupt leaves the outputs to the next step, or to the caller.
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @_one_at_a_time
+    def _run_step(self) -> None:
         self._keep_what_is_due()
         self._start_waiting()
         prompts = [sequence for sequence in self._running.values() if sequence.is_prompt]
         others = [sequence for sequence in self._running.values() if not sequence.is_prompt]
         if prompts and (self._prompts_first or self._prompts_are_next or not others):
             self._prompts_are_next = False
-            return self._run_prompts(prompts)
-        self._prompts_are_next = True
-        return self._decode(others) if others else []
+            self._run_prompts(prompts)
+        else:
+            self._prompts_are_next = True
+            self._decode(others)
 
     def _start_waiting(self) -> None:
         """Start waiting sequences in order: one that does not fit yet holds back those after it."""
+        if self.failed_steps and not self._running:
+            self._slots.renew()  # a device's state may be lost with a step that failed
         while self._waiting:
-            slot = self._slots.take(self._waiting[0].limit)
-            if slot is None:
-                return
-            sequence = self._waiting.popleft()
-            sequence.slot = slot
-            self._running[sequence.id] = sequence
+            sequence = self._waiting[0]
+            with self._for(sequence):
+                slot = self._slots.take(sequence.limit, [each.slot for each in self._running.values()])
+                if slot is None:
+                    return
+                sequence.slot = slot
+                self._running[sequence.id] = sequence
+                self._waiting.popleft()
 
-    def _run_prompts(self, sequences: Sequence[RunningSequence]) -> list[Output]:
+    def _run_prompts(self, sequences: Sequence[RunningSequence]) -> None:
         """Run one chunk of the first prompt, together with those of others that fit into the padded step."""
         started = time.perf_counter()
-        outputs, chosen, rows = [], [], []
+        chosen, rows = [], []
         for sequence in sequences:
             # Not one more token fits. Later sequences wait: they may find more in the prefix cache by then.
             if len(rows) == self.runtime.rows_per_step or not self._fits(rows):
                 break
             if self._waits_for_prefix(sequence, chosen):
                 continue
-            outputs += self._begin(sequence)
-            if not sequence.is_prompt:
+            with self._for(sequence):
+                self._begin(sequence)
+            if sequence.id not in self._running or not sequence.is_prompt:
                 continue
             stop = sequence.next_cut(self.runtime.tokens_per_step, self.runtime.is_exact_at_any_cut)
             row = sequence.next_row(stop)
@@ -242,25 +277,14 @@ class Engine:
             chosen.append(sequence)
             rows.append(row)
         if rows:
-            outputs += self._advance(chosen, rows, self._prompt_logits(chosen, rows))
+            self._advance(chosen, rows)
         self.stats.prompt_tokens += sum(len(row.tokens) for row in rows)
         self.stats.prompt_seconds += time.perf_counter() - started
-        return outputs
 
     def _fits(self, rows: Sequence[Row], tokens: int = 1) -> bool:
         """Return whether a step of these rows has room for another row of so many tokens; an empty step always has."""
         longest = max(tokens, *(len(row.tokens) for row in rows), 0)
         return not rows or (len(rows) + 1) * longest <= self.runtime.tokens_per_step
-
-    def _prompt_logits(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> Sequence[torch.Tensor]:
-        """Run rows of prompts; return the logits [vocab_size] after the last token of each."""
-        if all(sequence.request.prompt_logprobs is None for sequence in sequences):
-            return self.runtime.step(self._slots.state, rows)
-        logits = self.runtime.step(self._slots.state, rows, all_logits=True)
-        for sequence, row, row_logits in zip(sequences, rows, logits, strict=True):
-            if sequence.request.prompt_logprobs is not None:
-                sequence.record_prompt_logprobs(row, row_logits)
-        return [row_logits[len(row.tokens) - 1] for row, row_logits in zip(rows, logits, strict=True)]
 
     def _waits_for_prefix(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
         """Return whether one of the others, which run in this step, will put a shared prefix into the cache."""
@@ -271,106 +295,120 @@ class Engine:
         kept = (other.next_kept(self._cache.interval, chunk, is_exact) for other in others)
         return any(its_kept <= length for its_kept, length in zip(kept, lengths, strict=True))
 
-    def _begin(self, sequence: RunningSequence) -> list[Output]:
+    def _begin(self, sequence: RunningSequence) -> None:
         """Start from the cached prefix of a prompt. If it is the whole prompt, choose the first token at once."""
         if self._cache is None or sequence.has_begun:
-            return []
+            return
         sequence.has_begun = True
+        with self._saving_time("the prefix cache"):
+            self._restore_prefix(sequence)
+        if not sequence.is_prompt:
+            logits = sequence.prefix.logits
+            self._count(sequence, 0, logits, sequence.choose([logits]))
+
+    def _restore_prefix(self, sequence: RunningSequence) -> None:
         self._cache.attach(self._slots.state)
         sequence.prefix = self._cache.find(sequence.keys)
         sequence.cuts |= self._cache.new_branches(sequence.keys)
-        if sequence.prefix is None:
-            return []
-        self._cache.restore(sequence.prefix, self._slots.state, sequence.slot)
-        sequence.stored = sequence.prefix.length
-        self.stats.cached_tokens += sequence.stored
-        if sequence.is_prompt:
-            return []
-        outputs = self._choose(sequence, [sequence.prefix.logits])
-        self._end_or_keep(sequence, outputs, sequence.prefix.logits)
-        return outputs
+        if sequence.prefix is not None:
+            self._cache.restore(sequence.prefix, self._slots.state, sequence.slot)
+            sequence.stored = sequence.cached_tokens = sequence.prefix.length
+            self.stats.cached_tokens += sequence.stored
 
-    def _decode(self, sequences: Sequence[RunningSequence]) -> list[Output]:
+    def _decode(self, sequences: Sequence[RunningSequence]) -> None:
         """Compute one more token of each sequence, and accept the drafts after it that agree."""
-        started = time.perf_counter()
+        started, generated = time.perf_counter(), self.stats.generated_tokens
         drafts = self._draft(sequences)
-        rows = [
-            sequence.next_row(len(sequence.tokens), its_drafts)
-            for sequence, its_drafts in zip(sequences, drafts, strict=True)
-        ]
-        if any(drafts):
-            outputs = self._verify(sequences, rows)
-        else:
-            outputs = self._advance(sequences, rows, self.runtime.step(self._slots.state, rows))
-        self.stats.decode_tokens += len(outputs)
+        sequences = [sequence for sequence in sequences if sequence.id in self._running]
+        rows = [sequence.next_row(len(sequence.tokens), drafts.get(sequence.id, ())) for sequence in sequences]
+        if any(drafts.values()):
+            self._verify(sequences, rows)
+        elif rows:
+            self._advance(sequences, rows)
+        self.stats.decode_tokens += self.stats.generated_tokens - generated
         self.stats.decode_rows += len(rows)
         self.stats.decode_seconds += time.perf_counter() - started
-        return outputs
 
-    def _draft(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
+    def _draft(self, sequences: Sequence[RunningSequence]) -> dict[int, Sequence[int]]:
+        """Return the drafts of sequences that have some, by id, as far as their constraints allow them."""
         if self._drafter is None:
-            return [[] for _ in sequences]
+            return {}
         most = min(self._draft_tokens, self.runtime.tokens_per_verification - 1)
         interval = None if self._cache is None else self._cache.interval
         requests = [
             DraftRequest(each.id, each.tokens, each.most_drafts(most, interval), each.sampler) for each in sequences
         ]
-        drafts = self._drafter.propose(requests)
-        return [each.sampler.allowed(its_drafts) for each, its_drafts in zip(sequences, drafts, strict=True)]
+        proposed: Sequence[Sequence[int]] = []
+        with self._saving_time("the drafter"):
+            proposed = check_drafts(self._drafter.propose(requests), requests, self.runtime.config.vocab_size)
+        drafts = {}
+        for sequence, its_drafts in zip(sequences, proposed, strict=False):
+            if its_drafts:
+                with self._for(sequence):
+                    drafts[sequence.id] = sequence.sampler.allowed(its_drafts)
+        return drafts
 
-    def _verify(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> list[Output]:
-        verification = self.runtime.verify(self._slots.state, rows)
-        outputs, accepted = [], []
-        for sequence, row, logits in zip(sequences, rows, verification.logits, strict=True):
-            chosen = self._choose(sequence, logits, row.tokens[1:])
-            outputs.append(chosen)
-            accepted.append(sum(output.error is None for output in chosen))
-            if len(row.tokens) > 1:
-                self._record_drafts(sequence, len(row.tokens) - 1, max(0, accepted[-1] - 1))
-        self.runtime.commit(self._slots.state, verification, accepted)
-        for sequence, chosen, count, logits in zip(sequences, outputs, accepted, verification.logits, strict=True):
-            sequence.stored += count
-            self._end_or_keep(sequence, chosen, logits[count - 1])
-        return list(itertools.chain(*outputs))
+    def _advance(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> None:
+        """Run a step, and choose the next token of each sequence whose tokens have all been run."""
+        all_logits = any(sequence.reports_prompt for sequence in sequences)
+        with self._for(*sequences):
+            self.failed_steps += 1
+            logits = self.runtime.step(self._slots.state, rows, all_logits)
+            self.failed_steps = 0
+            for sequence, row, row_logits in zip(sequences, rows, logits, strict=True):
+                with self._for(sequence):
+                    if sequence.reports_prompt:
+                        sequence.record_prompt_logprobs(row, row_logits)
+                    last = row_logits[len(row.tokens) - 1] if all_logits else row_logits
+                    is_run = row.start + len(row.tokens) == len(sequence.tokens)
+                    self._count(sequence, len(row.tokens), last, sequence.choose([last]) if is_run else [])
+
+    def _verify(self, sequences: Sequence[RunningSequence], rows: Sequence[Row]) -> None:
+        """Verify drafts, and accept those that are the tokens chosen."""
+        with self._for(*sequences):
+            self.failed_steps += 1
+            verification = self.runtime.verify(self._slots.state, rows)
+            chosen: list[Sequence[Output]] = [[] for _ in rows]
+            for at, (sequence, row, logits) in enumerate(zip(sequences, rows, verification.logits, strict=True)):
+                with self._for(sequence):
+                    chosen[at] = sequence.choose(logits, row.tokens[1:])
+            accepted = [sum(output.error is None for output in outputs) for outputs in chosen]
+            self.runtime.commit(self._slots.state, verification, accepted)
+            self.failed_steps = 0
+            for sequence, row, logits, count, outputs in zip(
+                sequences, rows, verification.logits, accepted, chosen, strict=True
+            ):
+                if sequence.id in self._running:
+                    with self._for(sequence):
+                        self._record_drafts(sequence, len(row.tokens) - 1, max(0, count - 1))
+                        self._count(sequence, count, logits[count - 1], outputs)
 
     def _record_drafts(self, sequence: RunningSequence, drafted: int, accepted: int) -> None:
-        sequence.backoff.note(len(sequence.tokens), accepted)
-        self.stats.drafted_tokens += drafted
-        self.stats.accepted_tokens += accepted
+        if drafted:
+            sequence.backoff.note(len(sequence.tokens), accepted)
+            self.stats.drafted_tokens += drafted
+            self.stats.accepted_tokens += accepted
 
-    def _advance(self, sequences: Sequence[RunningSequence], rows: Sequence[Row], logits: torch.Tensor) -> list[Output]:
-        """Choose the next token of each sequence whose tokens have all been run."""
-        outputs = []
-        for sequence, row, row_logits in zip(sequences, rows, logits, strict=True):
-            sequence.stored += len(row.tokens)
-            chosen = self._choose(sequence, [row_logits]) if sequence.stored == len(sequence.tokens) else []
-            self._end_or_keep(sequence, chosen, row_logits)
-            outputs += chosen
-        return outputs
-
-    def _choose(
-        self, sequence: RunningSequence, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()
-    ) -> list[Output]:
-        """Choose further tokens of a sequence; see `RunningSequence.choose`."""
-        outputs = sequence.choose(logits, drafts)
-        self.stats.generated_tokens += sum(output.error is None for output in outputs)
-        return outputs
-
-    def _end_or_keep(self, sequence: RunningSequence, outputs: Sequence[Output], logits: torch.Tensor) -> None:
-        """End the sequence if it is done, with a snapshot; else take note of a snapshot that is due.
+    def _count(
+        self, sequence: RunningSequence, num_tokens: int, logits: torch.Tensor, outputs: Sequence[Output]
+    ) -> None:
+        """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. If they
+        end it, keep a snapshot of it; else take note of one that is due.
 
         Args:
-            logits: [vocab_size], after the last stored token.
+            logits: [vocab_size], after the last of those tokens.
         """
-        reason = outputs[-1].finish_reason if outputs else None
+        sequence.stored += num_tokens
         sequence.logits = logits
-        if self._cache is not None and reason != "error":
-            if reason is not None:
-                self._keep(sequence)
-            elif sequence.is_kept(self._cache.interval):
-                sequence.is_due = True
-        if reason is not None:
-            self._end(sequence)
+        self._outputs += outputs
+        self.stats.generated_tokens += sum(output.error is None for output in outputs)
+        reason = outputs[-1].finish_reason if outputs else None
+        if reason is None:
+            sequence.is_due = self._cache is not None and sequence.is_kept(self._cache.interval)
+            return
+        if reason != "error":
+            self._keep(sequence)
+        self._end(sequence)
 
     def _keep_what_is_due(self) -> None:
         """Keep the snapshots of the last step; its new tokens have not waited for them."""
@@ -380,15 +418,56 @@ class Engine:
                 self._keep(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
-        keys = sequence.keys[: sequence.stored]
-        self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
-        if not sequence.is_prompt:
-            self._cache.make_ready()
+        """Have the prefix cache, if there is one, keep a snapshot of a sequence."""
+        if self._cache is None:
+            return
+        with self._saving_time("the prefix cache"):
+            keys = sequence.keys[: sequence.stored]
+            self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
+            if not sequence.is_prompt:
+                self._cache.make_ready()
+
+    @contextmanager
+    def _for(self, *sequences: RunningSequence) -> Iterator[None]:
+        """Do something for sequences. If it fails, end those of them that have not ended."""
+        new = [sequence.id for sequence in sequences if sequence.id not in self._unfinished]
+        self._unfinished.update((sequence.id, sequence) for sequence in sequences)
+        try:
+            yield
+        except Exception as error:  # whatever it is, others must not notice
+            if not isinstance(error, UserError):
+                _LOGGER.error("A step of the engine failed.", exc_info=error)
+            self._fail(sequences, sentence_of(error), isinstance(error, RequestFault))
+        for id in new:
+            self._unfinished.pop(id, None)
+
+    @contextmanager
+    def _saving_time(self, what: str) -> Iterator[None]:
+        """Do what only saves time. If it fails, go on without."""
+        try:
+            yield
+        except Exception as error:
+            if what not in self._logged:
+                self._logged.add(what)
+                _LOGGER.warning("%s failed, and texts go on without it: %s", what, sentence_of(error), exc_info=error)
+
+    def _fail(self, sequences: Sequence[RunningSequence], error: str, is_requests_fault: bool = False) -> None:
+        """End sequences, with an error output where no output has ended them. It may be interrupted and done again."""
+        ended = {output.id for output in self._outputs if output.finish_reason is not None}
+        for sequence in sequences:
+            if sequence.id in self._running or sequence in self._waiting:
+                if sequence.id not in ended:
+                    self._outputs.append(Output(sequence.id, None, "", "error", error, is_requests_fault))
+                self._end(sequence)
+            self._unfinished.pop(sequence.id, None)
 
     def _end(self, sequence: RunningSequence) -> None:
-        del self._running[sequence.id]
-        self._slots.give_back(sequence.slot)
+        """Forget a sequence. It may be interrupted and done again."""
         if sequence.prefix is not None:
             self._cache.release(sequence.prefix)
         if self._drafter is not None:
-            self._drafter.end(sequence.id)
+            with self._saving_time("the drafter"):
+                self._drafter.end(sequence.id)
+        if sequence.id not in self._running or (self._waiting and self._waiting[0] is sequence):
+            self._waiting.remove(sequence)
+        self._running.pop(sequence.id, None)

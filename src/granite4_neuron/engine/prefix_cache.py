@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
@@ -50,9 +51,9 @@ class PrefixCacheStats:
     evictions: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prefix:
-    """A prefix found in the cache. It is not evicted until it is released.
+    """A prefix found in the cache. It is not evicted until it is released, or nobody holds it any more.
 
     snapshots: of its `length` tokens, for `Runtime.restore`.
     logits: [vocab_size], float32, after the last of them.
@@ -66,6 +67,8 @@ class Prefix:
 
 class PrefixCache:
     """Snapshots of sequences by their tokens, in the host's memory. Those worth least are evicted first (`Entries`).
+
+    If keeping one fails, or is interrupted, the cache forgets all: its tree may not be whole.
 
     slots: slots of the state that it reserves: none.
 
@@ -103,11 +106,17 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.interval = interval
         self.at_branches = at_branches
-        self.stats = PrefixCacheStats()
+        self._stats = PrefixCacheStats()
         self._runtime = runtime
         self._folder = folder
-        self._root = Node(None, 0)
-        self._entries = Entries()
+        self._found: WeakSet[Prefix] = WeakSet()
+        self._forget()
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """Totals and sizes so far."""
+        self._stats.in_use = len(self._found)
+        return self._stats
 
     @property
     def folder_bytes(self) -> int | None:
@@ -116,22 +125,24 @@ class PrefixCache:
 
     def find(self, tokens: Sequence[int]) -> Prefix | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
-        self.stats.queries += 1
+        self._check_tree()
+        self._stats.queries += 1
         node = self._longest(tokens)
         if self._folder is not None:
             found = self._folder.find(tokens, node.length + SHORTEST_SHARED)
             if found is not None:
                 self._load(found)
                 before, node = node.length, self._longest(tokens)
-                self.stats.folder_hit_tokens += node.length - before
+                self._stats.folder_hit_tokens += node.length - before
         self._entries.look_up(node if node.length else None)
         if not node.length:
             return None
+        prefix = Prefix(node.length, self._snapshots(node), node.logits, node)
+        node.users.add(prefix)
+        self._found.add(prefix)
         self._write(node, tokens)
-        node.users += 1
-        self.stats.in_use += 1
-        self.stats.hit_tokens += node.length
-        return Prefix(node.length, self._snapshots(node), node.logits, node)
+        self._stats.hit_tokens += node.length
+        return prefix
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
         """Return where a sequence diverges from an earlier one, if the last snapshot before that is far enough away."""
@@ -143,8 +154,8 @@ class PrefixCache:
 
     def release(self, prefix: Prefix) -> None:
         """Record that a sequence that started from this prefix has ended."""
-        prefix.node.users -= 1
-        self.stats.in_use -= 1
+        prefix.node.users.discard(prefix)
+        self._found.discard(prefix)
 
     def attach(self, state: HybridState | None) -> None:
         """Do nothing: snapshots do not depend on the state."""
@@ -176,6 +187,12 @@ class PrefixCache:
 
     def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
+        self._check_tree()
+        self._is_changing = True
+        self._change(tokens, take, logits)
+        self._is_changing = False
+
+    def _change(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
             self._entries.use(node)
@@ -218,12 +235,24 @@ class PrefixCache:
         """Return the entry of exactly these tokens as one snapshot, with the tokens and the logits; None if there is
         none.
         """
+        self._check_tree()
         node, _, _ = self._descend(tokens)
         if node.length != len(tokens) or node.recurrent is None:
             return None
         snapshots = self._snapshots(node)
         tensors = {**padded_keys_and_values(snapshots, node.length), LOGITS: node.logits}
         return replace(snapshots[-1], start=0, tensors=tensors, tokens=tuple(tokens))
+
+    def _check_tree(self) -> None:
+        """Forget all if an earlier change has not come to its end."""
+        if self._is_changing:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._root = Node(None, 0)
+        self._entries = Entries()
+        self._stats.snapshots = self._stats.num_bytes = 0
+        self._is_changing = False
 
     def _longest(self, tokens: Sequence[int]) -> Node:
         """Return the longest entry that is a prefix of a sequence; the root if there is none."""
@@ -267,29 +296,29 @@ class PrefixCache:
             parent = node
             node = Node(parent, parent.length + len(tokens), tokens, keys_and_values(snapshot.tensors))
             parent.children[tokens[0]] = node
-            self.stats.num_bytes += node.tokens_bytes
+            self._stats.num_bytes += node.tokens_bytes
         node.recurrent = recurrent_state(snapshot.tensors)
         node.logits = logits.clone()
         node.entry_bytes = node.logits.nbytes + sum(tensor.nbytes for tensor in node.recurrent.values())
-        self.stats.num_bytes += node.entry_bytes
-        self.stats.snapshots += 1
+        self._stats.num_bytes += node.entry_bytes
+        self._stats.snapshots += 1
         self._entries.use(node)
 
     @property
     def _has_room_for_state(self) -> bool:
-        return self.max_bytes is None or self.stats.num_bytes + self._num_bytes(0) <= self.max_bytes
+        return self.max_bytes is None or self._stats.num_bytes + self._num_bytes(0) <= self.max_bytes
 
     def _has_room(self, needed: int, neighbour: Node) -> bool:
         """Return whether there is room for a new entry, or evicting others can make it. The keys and values up to its
         neighbour stay.
         """
-        if self.max_bytes is None or self.stats.num_bytes + needed <= self.max_bytes:
+        if self.max_bytes is None or self._stats.num_bytes + needed <= self.max_bytes:
             return True
         return self._bytes_in_use(neighbour) + needed <= self.max_bytes
 
     def _make_room(self, needed: int, neighbour: Node) -> None:
         """Evict the entries worth least until there is room."""
-        while self.max_bytes is not None and self.stats.num_bytes + needed > self.max_bytes:
+        while self.max_bytes is not None and self._stats.num_bytes + needed > self.max_bytes:
             self._evict(self._entries.least(), neighbour)
 
     def _bytes_in_use(self, neighbour: Node) -> int:
@@ -299,9 +328,9 @@ class PrefixCache:
         return sum(node.entry_bytes for node in used) + sum(node.tokens_bytes for node in nodes)
 
     def _evict(self, node: Node, neighbour: Node) -> None:
-        self.stats.num_bytes -= node.entry_bytes
-        self.stats.snapshots -= 1
-        self.stats.evictions += 1
+        self._stats.num_bytes -= node.entry_bytes
+        self._stats.snapshots -= 1
+        self._stats.evictions += 1
         self._entries.remove(node)
         node.recurrent, node.logits, node.entry_bytes = None, None, 0
         self._prune(node, neighbour)
@@ -309,7 +338,7 @@ class PrefixCache:
     def _prune(self, node: Node, neighbour: Node | None = None) -> None:
         """Remove a node that nothing needs, and then its parents up to the neighbour if they are not needed either."""
         while node is not neighbour and node.parent is not None and node.recurrent is None and not node.children:
-            self.stats.num_bytes -= node.tokens_bytes
+            self._stats.num_bytes -= node.tokens_bytes
             del node.parent.children[node.tokens[0]]
             node = node.parent
 

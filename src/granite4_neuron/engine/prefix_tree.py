@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 
@@ -22,7 +23,7 @@ class Node:
         was evicted.
     entry_bytes: the bytes of these two.
     continuations: how many sequences have gone on from it so far, each with another token or yet without one.
-    users: running sequences that started from it; it is not evicted while there are any.
+    users: what `PrefixCache.find` has returned of it and somebody holds; it is not evicted while there are any.
     last_use: the number of look-ups when it was kept or found last.
     """
 
@@ -35,7 +36,7 @@ class Node:
     entry_bytes: int = 0
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     continuations: int = 0
-    users: int = 0
+    users: WeakSet = field(default_factory=WeakSet)
     last_use: int = 0
 
     @property

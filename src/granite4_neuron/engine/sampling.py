@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import (
@@ -19,12 +21,34 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from granite4_neuron.engine.sampling_params import SamplingParams
-from granite4_neuron.errors import UserError
+from granite4_neuron.engine.constraint import Constraint
+from granite4_neuron.engine.sampling_params import SamplingParams, is_whole
+from granite4_neuron.errors import UserError, described
+
+_CONSTRAINT = "the request's constraint"
 
 
-class NoTokenLeft(UserError):
+class RequestFault(UserError):
+    """What a request brings has failed, such as its logits processors or its constraint. The message names it."""
+
+
+class NoTokenLeft(RequestFault):
     """A request's own options leave no token to choose, although the model's logits are finite."""
+
+
+@contextmanager
+def _blamed_on(what: str) -> Iterator[None]:
+    """Call something that a request brings.
+
+    Raises:
+        RequestFault: whatever it raises; the message names it.
+    """
+    try:
+        yield
+    except RequestFault:
+        raise
+    except Exception as error:  # it is foreign code
+        raise RequestFault(f"{what} failed ({described(error)}).") from error
 
 
 class Sampler:
@@ -38,7 +62,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._processors = _logits_processors(params, prompt_length)
         self._copies = bool(params.logits_processors)  # which may write to the scores; the logits are others' too
-        self._constraint = None if params.constraint is None else params.constraint.fork()
+        self._constraint = _fork(params.constraint)
         self._is_greedy = params.temperature == 0
         self._generator = torch.Generator()
         if params.seed is None:
@@ -55,12 +79,26 @@ class Sampler:
 
         Raises:
             NoTokenLeft: it forbids all.
+            RequestFault: it fails.
         """
-        return logits if self._constraint is None else self._constraint.mask(logits)
+        if self._constraint is None:
+            return logits
+        with _blamed_on(_CONSTRAINT):
+            return _checked(self._constraint.mask(logits), logits)
 
     def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Return the first of some drafts, up to one that the constraint forbids."""
-        return drafts if self._constraint is None else drafts[: self._constraint.count_allowed(drafts)]
+        """Return the first of some drafts, up to one that the constraint forbids.
+
+        Raises:
+            RequestFault: the constraint fails.
+        """
+        if self._constraint is None:
+            return drafts
+        with _blamed_on(_CONSTRAINT):
+            count = self._constraint.count_allowed(drafts)
+            if not is_whole(count) or not 0 <= count <= len(drafts):
+                raise UserError(f"of {len(drafts)} tokens it allows {reprlib.repr(count)}")
+            return drafts[:count]
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
         """Choose the token to append, and advance the constraint by it.
@@ -71,11 +109,13 @@ class Sampler:
 
         Raises:
             NoTokenLeft: the logits are finite, but not after the options have been applied.
+            RequestFault: a logits processor or the constraint fails.
             UserError: the logits are not finite.
         """
         token = self._choose(logits, tokens)
         if self._constraint is not None:
-            self._constraint.accept(token)
+            with _blamed_on(_CONSTRAINT):
+                self._constraint.accept(token)
         return token
 
     def _choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> int:
@@ -93,10 +133,14 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
 
     def fork(self) -> Sampler:
-        """Return a copy that chooses the same tokens and advances neither random numbers nor constraint of this one."""
+        """Return a copy that chooses the same tokens and advances neither random numbers nor constraint of this one.
+
+        Raises:
+            RequestFault: the constraint fails.
+        """
         forked = copy.copy(self)
         forked._generator = self._generator.clone_state()
-        forked._constraint = None if self._constraint is None else self._constraint.fork()
+        forked._constraint = _fork(self._constraint)
         return forked
 
     def _scores(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -104,6 +148,24 @@ class Sampler:
         if not self._processors:
             return logits
         return self._processors(torch.tensor([tokens]), logits[None].clone() if self._copies else logits[None])[0]
+
+
+class _RequestsProcessor(LogitsProcessor):
+    """A logits processor that a request brings."""
+
+    def __init__(self, processor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        self._processor = processor
+        name = getattr(processor, "__qualname__", type(processor).__qualname__)
+        self._name = f"the request's logits processor {name}"
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return its scores.
+
+        Raises:
+            RequestFault: it fails.
+        """
+        with _blamed_on(self._name):
+            return _checked(self._processor(input_ids, scores), scores)
 
 
 class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
@@ -133,6 +195,27 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
+def _fork(constraint: Constraint | None) -> Constraint | None:
+    if constraint is None:
+        return None
+    with _blamed_on(_CONSTRAINT):
+        return constraint.fork()
+
+
+def _checked(result: object, scores: torch.Tensor) -> torch.Tensor:
+    """Return what a processor or a constraint has made of scores.
+
+    Raises:
+        UserError: it cannot be the scores of the same tokens.
+    """
+    if not isinstance(result, torch.Tensor):
+        raise UserError(f"it returned {reprlib.repr(result)}, and must return a tensor")
+    if (result.shape, result.dtype, result.device) != (scores.shape, scores.dtype, scores.device):
+        found, right = (f"{list(each.shape)} of {each.dtype} on {each.device}" for each in (result, scores))
+        raise UserError(f"it returned a tensor {found}, and must return one {right}")
+    return result.detach()
+
+
 def _argmax(logits: torch.Tensor) -> int:
     """Return the token of the highest logit, or one whose logit is NaN.
 
@@ -158,7 +241,7 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
         processors.append(OccurrencePenaltyLogitsProcessor(*penalties, prompt_length))
     if params.repetition_penalty not in (None, 1):
         processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
-    processors += params.logits_processors
+    processors += map(_RequestsProcessor, params.logits_processors)
     if params.temperature == 0:
         return processors
     if params.temperature not in (None, 1):

@@ -13,14 +13,14 @@ from granite4_neuron.engine.backoff import DraftBackoff
 from granite4_neuron.engine.logprobs import TokenLogprob, token_logprobs
 from granite4_neuron.engine.prefix_cache import Prefix
 from granite4_neuron.engine.request import Output, PromptReport, Request
-from granite4_neuron.engine.sampling import NoTokenLeft, Sampler
+from granite4_neuron.engine.sampling import RequestFault, Sampler
 from granite4_neuron.engine.slot_prefix_cache import KeptSlot
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningSequence:
     """A request and its progress.
 
@@ -32,7 +32,8 @@ class RunningSequence:
     stored: how many of them the state has seen.
     cuts: lengths at which the prompt is cut and a prefix cache keeps a snapshot.
     has_begun: whether the prefix cache has been asked, or tokens have been run.
-    prefix: the cached prefix that it started from, if any.
+    prefix: the cached prefix that was found for it, if any.
+    cached_tokens: how many tokens of it the state has.
     backoff: when to draft for it.
     logits: [vocab_size], after the last stored token; None before the first step.
     is_due: whether a prefix cache is to keep a snapshot before the next step.
@@ -51,6 +52,7 @@ class RunningSequence:
     cuts: set[int] = field(init=False)
     has_begun: bool = False
     prefix: Prefix | KeptSlot | None = None
+    cached_tokens: int = 0
     logits: torch.Tensor | None = None
     is_due: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -78,6 +80,11 @@ class RunningSequence:
     def is_prompt(self) -> bool:
         """Whether tokens of the prompt have still to be run."""
         return self.stored < len(self.request.tokens)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the next step's logits are for log-probabilities of the prompt."""
+        return self.is_prompt and self.request.prompt_logprobs is not None
 
     def next_cut(self, chunk: int, is_exact_at_any_cut: bool) -> int:
         """Return where the tokens to run next end: at a requested snapshot, after the last token, or before that at a
@@ -121,7 +128,7 @@ class RunningSequence:
         following = self.request.tokens[row.start + 1 : row.start + len(row.tokens) + 1]
         self.prompt_logprobs += token_logprobs(logits[: len(following)], following, self.request.prompt_logprobs)
 
-    def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int]) -> list[Output]:
+    def choose(self, logits: Sequence[torch.Tensor], drafts: Sequence[int] = ()) -> list[Output]:
         """Choose the next token, and further ones as long as each equals its draft.
 
         Each is chosen exactly as without drafts: from logits after the same tokens, with the next random number.
@@ -134,8 +141,8 @@ class RunningSequence:
             try:
                 allowed = self.sampler.mask(token_logits)
                 token = self.sampler.choose(allowed, self.tokens)
-            except UserError as error:  # the logits are not finite; other sequences must not notice
-                is_requests_fault = isinstance(error, NoTokenLeft)
+            except UserError as error:  # the logits are not finite, or what the request brings has failed
+                is_requests_fault = isinstance(error, RequestFault)
                 return [*outputs, Output(self.id, None, self.text.finish(), "error", str(error), is_requests_fault)]
             outputs.append(self.append(token, allowed))
             if token != draft or outputs[-1].finish_reason is not None:
@@ -146,7 +153,7 @@ class RunningSequence:
         """Add a token that was chosen from logits [vocab_size], from `Sampler.mask`."""
         prompt = logprob = None
         if len(self.tokens) == len(self.request.tokens):
-            prompt = PromptReport(0 if self.prefix is None else self.prefix.length, self.prompt_logprobs)
+            prompt = PromptReport(self.cached_tokens, self.prompt_logprobs)
         if self.request.logprobs is not None:
             [logprob] = token_logprobs(logits[None], [token], self.request.logprobs)
         self.tokens.append(token)

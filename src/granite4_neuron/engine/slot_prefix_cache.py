@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 
@@ -17,7 +18,7 @@ from granite4_neuron.runtime.interface import Runtime, require
 
 @dataclass(frozen=True, eq=False)
 class KeptSlot:
-    """A prefix in a slot of its own.
+    """A prefix in a slot of its own, or a copy of one that somebody has found.
 
     logits: [vocab_size], float32, after its last token.
     """
@@ -56,10 +57,19 @@ class SlotPrefixCache:
                 f"there are {len(slots)} slots for {len(self._pinned)} pinned prefixes; at least one more is needed."
             )
         self.slots = tuple(slots)
-        self.stats = PrefixCacheStats()
+        self._stats = PrefixCacheStats()
+        self._found: WeakSet[KeptSlot] = WeakSet()
         self._runtime = runtime
         self._state: HybridState | None = None
         self._forget()
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """Totals and sizes so far."""
+        self._stats.in_use = len(self._found)
+        self._stats.snapshots = len(self._kept)
+        self._stats.num_bytes = sum(kept.logits.nbytes for kept in self._kept.values())
+        return self._stats
 
     def attach(self, state: HybridState | None) -> None:
         """Use this state; forget all prefixes if it is not the same as before."""
@@ -69,15 +79,16 @@ class SlotPrefixCache:
 
     def find(self, tokens: Sequence[int]) -> KeptSlot | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
-        self.stats.queries += 1
+        self._stats.queries += 1
         found = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
         if not found:
             return None
         longest = max(found, key=lambda kept: kept.length)
         self._kept.move_to_end(longest.tokens)
-        self.stats.hit_tokens += longest.length
-        self.stats.in_use += 1
-        return longest
+        self._stats.hit_tokens += longest.length
+        found = replace(longest)
+        self._found.add(found)
+        return found
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
         """Return where to cut a sequence: where it diverges from a kept prefix, if far enough, and where pinned ones
@@ -95,7 +106,7 @@ class SlotPrefixCache:
 
     def release(self, prefix: KeptSlot) -> None:
         """Record that a sequence that started from a copy of this prefix has ended."""
-        self.stats.in_use -= 1
+        self._found.discard(prefix)
 
     def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
         """Keep a copy of a slot, unless there already is one for these tokens.
@@ -109,13 +120,12 @@ class SlotPrefixCache:
         if tokens in self._kept:
             self._kept.move_to_end(tokens)
             return
-        if not self._free:
+        if len(self._kept) == len(self.slots):
             self._evict()
-        free = self._free.pop()
+        taken = {kept.slot for kept in self._kept.values()}
+        free = max(each for each in self.slots if each not in taken)
         self._runtime.copy(state, slot, free, len(tokens))
         self._kept[tokens] = KeptSlot(tokens, free, logits.clone())
-        self.stats.snapshots += 1
-        self.stats.num_bytes += logits.nbytes
 
     def make_ready(self) -> None:
         """Do nothing: slots are there."""
@@ -123,15 +133,10 @@ class SlotPrefixCache:
     def _evict(self) -> None:
         oldest = next(kept for kept in self._kept.values() if kept.tokens not in self._pinned)
         del self._kept[oldest.tokens]
-        self._free.append(oldest.slot)
-        self.stats.snapshots -= 1
-        self.stats.num_bytes -= oldest.logits.nbytes
-        self.stats.evictions += 1
+        self._stats.evictions += 1
 
     def _forget(self) -> None:
         self._kept: OrderedDict[tuple[int, ...], KeptSlot] = OrderedDict()  # least recently used first
-        self._free = list(self.slots)
-        self.stats.snapshots = self.stats.num_bytes = 0
 
 
 def spare_slots(runtime: Runtime, num_sequences: int, max_bytes: int) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from granite4_neuron.available_memory import available_bytes
 from granite4_neuron.errors import UserError
@@ -26,10 +26,11 @@ def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequ
 
 
 class Slots:
-    """Which slots of a state are free. The state is allocated for all of them, but takes memory only when written.
+    """The slots of a state. The state is allocated for all of them, but takes memory only when written.
 
     A slot keeps the memory of its longest sequence, so the free slot with the most memory is used first. If no sequence
-    runs and the memory of free slots is needed, the state is allocated again.
+    runs and the memory of free slots is needed, the state is allocated again. Which slots are in use is known to who
+    uses them only, so none can be lost.
 
     Args:
         runtime: allocates the state.
@@ -74,29 +75,42 @@ class Slots:
                 f"there are {self._memory_bytes:,}."
             )
 
-    def take(self, length: int) -> int | None:
-        """Take a slot for a sequence of up to `length` tokens; None if there is no room for it now."""
-        if not self._free:
+    def take(self, length: int, in_use: Collection[int]) -> int | None:
+        """Return a slot for a sequence of up to `length` tokens; None if there is no room for it now.
+
+        Args:
+            in_use: the slots of sequences that run.
+
+        Raises:
+            UserError: the state has to be allocated again, and the runtime has no room for it.
+        """
+        if not self._lengths:
+            self._allocate()
+        free = self.free(in_use)
+        if not free:
             return None
-        slot = max(self._free, key=self._lengths.get)
+        slot = max(free, key=self._lengths.get)
         if not self._has_room(slot, length):
-            if len(self._free) < self._num_sequences:
+            if in_use:
                 return None
             self._allocate()
-            slot = self._free[0]
-        self._free.remove(slot)
+            slot = free[0]
         self._lengths[slot] = max(self._lengths[slot], length)
         return slot
 
-    def give_back(self, slot: int) -> None:
-        """Free a slot whose sequence has ended."""
-        self._free.append(slot)
+    def free(self, in_use: Collection[int]) -> list[int]:
+        """Return the slots for sequences that are not in use."""
+        return [slot for slot in range(1, self._num_sequences + 1) if slot not in in_use]
+
+    def renew(self) -> None:
+        """Have the state allocated again before a slot is taken. None may be in use."""
+        self._lengths = {}
 
     def _allocate(self) -> None:
-        self.state = None  # the old one's memory first
+        self._lengths, self.state = {}, None  # the old one's memory first
         self.state = self._runtime.allocate(self._num_slots, self._max_length)
-        self._free = list(range(1, self._num_sequences + 1))
-        self._lengths = dict.fromkeys(self._free, 0)  # of the longest sequence that each slot has had
+        # Of the longest sequence that each slot has had.
+        self._lengths = dict.fromkeys(self.free(()), 0)
 
     def _has_room(self, slot: int, length: int) -> bool:
         if self._memory_bytes is None:

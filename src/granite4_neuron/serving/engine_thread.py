@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
 from granite4_neuron.engine import Engine, Output, Request
-from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.metrics import Metrics
 
 RETRY_AFTER_SECONDS = 1
+
+# In a row: then the device is lost, and whoever watches over the server is to start it again.
+_MOST_FAILED_STEPS = 3
 
 Batch = list[tuple[int, Output]]
 
@@ -103,7 +105,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._take_in():
+            while self._engine.failed_steps < _MOST_FAILED_STEPS and self._take_in():
                 self._give_out(self._engine.step())
         finally:
             self._loop.call_soon_threadsafe(self._ended)
@@ -125,7 +127,7 @@ class EngineThread:
                 id = self._engine.add(request)
                 generation.ids.append(id)
                 self._generations[id] = generation, index
-        except UserError as error:
+        except Exception as error:  # such as too little memory; other requests must not notice
             self._cancel(generation)
             self._loop.call_soon_threadsafe(self._fail, generation, error)
 

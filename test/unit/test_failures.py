@@ -1,0 +1,449 @@
+"""What fails in a step ends the sequences that it was done for, with a reason; all others are what they are alone."""
+
+import functools
+import gc
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from granite4_neuron import UserError
+from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
+from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.slots import Slots
+from test.support.engines import (
+    CHUNK,
+    VOCAB,
+    ChunkRuntime,
+    cached_bytes,
+    engine_model,
+    free_slots,
+    generate_one,
+    run,
+    tokens_of,
+)
+from test.support.stepping import random_tokens
+
+NEW, LONG = 8, 30
+PROMPTS = [random_tokens(VOCAB, length, seed=length).tolist() for length in (5, 20, 33)]
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Return the tokens of a prompt's continuation in an engine of its own."""
+
+    @functools.cache
+    def tokens(number, max_tokens=NEW):
+        return generate_one(Engine(ChunkRuntime(model), 1), Request(PROMPTS[number], max_tokens))
+
+    return tokens
+
+
+def engine_of(runtime, **options):
+    return Engine(runtime, 3, prefix_cache=PrefixCache(runtime, None, CHUNK), **options)
+
+
+def check_goes_on(engine, alone):
+    """Check that nothing is in use, and that all texts are right, also from the prefix cache."""
+    assert not engine.has_work and free_slots(engine) == [1, 2, 3]
+    assert engine._cache.stats.in_use == 0 and not any(node.users for node in engine._cache._entries)
+    for _ in range(2):
+        ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+        outputs = run(engine)
+        assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+
+
+def raising(error):
+    def call(*arguments):
+        raise error
+
+    return call
+
+
+def returning(value):
+    return lambda *arguments: value
+
+
+WRONG_SCORES = {
+    "an exception": (raising(ZeroDivisionError("by zero")), r"failed \(ZeroDivisionError: by zero\)\."),
+    "an exception without words": (raising(MemoryError()), r"failed \(MemoryError\)\."),
+    "no tensor": (returning(None), r"\(it returned None, and must return a tensor\)"),
+    "an array": (returning(np.zeros((1, VOCAB))), "must return a tensor"),
+    "more columns": (
+        returning(torch.zeros(1, 2 * VOCAB)),
+        r"a tensor \[1, 320\] of torch.float32 on cpu, and must .* \[1, 160\]",
+    ),
+    "fewer columns": (returning(torch.zeros(1, 3)), r"a tensor \[1, 3\]"),
+    "no axis": (returning(torch.tensor(1.0)), r"a tensor \[\]"),
+    "another dtype": (returning(torch.zeros(1, VOCAB, dtype=torch.float64)), "of torch.float64 on cpu, and must"),
+    "another device": (returning(torch.zeros(1, VOCAB, device="meta")), "on meta, and must"),
+}
+
+
+class TestWhatARequestBrings:
+    @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+    @pytest.mark.parametrize(("wrong", "message"), WRONG_SCORES.values(), ids=WRONG_SCORES.keys())
+    def test_a_processor_that_fails_ends_its_own_sequence(self, runtime, alone, wrong, message, drafted):
+        calls = itertools.count()
+
+        def processor(tokens, scores):
+            return wrong(tokens, scores) if next(calls) == 3 else scores
+
+        engine = engine_of(runtime, drafter=NgramDrafter(1, 2) if drafted else None)
+        bad = engine.add(Request(PROMPTS[0], NEW, logits_processors=[processor]))
+        others = {engine.add(Request(PROMPTS[number], NEW)): number for number in (1, 2)}
+        outputs = run(engine)
+        *before, last = outputs[bad]
+        assert tokens_of(before) == alone(0)[:3] and last.finish_reason == "error" and last.is_requests_fault
+        assert "the request's logits processor" in last.error and "processor failed (" in last.error
+        with pytest.raises(UserError, match=message):
+            raise UserError(last.error)
+        assert {number: tokens_of(outputs[id]) for id, number in others.items()} == {1: alone(1), 2: alone(2)}
+        check_goes_on(engine, alone)
+
+    @pytest.mark.parametrize("method", ["step", "add", "cancel", "finish"])
+    def test_a_processor_cannot_call_its_engine(self, runtime, alone, method):
+        engine = engine_of(runtime)
+        arguments = {"step": (), "add": (Request([1]),), "cancel": (0,), "finish": (0,)}[method]
+        bad = engine.add(Request(PROMPTS[0], NEW, logits_processors=[lambda *_: getattr(engine, method)(*arguments)]))
+        other = engine.add(Request(PROMPTS[1], NEW))
+        outputs = run(engine)
+        assert "an engine cannot be called by what it calls itself" in outputs[bad][-1].error
+        assert tokens_of(outputs[other]) == alone(1)
+        check_goes_on(engine, alone)
+
+    @pytest.mark.parametrize(
+        ("place", "wrong"),
+        [
+            *((place, raising(ValueError("no"))) for place in ("fork", "mask", "accept", "count_allowed")),
+            ("mask", returning(None)),
+            ("mask", returning(torch.zeros(3))),
+            ("count_allowed", returning("a")),
+            ("count_allowed", returning(-1)),
+            ("count_allowed", returning(99)),
+        ],
+    )
+    def test_a_constraint_that_fails_ends_its_own_sequence(self, runtime, alone, place, wrong):
+        class Faulty:
+            def fork(self):
+                return self
+
+            def mask(self, logits):
+                return logits
+
+            def accept(self, token):
+                pass
+
+            def count_allowed(self, tokens):
+                return len(tokens)
+
+        class Script:
+            def propose(self, requests):
+                return [[1][: request.most] for request in requests]
+
+            def end(self, id):
+                pass
+
+        engine, constraint = engine_of(runtime, drafter=Script()), Faulty()
+        setattr(constraint, place, wrong)
+        others = {engine.add(Request(PROMPTS[number], NEW)): number for number in (1, 2)}
+        request = Request(PROMPTS[0], NEW, constraint=constraint)
+        if place == "fork":
+            with pytest.raises(UserError, match=r"^the request's constraint failed \(ValueError: no\)\.$"):
+                engine.add(request)
+        else:
+            bad = engine.add(request)
+        outputs = run(engine)
+        if place != "fork":
+            last = outputs[bad][-1]
+            assert last.error.startswith("the request's constraint failed (") and last.is_requests_fault
+        assert {number: tokens_of(outputs[id]) for id, number in others.items()} == {1: alone(1), 2: alone(2)}
+        check_goes_on(engine, alone)
+
+
+class TestTheRuntime:
+    @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
+    @pytest.mark.parametrize("error", [RuntimeError("no luck"), MemoryError(), KeyboardInterrupt()], ids=repr)
+    @pytest.mark.parametrize("method", ["step", "verify", "commit"])
+    def test_a_step_that_fails_ends_its_sequences(self, model, alone, monkeypatch, method, error, is_late):
+        class Script:
+            def propose(self, requests):
+                texts = [prompt + alone(number, LONG) for number, prompt in enumerate(PROMPTS)]
+                found = (next(text for text in texts if text[: len(each.tokens)] == each.tokens) for each in requests)
+                return [text[len(each.tokens) :][: each.most] for text, each in zip(found, requests, strict=True)]
+
+            def end(self, id):
+                pass
+
+        runtime = ChunkRuntime(model)
+        engine = engine_of(runtime, drafter=None if method == "step" else Script())
+        first, waiting = [engine.add(Request(prompt, LONG)) for prompt in PROMPTS], engine.add(Request(PROMPTS[0], NEW))
+        outputs = []
+        while len({output.id for output in outputs}) < 3:
+            outputs += engine.step()
+        works = getattr(runtime, method)
+
+        def failing(*arguments):
+            monkeypatch.undo()
+            if is_late:
+                works(*arguments)
+            raise error
+
+        monkeypatch.setattr(runtime, method, failing)
+        try:
+            outputs += engine.step()
+        except KeyboardInterrupt:
+            assert isinstance(error, KeyboardInterrupt) and engine.has_work
+        for output in itertools.chain.from_iterable(run(engine).values()):
+            outputs.append(output)
+        of = {id: [output for output in outputs if output.id == id] for id in (*first, waiting)}
+        for number, id in enumerate(first):
+            *before, last = of[id]
+            assert tokens_of(before) == alone(number, LONG)[: len(before)] and last.finish_reason == "error"
+            assert not last.is_requests_fault
+            interrupted = "it was interrupted in the middle of a step."
+            assert last.error == (
+                interrupted
+                if isinstance(error, KeyboardInterrupt)
+                else f"a step failed ({type(error).__name__}{': no luck' if error.args else ''})."
+            )
+        assert tokens_of(of[waiting]) == alone(0)
+        check_goes_on(engine, alone)
+
+    def test_a_state_that_cannot_be_allocated_again(self, model, alone, monkeypatch):
+        runtime = ChunkRuntime(model)
+        engine = engine_of(runtime)
+        monkeypatch.setattr(runtime, "step", raising(RuntimeError("the device is lost")))
+        engine.add(Request(PROMPTS[0], NEW))
+        assert [output.error for output in engine.step()] == ["a step failed (RuntimeError: the device is lost)."]
+        assert engine.failed_steps == 1
+        monkeypatch.undo()
+        monkeypatch.setattr(runtime, "allocate", raising(UserError("there is no room.")))
+        engine.add(Request(PROMPTS[0], NEW))
+        assert [output.error for output in engine.step()] == ["there is no room."]
+        monkeypatch.undo()
+        check_goes_on(engine, alone)
+        assert engine.failed_steps == 0
+
+    def test_what_a_failed_step_has_left_in_the_state_is_let_go(self, model, monkeypatch):
+        """A device's state may have been given to the step."""
+        runtime = ChunkRuntime(model)
+        engine = engine_of(runtime)
+        monkeypatch.setattr(runtime, "step", raising(RuntimeError("no")))
+        engine.add(Request(PROMPTS[0], NEW))
+        engine.step()
+        monkeypatch.undo()
+        before = engine._slots.state
+        generate_one(engine, Request(PROMPTS[0], NEW))
+        assert engine._slots.state is not before
+
+
+class TestWhatOnlySavesTime:
+    @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError(), UserError("no.")], ids=repr)
+    @pytest.mark.parametrize("is_late", [False, True], ids=["before its work", "after its work"])
+    @pytest.mark.parametrize("method", ["snapshot", "restore", "prepare_snapshot"])
+    def test_without_a_snapshot_texts_go_on(self, model, alone, monkeypatch, caplog, method, error, is_late):
+        runtime = ChunkRuntime(model)
+        engine = engine_of(runtime)
+        works, calls = getattr(runtime, method), itertools.count()
+
+        def failing(*arguments):
+            if next(calls) % 2:
+                return works(*arguments)
+            if is_late:
+                works(*arguments)
+            raise error
+
+        monkeypatch.setattr(runtime, method, failing)
+        for _ in range(3):
+            ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+            outputs = run(engine)
+            assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+        assert len(caplog.records) == 1 and "the prefix cache failed, and texts go on without it" in caplog.text
+        caplog.clear()
+        monkeypatch.undo()
+        check_goes_on(engine, alone)
+        assert cached_bytes(engine._cache) == (engine._cache.stats.num_bytes, engine._cache.stats.snapshots)
+
+    @pytest.mark.parametrize(
+        "drafts",
+        [
+            raising(RuntimeError("no")),
+            returning(None),
+            returning([]),
+            returning([[]]),
+            *(
+                lambda requests, each=each: [each for _ in requests]
+                for each in (None, 1, [-1], [VOCAB], ["a"], [1] * 99)
+            ),
+        ],
+    )
+    def test_without_drafts_texts_go_on(self, runtime, alone, drafts, caplog):
+        class Faulty:
+            propose = staticmethod(drafts)
+            end = staticmethod(raising(RuntimeError("no")))
+
+        engine = engine_of(runtime, drafter=Faulty())
+        ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+        outputs = run(engine)
+        assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+        assert engine.stats.drafted_tokens == 0 and len(caplog.records) == 1
+        check_goes_on(engine, alone)
+
+    def test_a_draft_model_forgets_what_it_was_reading(self, runtime, model, alone, monkeypatch):
+        small = ChunkRuntime(model)
+        drafter = DraftModel(small, VOCAB, 3, 200, PrefixCache(small, None, None))
+        engine = engine_of(runtime, drafter=drafter)
+        ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+        commit, calls = small.commit, itertools.count()
+
+        def failing(*arguments):
+            commit(*arguments)
+            if next(calls) == 1:
+                raise RuntimeError("no")
+
+        monkeypatch.setattr(small, "commit", failing)
+        outputs = run(engine)
+        assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+        assert engine.stats.acceptance_rate == 1, "its state is never that of other tokens"
+        check_goes_on(engine, alone)
+        assert engine.stats.acceptance_rate == 1 and drafter._free == [1, 2, 3]
+
+    def test_a_draft_model_gives_the_slots_of_an_engine_that_is_gone_to_others(self, runtime, model, alone):
+        drafter = DraftModel(ChunkRuntime(model), VOCAB, 3, 200)
+        for _ in range(3):
+            engine = engine_of(runtime, drafter=drafter)
+            for prompt in PROMPTS:
+                engine.add(Request(prompt, NEW))
+            for _ in range(7):
+                engine.step()
+        engine = engine_of(runtime, drafter=drafter)
+        check_goes_on(engine, alone)
+        assert engine.stats.acceptance_rate == 1 and engine.stats.drafted_tokens > 10
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at a line of functions."""
+
+    def __init__(self, lines, *functions):
+        self.lines = lines
+        self.codes = {function.__code__ for function in functions}
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, argument):
+        if frame.f_code not in self.codes:
+            return self._trace if frame.f_code.co_filename.endswith(".py") else None
+        if event == "line":
+            self.lines -= 1
+            if self.lines == -1:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._trace
+
+
+class TestInterrupts:
+    def test_at_each_line_of_the_engine(self, runtime, alone):
+        """Sequences that are not ended by it have their texts, and no token comes twice or is lost."""
+        code = [value for value in vars(Engine).values() if hasattr(value, "__code__")]
+        code = [getattr(value, "__wrapped__", value) for value in code] + [Slots.take, Slots._allocate]
+        ended, interrupted = 0, 0
+        for line in range(0, 900, 7):
+            engine = engine_of(runtime, drafter=NgramDrafter(1, 2))
+            ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+            outputs = {id: [] for id in ids}
+            with Interrupt(line, *code) as _:
+                try:
+                    while engine.has_work:
+                        for output in engine.step():
+                            outputs[output.id].append(output)
+                except KeyboardInterrupt:
+                    interrupted += 1
+            for id, rest in run(engine).items():
+                outputs[id] += rest
+            for number, id in enumerate(ids):
+                *before, last = outputs[id]
+                ended += last.error is not None
+                tokens = tokens_of(before) if last.error is not None else tokens_of(outputs[id])
+                assert tokens == alone(number)[: len(tokens)] and (last.error is not None or len(tokens) == NEW)
+            check_goes_on(engine, alone)
+        assert interrupted > 60 and 0 < ended < 2 * interrupted
+
+    def test_at_each_line_of_the_prefix_cache(self, runtime, alone):
+        code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")]
+        interrupted = 0
+        for line in range(0, 400, 3):
+            engine = engine_of(runtime)
+            ids = [engine.add(Request(PROMPTS[2][:length] + [7] * 3, 2)) for length in (33, 20, 25)]
+            try:
+                with Interrupt(line, *code):
+                    run(engine)
+            except KeyboardInterrupt:
+                interrupted += 1
+            for id in ids:
+                engine.cancel(id)
+            check_goes_on(engine, alone)
+            assert cached_bytes(engine._cache) == (engine._cache.stats.num_bytes, engine._cache.stats.snapshots)
+        assert interrupted > 60
+
+    def test_outputs_that_count_are_returned_by_the_next_step(self, runtime, alone):
+        engine = engine_of(runtime)
+        id = engine.add(Request(PROMPTS[0], NEW))
+        outputs = []
+        while len(outputs) < NEW:
+            try:
+                with Interrupt(1, Engine.step):  # behind what runs the step
+                    engine.step()
+            except KeyboardInterrupt:
+                pass
+            assert engine.has_work
+            kept, engine._outputs = engine._outputs, []
+            outputs += kept
+        assert [output.id for output in outputs] == [id] * NEW and tokens_of(outputs) == alone(0)
+
+    def test_an_engine_that_is_dropped_holds_nothing(self, runtime):
+        cache = PrefixCache(runtime, None, CHUNK)
+        generate_one(Engine(runtime, 1, prefix_cache=cache), Request(PROMPTS[2], NEW))
+        engine = Engine(runtime, 1, prefix_cache=cache)
+        engine.add(Request(PROMPTS[2], NEW))
+        engine.step()
+        assert cache.stats.in_use == 1
+        del engine
+        gc.collect()
+        assert cache.stats.in_use == 0 and not any(node.users for node in cache._entries)
+
+
+def test_a_cancelled_sequence_gives_nothing_more(runtime, monkeypatch):
+    """Also if a step that was interrupted has ended it."""
+    engine = engine_of(runtime)
+    bad, good = engine.add(Request(PROMPTS[0], NEW)), engine.add(Request(PROMPTS[2], NEW))
+    monkeypatch.setattr(runtime, "step", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.cancel(bad) and not engine.cancel(bad)
+    outputs = run(engine)
+    assert set(outputs) == {good}
+
+
+def test_memory_that_runs_out_beside_a_step_ends_nobody(runtime, alone, monkeypatch):
+    engine = engine_of(runtime)
+    ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
+    fits = Engine._fits
+    monkeypatch.setattr(Engine, "_fits", raising(MemoryError()))
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.setattr(Engine, "_fits", fits)
+    outputs = run(engine)
+    assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+
+
+def test_texts_here_depend_on_all_that_went_before(alone):
+    assert all(len(set(alone(number))) > 3 for number in range(3))
+    assert engine_model().config.vocab_size == VOCAB
