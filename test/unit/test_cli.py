@@ -76,6 +76,15 @@ class TestGenerate:
         alone = [run(*common, prompt)[1] for prompt in ("one", "another one")]
         assert run(*common, "one", "another one")[1] == f"=== one\n{alone[0]}\n=== another one\n{alone[1]}\n"
 
+    def test_several_prompts_of_which_one_is_wrong(self, run, texting_folder):
+        arguments = "--model", texting_folder, "--max-tokens", 4, "--ignore-eos"
+        _, expected, _ = run("generate", *arguments, "One", "Two")
+        status, out, err = run("generate", *arguments, "One", "", "Two")
+        assert status == 2 and out.replace("=== \n\n\n", "") == expected
+        assert err.endswith("prompt 2 is empty; give at least one token of text.\n")
+        status, out, err = run("generate", *arguments, "", "")
+        assert status == 2 and out == "" and "2 of 2 prompts failed; the first: prompt 1 is empty" in err
+
     def test_options_reach_the_sampler(self, run, texting_folder):
         common = ("generate", "--model", texting_folder, "--max-tokens", 20, "--ignore-eos", "text", "--temperature", 2)
         first, again, other = (run(*common, "--seed", seed)[1] for seed in (1, 1, 2))

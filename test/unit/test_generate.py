@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron import UserError, chat, generate, stream_generate
+from granite4_neuron import GenerationError, UserError, chat, generate, stream_generate
 from granite4_neuron.commands.options import add_sampling, sampling_options
 from granite4_neuron.engine import Engine, GenerationStats, slots
 from granite4_neuron.engine.drafters import NgramDrafter
@@ -36,8 +36,11 @@ PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"
 REFUSED = {
     "empty": (dict(prompt=""), "the prompt is empty"),
     "none": (dict(prompt=[]), "there is no prompt"),
-    "one of several empty": (dict(prompt=["a", ""]), "prompt 2 is empty"),
-    "of nothing": (dict(prompt=["a", []]), "prompt 2 is empty"),
+    "all empty": (dict(prompt=["", ""]), "2 of 2 prompts failed; the first: prompt 1 is empty"),
+    "of nothing": (dict(prompt=[[]]), "the prompt is empty"),
+    "a set": (dict(prompt={"a", "b"}), "the prompt is of type set"),
+    "no prefix cache": (dict(prefix_cache=5), "prefix_cache is of type int, which has no find and no keep"),
+    "no drafter": (dict(drafter=5), "drafter is of type int"),
     "a number": (dict(prompt=3), "the prompt is of type int; give a text"),
     "three axes": (dict(prompt=torch.zeros(1, 1, 1)), "the prompt has 3 axes"),
     "numbers": (dict(prompt=torch.zeros(3)), "the prompt has 0.0 among its token ids"),
@@ -199,6 +202,48 @@ class TestLoop:
         assert len(ids[2]) > 200
         for found, wanted in ((names["logits"], expected.logits), (names["hidden_states"], expected.hidden_states[-1])):
             assert found.shape == wanted[0].shape and (found - wanted[0]).abs().max() < 1e-4
+
+    def test_what_gives_prompts_one_by_one(self, texting):
+        options = dict(max_tokens=5, ignore_eos=True)
+        expected = generate(*texting, PROMPTS, **options)
+        for prompts in ((text for text in PROMPTS), map(str, PROMPTS), dict(enumerate(PROMPTS)).values()):
+            assert generate(*texting, prompts, **options) == expected
+        assert generate(*texting, iter(PROMPTS[:1]), **options) == expected[:1]
+
+    @pytest.mark.parametrize("adapter", [None, [None, None, None, None]])
+    def test_a_prompt_that_fails_does_not_lose_the_others(self, texting, adapter):
+        """Each has its own seed still."""
+        options = dict(max_tokens=5, ignore_eos=True, temperature=1.0, seed=3, adapter=adapter)
+        expected = generate(*texting, PROMPTS, **options)
+        prompts = [PROMPTS[0], "", "x" * 700, PROMPTS[3]]
+        with pytest.raises(GenerationError, match=r"^2 of 4 prompts failed; the first: prompt 2 is empty") as caught:
+            generate(*texting, prompts, **options)
+        assert caught.value.texts == [expected[0], "", "", expected[3]]
+        assert list(caught.value.errors) == [1, 2] and "prompt 3 has 700 tokens" in caught.value.errors[2]
+        conversations = [[dict(role="user", content="x")], [dict(role="nobody")]]
+        with pytest.raises(GenerationError) as caught:
+            chat(*texting, conversations, max_tokens=5, ignore_eos=True)
+        assert list(caught.value.errors) == [1] and len(caught.value.texts[0]) > 1
+
+    def test_a_text_that_fails_does_not_lose_the_others(self, texting):
+        expected = generate(*texting, PROMPTS[:3], max_tokens=5, ignore_eos=True)
+
+        def failing(tokens, scores):
+            if tokens.shape[1] == len(texting[1].encode(PROMPTS[1])) + 2:
+                raise ZeroDivisionError("no")
+            return scores
+
+        options = dict(max_tokens=5, ignore_eos=True, logits_processors=[failing])
+        with pytest.raises(
+            GenerationError, match=r"^prompt 2: the request's logits processor .*\(ZeroDivisionError: no"
+        ):
+            responses = []
+            for response in stream_generate(*texting, PROMPTS[:3], **options):
+                responses.append(response)
+        assert [sum(response.index == index for response in responses) for index in range(3)] == [5, 2, 5]
+        with pytest.raises(GenerationError) as caught:
+            generate(*texting, PROMPTS[:3], **options)
+        assert caught.value.texts[::2] == expected[::2] and expected[1].startswith(caught.value.texts[1])
 
     def test_many_prompts_queue(self, texting, monkeypatch):
         """They run in as many slots as there is memory for, and each is continued as if it were alone."""

@@ -1,10 +1,12 @@
 """Where a prompt is cut, and at which of the cuts a prefix cache keeps a snapshot."""
 
 import pytest
+import torch
 
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.request import Request
 from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.text import TextStream
 
 CHUNK = 512
 
@@ -47,3 +49,24 @@ def test_requested_snapshots_are_cuts():
     sequence = sequence_of(1500, 600, snapshots_at=[100, 700])
     assert sequence.next_cut(CHUNK, True) == 700
     assert sequence.next_kept(None, CHUNK, True) == 700
+
+
+@pytest.mark.parametrize(("stored", "drafts"), [(0, 15), (10, 5), (14, 1), (15, 0), (16, 15), (31, 0)])
+def test_drafts_end_at_the_next_snapshot(stored, drafts):
+    """The step runs the last token too."""
+    sequence = sequence_of(1, stored)
+    sequence.limit = 1000
+    assert sequence.most_drafts(99, 16) == drafts and sequence.stored + 1 + drafts <= stored // 16 * 16 + 16
+    assert sequence.most_drafts(99, None) == 99 and sequence.most_drafts(2, 16) == min(2, drafts)
+
+
+@pytest.mark.parametrize(("min_tokens", "ends"), [(0, True), (1, True), (2, False), (3, False)])
+def test_a_stop_string_that_the_last_of_min_tokens_completes_is_text(texting, min_tokens, ends):
+    _, tokenizer = texting
+    first, second = tokenizer.encode("ab", add_special_tokens=False)
+    request = Request([1], 9, stop=["b"], min_tokens=min_tokens)
+    text = TextStream(tokenizer, request.stop)
+    sequence = RunningSequence(0, request, 10, text, AppliedAdapter.of(None, request.tokens, {}))
+    outputs = [sequence.append(token, torch.zeros(264)) for token in (first, second)]
+    assert outputs[1].finish_reason == ("stop" if ends else None)
+    assert "".join(output.text for output in outputs) == ("a" if ends else "ab")

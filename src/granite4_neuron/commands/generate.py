@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
     runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
-    from granite4_neuron.generation import GenerationStats, chat_prompt, stream_generate
+    from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
 
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     names = list(adapters) or [None]
@@ -82,30 +82,38 @@ def run(options: argparse.Namespace) -> int:
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
     continuations = [""] * len(prompts)
     stats = GenerationStats()
+    failed = None
     with ProgressBar("prompt", "tokens") as progress:
-        for response in stream_generate(
-            runtime,
-            tokenizer,
-            prompts,
-            max_tokens=options.max_tokens,
-            ignore_eos=options.ignore_eos,
-            progress=progress,
-            prefix_cache=cache,
-            drafter=drafts,
-            draft_tokens=draft_tokens,
-            adapter=names * len(texts),
-            constraint=constraint(options, runtime, tokenizer),
-            **sampling_options(options),
-        ):
-            stats = response.stats
-            continuations[response.index] += response.text
-            if len(prompts) == 1:
-                write(response.text, end="")
+        try:
+            for response in stream_generate(
+                runtime,
+                tokenizer,
+                prompts,
+                max_tokens=options.max_tokens,
+                ignore_eos=options.ignore_eos,
+                progress=progress,
+                prefix_cache=cache,
+                drafter=drafts,
+                draft_tokens=draft_tokens,
+                adapter=names * len(texts),
+                constraint=constraint(options, runtime, tokenizer),
+                **sampling_options(options),
+            ):
+                stats = response.stats
+                continuations[response.index] += response.text
+                if len(prompts) == 1:
+                    write(response.text, end="")
+        except GenerationError as error:  # what the other prompts gave is there
+            failed = error
+    if failed is not None and not any(continuations):
+        raise failed
     if len(prompts) == 1:
         write("")
     else:
         for title, continuation in zip(titles, continuations, strict=True):
             write(f"=== {title}\n{continuation}\n")
+    if failed is not None:
+        raise failed
     if options.prompt_cache is not None:
         save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
     if options.verbose:

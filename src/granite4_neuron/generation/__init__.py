@@ -6,6 +6,7 @@ from granite4_neuron.generation.conversation import Conversation, Turn
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder, chat_prompt
 from granite4_neuron.generation.loading import load
 from granite4_neuron.generation.loop import (
+    GenerationError,
     GenerationResponse,
     chat,
     end_of_sequence_tokens,
@@ -16,6 +17,7 @@ from granite4_neuron.generation.loop import (
 __all__ = [
     "Conversation",
     "ConversationEncoder",
+    "GenerationError",
     "GenerationResponse",
     "GenerationStats",
     "Turn",

@@ -101,6 +101,8 @@ class Conversation:
         try:
             while reason is None:
                 for output in self._engine.step():
+                    if output.id != id:  # of a question that was interrupted before it had its id
+                        continue
                     _raise_error(output)
                     answer += output.text
                     generated.append(output.token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from granite4_neuron.engine import (
 )
 from granite4_neuron.engine.drafters import Drafter
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, common_length
+from granite4_neuron.engine.request import check_has
 from granite4_neuron.engine.slots import slots_that_fit
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.prompts import Prompt, PromptEncoder, encode, is_tokens, split
@@ -53,10 +54,26 @@ class GenerationResponse:
     prompt: PromptReport | None = None
 
 
+class GenerationError(UserError):
+    """One or more prompts could not be continued to their ends. All others were.
+
+    errors: a sentence for each of those, by their indices.
+    texts: from `generate` and `chat`, of all prompts; of those, as far as they came.
+    """
+
+    def __init__(self, errors: Mapping[int, str], num_prompts: int):
+        first = errors[min(errors)]
+        super().__init__(
+            first if len(errors) == 1 else f"{len(errors)} of {num_prompts} prompts failed; the first: {first}"
+        )
+        self.errors = errors
+        self.texts: Sequence[str] = ()
+
+
 def stream_generate(
     runtime: Runtime,
     tokenizer: PreTrainedTokenizerFast,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: Prompt | Iterable[Prompt],
     *,
     max_tokens: int = 256,
     ignore_eos: bool = False,
@@ -65,6 +82,8 @@ def stream_generate(
     drafter: Drafter | None = None,
     draft_tokens: int = 4,
     adapter: str | Sequence[str | None] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     **options,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several; yield each token as it comes.
@@ -73,9 +92,9 @@ def stream_generate(
         runtime, tokenizer: from `load`. The tokenizer may be None with token ids and `ignore_eos`; then there is no
             text.
         prompt: a text; token ids, as a list, a tensor with one axis, or a tokenizer's BatchEncoding; a conversation, as
-            a list of messages, each with a "role" and a "content"; or a list of these, or token ids with two axes.
-            Prompts may differ in length; each is continued as if it were alone. As many run at a time as memory has
-            room for, and `MOST_SEQUENCES` at most; the others wait in order.
+            a list of messages, each with a "role" and a "content"; or a list or a generator of these, or token ids with
+            two axes. Prompts may differ in length; each is continued as if it were alone. As many run at a time as
+            memory has room for, and `MOST_SEQUENCES` at most; the others wait in order.
         max_tokens: the most new tokens per prompt; fewer if the runtime's longest sequence is reached.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens, unless a constraint says where to end.
         progress: called with (prompt tokens done, prompt tokens in all) after each step of prefill.
@@ -85,13 +104,18 @@ def stream_generate(
             change them.
         adapter: the name of one of the runtime's adapters, or None for the model without; or a list of one for each
             prompt.
+        tools, documents: that conversations show; see `ConversationEncoder.encode`. `tool_calls.parse_tool_calls` finds
+            calls in an answer.
         options: sampling options such as `temperature`, `top_p`, `seed`, `stop`, `logprobs` and `logits_processors`,
             see `engine.SamplingParams`. Prompt number i uses seed + i.
 
     Raises:
-        UserError: a prompt is empty or longer than the model's limit, or an option is outside its range. After the last
-            token also if the model's logits were not finite for one of the prompts, which ends that prompt early.
+        UserError: an option is outside its range.
+        GenerationError: each prompt is empty, longer than the model's limit, or not what it must be. If others are
+            right, after their last token. Then also if one of the prompts ended early, such as with logits that are not
+            finite.
     """
+    check_has("prefix_cache", prefix_cache, "find", "keep")
     params = SamplingParams(**options)
     singles, _ = split(prompt)
     if tokenizer is None and not (ignore_eos and all(map(is_tokens, singles))):
@@ -99,14 +123,18 @@ def stream_generate(
     if tokenizer is not None and (not ignore_eos or params.constraint is not None):
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         params = replace(params, stop_token_ids=params.stop_token_ids | eos)
-    prompts = encode(tokenizer, singles, runtime.config.vocab_size, runtime.max_length)
-    adapters = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
-    if len(adapters) != len(prompts):
-        raise UserError(f"there are {len(adapters)} adapters for {len(prompts)} prompts; give one for each.")
+    adapters = [adapter] * len(singles) if adapter is None or isinstance(adapter, str) else adapter
+    if len(adapters) != len(singles):
+        raise UserError(f"there are {len(adapters)} adapters for {len(singles)} prompts; give one for each.")
+    with closing(PromptEncoder(tokenizer, tools=tools, documents=documents)) as encoder:
+        by_index, errors = encode(encoder, singles, runtime.config.vocab_size, runtime.max_length)
+    if not by_index:
+        raise GenerationError(errors, len(singles))
+    prompts = list(by_index.values())
     shared = [frozenset()] * len(prompts) if prefix_cache is None else _shared_lengths(prompts)
     requests = [
-        Request(tokens, max_tokens, snapshots_at=at, adapter=name, **vars(params.with_seed_offset(index)))
-        for index, (tokens, at, name) in enumerate(zip(prompts, shared, adapters, strict=True))
+        Request(tokens, max_tokens, snapshots_at=at, adapter=adapters[index], **vars(params.with_seed_offset(index)))
+        for (index, tokens), at in zip(by_index.items(), shared, strict=True)
     ]
     max_length = min(max(map(len, prompts)) + max_tokens, runtime.max_length)
     set_aside = () if prefix_cache is None else prefix_cache.slots
@@ -120,53 +148,56 @@ def stream_generate(
         drafter=drafter,
         draft_tokens=draft_tokens,
     )
-    ids = [engine.add(request) for request in requests]
-    return _run(engine, ids, sum(map(len, prompts)), progress)
+    indices = {engine.add(request): index for index, request in zip(by_index, requests, strict=True)}
+    return _run(engine, indices, errors, sum(map(len, prompts)), progress)
 
 
 def generate(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Sequence[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Iterable[Prompt], **options
 ) -> str | list[str]:
-    """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`."""
+    """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`.
+
+    Raises:
+        UserError, GenerationError: as `stream_generate`. The second has the texts of all prompts.
+    """
     singles, are_several = split(prompt)
     texts = [""] * len(singles)
-    for response in stream_generate(runtime, tokenizer, singles, **options):
-        texts[response.index] += response.text
+    try:
+        for response in stream_generate(runtime, tokenizer, singles, **options):
+            texts[response.index] += response.text
+    except GenerationError as error:
+        error.texts = texts
+        raise
     return texts if are_several else texts[0]
 
 
 def chat(
-    runtime: Runtime,
-    tokenizer: PreTrainedTokenizerFast,
-    messages: Prompt | Sequence[Prompt],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    **options,
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, messages: Prompt | Iterable[Prompt], **options
 ) -> str | list[str]:
-    """Return the model's answer to a conversation, or a list for several.
-
-    Args:
-        messages: a conversation, or a text as a user's only message; or a list of these.
-        tools, documents: see `ConversationEncoder.encode`; `tool_calls.parse_tool_calls` finds calls in an answer.
-        options: of `stream_generate`.
-
-    Raises:
-        UserError: as `stream_generate` and `ConversationEncoder.encode`.
+    """Return the model's answer to a conversation, or a list for several; as `generate`, but a text is a user's only
+    message.
     """
     singles, are_several = split(messages)
     conversations = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in singles]
-    with closing(PromptEncoder(tokenizer, tools=tools, documents=documents)) as encoder:
-        prompts = [encoder.tokens(each, "the prompt") for each in conversations]
-    answers = generate(runtime, tokenizer, prompts, **options)
+    answers = generate(runtime, tokenizer, conversations, **options)
     return answers if are_several else answers[0]
 
 
 def _run(
-    engine: Engine, ids: Sequence[int], prompt_tokens: int, progress: Callable[[int, int], None] | None
+    engine: Engine,
+    indices: Mapping[int, int],
+    errors: Mapping[int, str],
+    prompt_tokens: int,
+    progress: Callable[[int, int], None] | None,
 ) -> Iterator[GenerationResponse]:
-    indices = {id: index for index, id in enumerate(ids)}
-    error, done = None, 0
+    """Run an engine to its end.
+
+    Args:
+        indices: of the prompts of its sequences, by their ids.
+        errors: of other prompts, by their indices.
+    """
+    done = 0
+    num_prompts = len(indices) + len(errors)
     try:
         while engine.has_work:
             outputs = engine.step()
@@ -174,15 +205,17 @@ def _run(
             if progress is not None and done > before:
                 progress(done, prompt_tokens)
             for output in outputs:
-                error = error or output.error
+                if output.error is not None:
+                    which = "" if num_prompts == 1 else f"prompt {indices[output.id] + 1}: "
+                    errors = {**errors, indices[output.id]: which + output.error}
                 if output.token is not None:
                     new = output.token, output.text, output.finish_reason
                     yield GenerationResponse(indices[output.id], *new, engine.stats, output.logprob, output.prompt)
     finally:  # the caller may stop early, and the prefix cache and the drafter outlive the engine
-        for id in ids:
+        for id in indices:
             engine.cancel(id)
-    if error is not None:
-        raise UserError(error)
+    if errors:
+        raise GenerationError(errors, num_prompts)
 
 
 def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:

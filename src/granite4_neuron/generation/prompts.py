@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[st
 _KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
 
 
-def split(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """Return the single prompts, and whether there were several: a list of prompts, or token ids with two axes.
+def split(prompt: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
+    """Return the single prompts, and whether there were several: a list of prompts, what gives them one by one, such as
+    a generator, or token ids with two axes.
 
     Raises:
         UserError: it is no prompt.
@@ -34,6 +34,8 @@ def split(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return _rows(prompt)
     if isinstance(prompt, str):
         return [prompt], False
+    if isinstance(prompt, Iterable) and not isinstance(prompt, (Sequence, Set)):
+        return [_single(each) for each in prompt], True
     if not is_list(prompt):
         raise UserError(f"the prompt is of type {type(prompt).__name__}; give {_KINDS}.")
     if prompt and (_is_message(prompt[0]) or not _is_prompt(prompt[0])):
@@ -42,32 +44,39 @@ def split(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast | None, prompts: Sequence[Prompt], vocab_size: int, limit: int
-) -> list[list[int]]:
-    """Return the tokens of prompts from `split`.
+    encoder: PromptEncoder, prompts: Sequence[Prompt], vocab_size: int, limit: int
+) -> tuple[dict[int, list[int]], dict[int, str]]:
+    """Return the tokens of prompts from `split`, by their indices, and what is wrong with the others: a prompt that is
+    empty, too long, or not what it must be.
 
     Args:
         vocab_size: that token ids must be within.
         limit: of a sequence, one new token included.
 
     Raises:
-        UserError: there is no prompt, or one is empty, too long, or not what it must be.
+        UserError: there is no prompt.
     """
     if not prompts:
         raise UserError("there is no prompt; give at least one.")
-    encoded = []
-    with closing(PromptEncoder(tokenizer)) as encoder:
-        for number, prompt in enumerate(prompts, start=1):
-            which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+    encoded, errors = {}, {}
+    for index, prompt in enumerate(prompts):
+        which = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
+        try:
             tokens = encoder.tokens(prompt, which)
             check_tokens(tokens, vocab_size, which)
-            if len(tokens) >= limit:
-                raise UserError(
-                    f"{which} has {len(tokens)} tokens; with one new token at least it can have at most {limit - 1}, "
-                    f"as this model's longest sequence is {limit}."
-                )
-            encoded.append(list(tokens))
-    return encoded
+            _check_length(len(tokens), limit, which)
+            encoded[index] = list(tokens)
+        except UserError as error:
+            errors[index] = str(error)
+    return encoded, errors
+
+
+def _check_length(length: int, limit: int, which: str) -> None:
+    if length >= limit:
+        raise UserError(
+            f"{which} has {length} tokens; with one new token at least it can have at most {limit - 1}, as this "
+            f"model's longest sequence is {limit}."
+        )
 
 
 def is_tokens(prompt: Prompt) -> bool:
