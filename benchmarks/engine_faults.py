@@ -155,7 +155,8 @@ class Faults:
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal lines
-            if not frame.f_code.co_filename.startswith(_ENGINE_FILES):
+            # No signal is handled between the last two lines of `Engine.step`, where a trace could come.
+            if not frame.f_code.co_filename.startswith(_ENGINE_FILES) or frame.f_code is Engine.step.__code__:
                 return None
             lines -= event == "line"
             if lines == 0:

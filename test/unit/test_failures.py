@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from granite4_neuron import UserError
+from granite4_neuron import UserError, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.slots import Slots
+from granite4_neuron.generation import loop
 from test.support.engines import (
     CHUNK,
     VOCAB,
@@ -324,6 +325,20 @@ class TestWhatOnlySavesTime:
         assert engine.stats.acceptance_rate == 1 and engine.stats.drafted_tokens > 10
 
 
+def tokens_in(runtime, cache):
+    """Return the tokens of all prompts in one call of `stream_generate`."""
+    tokens = [[] for _ in PROMPTS]
+    for response in stream_generate(runtime, None, PROMPTS, max_tokens=NEW, ignore_eos=True, prefix_cache=cache):
+        tokens[response.index].append(response.token)
+    return tokens
+
+
+def functions_of_engine():
+    """Return the engine's functions but `step`: a signal is never handled between its last two lines."""
+    functions = [each for each in vars(Engine).values() if hasattr(each, "__code__") and each is not Engine.step]
+    return [getattr(each, "__wrapped__", each) for each in functions]
+
+
 class Interrupt:
     """Raises KeyboardInterrupt at a line of functions."""
 
@@ -351,8 +366,7 @@ class Interrupt:
 class TestInterrupts:
     def test_at_each_line_of_the_engine(self, runtime, alone):
         """Sequences that are not ended by it have their texts, and no token comes twice or is lost."""
-        code = [value for value in vars(Engine).values() if hasattr(value, "__code__")]
-        code = [getattr(value, "__wrapped__", value) for value in code] + [Slots.take, Slots._allocate]
+        code = [*functions_of_engine(), Slots.take, Slots._allocate]
         ended, interrupted = 0, 0
         for line in range(0, 900, 7):
             engine = engine_of(runtime, drafter=NgramDrafter(1, 2))
@@ -406,6 +420,17 @@ class TestInterrupts:
             kept, engine._outputs = engine._outputs, []
             outputs += kept
         assert [output.id for output in outputs] == [id] * NEW and tokens_of(outputs) == alone(0)
+
+    def test_generate_that_is_interrupted_holds_nothing(self, model, alone):
+        runtime = ChunkRuntime(model)
+        cache = PrefixCache(runtime, None, CHUNK)
+        expected = tokens_in(runtime, cache)
+        code = functions_of_engine()
+        for line in range(0, 300, 11):
+            with pytest.raises(KeyboardInterrupt), Interrupt(line, *code, loop._run):
+                tokens_in(runtime, cache)
+            assert cache.stats.in_use == 0 and not any(node.users for node in cache._entries)
+        assert tokens_in(runtime, cache) == expected
 
     def test_an_engine_that_is_dropped_holds_nothing(self, runtime):
         cache = PrefixCache(runtime, None, CHUNK)

@@ -56,6 +56,33 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
+class _For:
+    """A context in which an engine does something for sequences; see `Engine._for`. It is no generator because it is
+    entered for each token.
+    """
+
+    def __init__(self, engine: Engine, sequences: Sequence[RunningSequence]):
+        self._engine = engine
+        self._sequences = sequences
+
+    def __enter__(self) -> None:
+        unfinished = self._engine._unfinished
+        self._new = [sequence.id for sequence in self._sequences if sequence.id not in unfinished]
+        for sequence in self._sequences:
+            unfinished[sequence.id] = sequence
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            if not isinstance(error, Exception):  # an interrupt: see `_one_at_a_time`
+                return False
+            if not isinstance(error, UserError):
+                _LOGGER.error("A step of the engine failed.", exc_info=error)
+            self._engine._fail(self._sequences, sentence_of(error), isinstance(error, RequestFault))
+        for id in self._new:
+            self._engine._unfinished.pop(id, None)
+        return True
+
+
 class Engine:
     """Runs many requests at a time on a runtime.
 
@@ -225,7 +252,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one step; return the new tokens, in order for each sequence: with a drafter perhaps several."""
         self._run_step()
-        # Python handles no signal between these: an interrupt leaves the outputs to the next step, or to the caller.
+        # Python handles no signal between these two: an interrupt leaves the outputs to the next step or to the caller.
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -427,19 +454,9 @@ class Engine:
             if not sequence.is_prompt:
                 self._cache.make_ready()
 
-    @contextmanager
-    def _for(self, *sequences: RunningSequence) -> Iterator[None]:
+    def _for(self, *sequences: RunningSequence) -> _For:
         """Do something for sequences. If it fails, end those of them that have not ended."""
-        new = [sequence.id for sequence in sequences if sequence.id not in self._unfinished]
-        self._unfinished.update((sequence.id, sequence) for sequence in sequences)
-        try:
-            yield
-        except Exception as error:  # whatever it is, others must not notice
-            if not isinstance(error, UserError):
-                _LOGGER.error("A step of the engine failed.", exc_info=error)
-            self._fail(sequences, sentence_of(error), isinstance(error, RequestFault))
-        for id in new:
-            self._unfinished.pop(id, None)
+        return _For(self, sequences)
 
     @contextmanager
     def _saving_time(self, what: str) -> Iterator[None]:
