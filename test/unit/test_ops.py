@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from granite4_neuron import ops
+from granite4_neuron.ops import xla
+from granite4_neuron.ops.attention import RunningSoftmax
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum
 from test.support import oracles
 
@@ -227,6 +229,20 @@ class TestAttention:
         output = ops.cached_attention(query, cache, cache, torch.tensor([[39]]), one, one, 1.0, 40, block_size=8)
         exact = oracles.attention(query[0, 0], cache[1].transpose(0, 1), cache[1].transpose(0, 1), 1.0)
         assert torch.allclose(output[0, 0].double(), exact, atol=1e-4)
+
+    @pytest.mark.parametrize("tokens", [1, 512, 2048])
+    @pytest.mark.parametrize("kv_length", [131072, 2**20, 10**6 + 1])
+    def test_a_graph_of_a_long_context_has_no_more_blocks(self, kv_length, tokens, monkeypatch):
+        """On meta tensors, which have no values: each block of the cache is a part of a compiled graph."""
+        blocks = []
+        monkeypatch.setattr(RunningSoftmax, "add", lambda self, keys, *_: blocks.append(keys.shape[2]))
+        query, slots = torch.empty(1, tokens, 2, 8, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+        cache = torch.empty(2, 1, kv_length, 8, device="meta")
+        positions = torch.empty(1, tokens, dtype=torch.int32, device="meta")
+        for attend in (ops.cached_attention, xla.cached_attention):
+            blocks.clear()
+            attend(query, cache, cache, positions, slots, slots, 0.3, kv_length)
+            assert sum(blocks) == kv_length and len(blocks) <= 128
 
 
 class TestExperts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+MOST_BLOCKS = 128
+
 
 def cached_attention(
     query: torch.Tensor,
@@ -38,7 +40,7 @@ def cached_attention(
     Source: the online softmax of Milakov and Gimelshein 2018, as in FlashAttention (Dao et al. 2022, algorithm 1).
     """
     attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
-    block_size = block_size or block_length(query.shape[1])
+    block_size = block_size or block_length(query.shape[1], kv_length)
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
         attention.add(*(slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache)), start)
@@ -99,9 +101,11 @@ def slot_rows(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
     return cache[1:] if slots is None else cache.index_select(0, slots)
 
 
-def block_length(tokens: int) -> int:
-    """Return the cache entries per block: fewer blocks where few tokens look at them."""
-    return max(1024, min(8192, 2**19 // tokens))
+def block_length(tokens: int, kv_length: int) -> int:
+    """Return the cache entries per block: fewer blocks where few tokens look at them, and at most 128, each of which is
+    a part of a compiled graph.
+    """
+    return max(1024, min(8192, 2**19 // tokens), -(-kv_length // MOST_BLOCKS))
 
 
 def write_cache(

@@ -23,7 +23,7 @@ def cached_attention(
 ) -> torch.Tensor:
     """Compute `ops.cached_attention`, one block after another."""
     attention = RunningSoftmax(query, key_cache.shape[1], positions, lengths, scale)
-    block_size = block_size or block_length(query.shape[1])
+    block_size = block_size or block_length(query.shape[1], kv_length)
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
         keys, values = (slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache))
