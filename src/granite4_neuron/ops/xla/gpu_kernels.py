@@ -340,14 +340,15 @@ def _attend_to_part(
     queries = tl.load(query + at_head[:, None] * head_dim + d[None], is_here, other=0.0).to(tl.float32) * scale
     visible = tl.where(tl.load(lengths + row) > 0, tl.load(positions + row) + 1, 0)
     start = tl.program_id(2) * part
-    end = tl.minimum(start + part, visible)
-    cache = (tl.num_programs(0) + kv_head) * max_length * head_dim  # the first sequence's is behind an unused one
+    entries = tl.minimum(part, visible - start)
+    # In 64 bits; from here on 32 suffice. The first sequence's part is behind an unused one.
+    cache = ((tl.num_programs(0) + kv_head) * max_length + start) * head_dim
 
     top, total = tl.full([padded_heads], _LOWEST, tl.float32), tl.zeros([padded_heads], tl.float32)
     weighted = tl.zeros([padded_heads, width], tl.float32)
-    for first in range(start, end, block):
+    for first in range(0, entries, block):
         entry = first + tl.arange(0, block)[None]
-        is_visible = entry < end
+        is_visible = entry < entries
         at = cache + entry[:, :, None] * head_dim + d[None, None]
         is_entry = is_visible[:, :, None] & is_d[None, None]
         keys = tl.load(key_cache + at, is_entry, other=0.0)
