@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.interface import Runtime
 
 EXIT_FAILED = 1
+_MODEL_LEN = 8192
 _PREFIX_CACHE = "1GiB"
 _KEY_VARIABLE = "GRANITE4_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
@@ -93,9 +94,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     limits.add_argument(
         "--max-model-len",
         type=at_least(2),
-        default=8192,
         metavar="N",
-        help="most tokens of a text, prompt and new ones (default: %(default)s, or the model's longest if less)",
+        help=f"most tokens of a text, prompt and new ones (default: {_MODEL_LEN}, or the model's longest if less)",
     )
     limits.add_argument(
         "--max-tokens",
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
         if kept is not None:
             at_end.callback(kept.close)
         cache = _prefix_cache(options, runtime, kept)
-        engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, options.max_model_len, cache)
+        engine = new_engine(options, runtime, tokenizer, options.max_num_seqs, _max_model_len(options, runtime), cache)
 
         def on_start(port: int) -> None:
             url = f"http://{in_url(options.host)}:{port}/"
@@ -191,6 +191,18 @@ def _api_key(options: argparse.Namespace) -> str | None:
     if key is not None and (not key or key != key.strip() or not key.isprintable()):
         raise UserError("the API key must be text in UTF-8, not empty, without control characters or spaces around it.")
     return key
+
+
+def _max_model_len(options: argparse.Namespace, runtime: Runtime) -> int:
+    """Return the most tokens of a text.
+
+    Raises:
+        UserError: the model has no texts as long as the user asks for.
+    """
+    asked, longest = options.max_model_len, runtime.max_length
+    if asked is not None and asked > longest:
+        raise UserError(f"--max-model-len is {asked:,}; the model's longest text has {longest:,} tokens.")
+    return min(asked or _MODEL_LEN, longest)
 
 
 def _prefix_cache(

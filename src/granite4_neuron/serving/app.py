@@ -175,7 +175,7 @@ class _Routes:
         async for part in http.stream():
             body += part
             if len(body) > self._service.max_body:
-                raise RequestError(413, f"the body is longer than {self._service.max_body} bytes.")
+                raise RequestError(413, f"the body is longer than {self._service.max_body} bytes (--max-body).")
         return bytes(body)
 
     async def _answer(
