@@ -3,6 +3,8 @@
 benchmarks.long_context prints the errors of 131,072 tokens with the sizes of h-small.
 """
 
+import math
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -11,10 +13,12 @@ from benchmarks import long_context
 from benchmarks.long_context import errors
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.ops import cpu
+from granite4_neuron.ops import TORCH, cpu
+from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
+from test.support import oracles
 from test.support.checkpoints import DENSE, small_config
 from test.support.one_layer import expected, one_layer
 from test.support.stepping import random_tokens
@@ -31,6 +35,15 @@ BACKENDS = {
     "torch": lambda model: CPURuntime(model, GenerationConfig(), kernels="torch"),
     "device": lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager"),
 }
+CONTEXT = 131072
+LAST = CONTEXT - 41  # where the tokens begin
+# A slot has 2^27 values of keys.
+WIDE_ATTENTION = dict(
+    layer_types=("attention",), num_attention_heads=8, num_key_value_heads=8, hidden_size=1024, **DENSE
+)
+# A slot has 2^20 values of an SSM state.
+WIDE_MAMBA = dict(layer_types=("mamba",), mamba_n_heads=4, mamba_d_head=64, mamba_d_state=4096, hidden_size=128)
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here")
 
 
@@ -69,6 +82,30 @@ class TestErrors:
         check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, device="cuda"), layers, kind, dtype)
 
 
+@pytest.mark.parametrize(
+    ("operators", "index"),
+    [(cpu.operators("fused"), torch.int64), (TORCH, torch.int64), (XLA, torch.int32)],
+    ids=["fused", "torch", "xla"],
+)
+def test_attention_to_131072_keys(operators, index):
+    """Positions have more than 16 bits, and the last tokens' keys and values are written there."""
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, head_dim = 5, 4, 2, 16
+    query = 3 * torch.randn(1, tokens, heads, head_dim)
+    keys, values = torch.randn(2, CONTEXT, kv_heads, head_dim)
+    caches = [torch.full((2, kv_heads, CONTEXT, head_dim), math.nan) for _ in range(2)]
+    positions = torch.arange(CONTEXT - tokens, CONTEXT, dtype=index)[None]
+    lengths, slots = torch.tensor([tokens], dtype=index), torch.tensor([1], dtype=index)
+    for cache, vectors in zip(caches, (keys, values), strict=True):
+        cache[1, :, :-tokens] = vectors[:-tokens].transpose(0, 1)
+        operators.write_cache(cache, vectors[None, -tokens:].contiguous(), positions, lengths, slots)
+    output = operators.cached_attention(query, *caches, positions, lengths, slots, 0.3, CONTEXT)
+    for token in range(tokens):
+        seen = CONTEXT - tokens + token + 1
+        right = oracles.attention(query[0, token], keys[:seen], values[:seen], 0.3)
+        assert (output[0, token].double() - right).abs().max() <= 1e-6 + 1e-5 * right.abs().max()
+
+
 def test_the_benchmark(monkeypatch, capsys):
     monkeypatch.setattr(GraniteMoeHybridConfig, "from_family", lambda name: small_config())
     assert long_context.main(["--divide", "2", "--lengths", "300", "64", "--window", "32"]) == 0
@@ -91,16 +128,6 @@ def test_what_the_benchmark_refuses(arguments, capsys):
     output = capsys.readouterr()
     assert output.err.startswith("error: ")
     assert output.err.count("\n") == 1
-
-
-CONTEXT = 131072
-LAST = CONTEXT - 41  # where the tokens begin
-# A slot has 2^27 values of keys.
-WIDE_ATTENTION = dict(
-    layer_types=("attention",), num_attention_heads=8, num_key_value_heads=8, hidden_size=1024, **DENSE
-)
-# A slot has 2^20 values of an SSM state.
-WIDE_MAMBA = dict(layer_types=("mamba",), mamba_n_heads=4, mamba_d_head=64, mamba_d_state=4096, hidden_size=128)
 
 
 class TestMoreThan32Bits:

@@ -90,6 +90,7 @@ def _draw_decays(mamba: torch.nn.Module, longest: int, generator: torch.Generato
     heads = mamba.num_heads
     steps = low * (high / low) ** torch.rand(heads, generator=generator)
     rates = torch.empty(heads).uniform_(*DECAY_RATES, generator=generator)
+    rates[-1], steps[-1] = DECAY_RATES[1], STEP_SIZES[1]  # nothing forgets faster
     rates[::REMEMBERING] = 1 / (longest * steps[::REMEMBERING])
     mamba.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is `steps`
     mamba.A_log.copy_(rates.log())
