@@ -118,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = sorted(options.lengths)
     if lengths[0] < 2 * options.window:
         raise UserError(f"--lengths has {lengths[0]}; the shortest is twice the window, {2 * options.window}.")
+    if options.backend != "cpu" and options.state_dtype != STATE_DTYPES[0]:
+        raise UserError("--state-dtype belongs to --backend cpu; the others keep SSM states in float32.")
     config = _part(GraniteMoeHybridConfig.from_family(options.model), options.divide)
     [tokens] = random_prompts(config.vocab_size, Point(1, lengths[-1], output_length=0))
     print("Errors against float64, root mean square / largest:")

@@ -122,7 +122,15 @@ def test_the_benchmark(monkeypatch, capsys):
         assert all(1e-9 < value < (1e-4 if dtype == "float32" else 0.5) for value in values)
 
 
-@pytest.mark.parametrize("arguments", [["--divide", "3"], ["--lengths", "64"], ["--model", "granite-4.0-micro"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--divide", "3"],
+        ["--lengths", "64"],
+        ["--model", "granite-4.0-micro"],
+        ["--backend", "torch", "--state-dtype", "bfloat16"],
+    ],
+)
 def test_what_the_benchmark_refuses(arguments, capsys):
     assert long_context.main(arguments) == 2
     output = capsys.readouterr()
