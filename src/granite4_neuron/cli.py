@@ -31,6 +31,7 @@ from granite4_neuron.commands import (
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
+from granite4_neuron.terminal import guard_streams
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show every character
+    guard_streams()
     with _interruptible_imports():
         try:
             with as_user_errors():

@@ -12,6 +12,7 @@ from pathlib import Path
 from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.terminal import bars_of_tqdm
 
 CONFIG = "config.json"
 
@@ -115,11 +116,12 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
     unreachable = None if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
     local = constants.HF_HUB_OFFLINE or unreachable is not None
+    where = dict(revision=revision, local_files_only=local)
     try:
-        # The config first: a model that this package does not run is not worth the download of its weights.
-        where = dict(revision=revision, local_files_only=local)
-        GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, **where))
-        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], **where))
+        with bars_of_tqdm():
+            # The config first: a model that this package does not run is not worth the download of its weights.
+            GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, **where))
+            return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], **where))
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
         raise UserError(

@@ -38,8 +38,6 @@ _OPTIONS = (
     *("max_tokens", "adapter"),
 )
 _MOST_DIGITS = 19  # of a seed
-# Characters that a terminal would interpret instead of showing; line feeds and tabs are allowed.
-_CONTROL_CHARACTERS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
 
 class Input(Protocol):
@@ -103,7 +101,7 @@ class Session:
         num_turns = len(self._conversation.turns)
         with self._interruptible(), ProgressBar("prompt", "tokens") as progress:
             for text in self._conversation.ask(message, progress):
-                self._write(text, end="")
+                write(text, end="")
         write("")
         if len(self._conversation.turns) == num_turns:
             _note("stopped before the answer began; the message is not part of the conversation.")
@@ -111,10 +109,6 @@ class Session:
             _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
         if self._is_verbose:
             _note(", ".join(f"{name}: {value}" for name, value in self._speed()))
-
-    def _write(self, text: str, end: str = "\n") -> None:
-        """Print text of a model or a user."""
-        write(text.translate(_CONTROL_CHARACTERS) if self._is_terminal else text, end=end)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -140,13 +134,13 @@ class Session:
             self._conversation.system = None if text == "-" else text
             _note("there is no system message now." if text == "-" else "the system message is set.")
         else:
-            self._write(self._conversation.system or "There is no system message.")
+            write(self._conversation.system or "There is no system message.")
 
     def _set(self, text: str) -> None:
         name, _, value = text.replace("=", " ").partition(" ")
         if not text:
             given = {name: self._conversation.option(name) for name in _OPTIONS}
-            self._write("\n".join(f"{name} {'-' if value is None else value}" for name, value in given.items()))
+            write("\n".join(f"{name} {'-' if value is None else value}" for name, value in given.items()))
             return
         if name not in _OPTIONS or not value.strip():
             raise UserError(f"/set takes a name and a value; the names are {', '.join(_OPTIONS)}.")
@@ -247,5 +241,4 @@ def _path(file: str) -> Path:
 
 def _note(text: str) -> None:
     """Print a remark about the chat on standard error."""
-    text = text.translate(_CONTROL_CHARACTERS)
     print(f"({text})" if sys.stderr.isatty() else text, file=sys.stderr)

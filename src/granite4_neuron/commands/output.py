@@ -7,9 +7,12 @@ import re
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
+
+from granite4_neuron.terminal import guard_streams, unguarded, without_controls
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
 _WIDER_THAN_TABLES = 10_000  # columns
@@ -26,10 +29,15 @@ def write(text: str, end: str = "\n") -> None:
         BrokenPipeError: the reader has closed the pipe.
         OutputError: it is closed, or cannot be written.
     """
-    if sys.stdout is None:
+    _write(sys.stdout, text + end)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:
         raise OutputError("it is closed")
     try:
-        print(text, end=end, flush=True)
+        stream.write(text)
+        stream.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -37,7 +45,7 @@ def write(text: str, end: str = "\n") -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table through `write`, because rich would turn a closed pipe into an exit status of its own.
+    """Print a table as `write` does, because rich would turn a closed pipe into an exit status of its own.
 
     A terminal's table is as wide as the terminal; in a file or a pipe it is whole, as wide as its longest lines.
     """
@@ -48,8 +56,19 @@ def print_table(table: Table) -> None:
     shown, text = Console(), io.StringIO()
     width = shown.width if shown.file.isatty() else _WIDER_THAN_TABLES
     looks = dict(width=width, force_terminal=shown.is_terminal, color_system=shown.color_system)
-    Console(file=text, **looks).print(table)
-    write(text.getvalue(), end="")
+    Console(file=text, **looks).print(_WithoutControls(table) if shown.is_terminal else table)
+    _write(unguarded(sys.stdout), text.getvalue())
+
+
+class _WithoutControls:
+    """A table without the control characters of what is in it; rich's own stay."""
+
+    def __init__(self, table: Table):
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._table, options):
+            yield segment._replace(text=without_controls(segment.text))
 
 
 def size(count: int) -> str:
@@ -75,7 +94,8 @@ def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
 class ProgressBar:
     """A progress bar on standard error, if that is a terminal, for work of more than one step.
 
-    Call it with the amount done and the total; it disappears at the end.
+    Call it with the amount done and the total; it disappears at the end. What is printed on standard error meanwhile
+    appears above it.
     """
 
     def __init__(self, what: str, unit: str):
@@ -90,9 +110,10 @@ class ProgressBar:
         )
 
         amounts = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
-        console = Console(stderr=True)
+        console = Console(file=unguarded(sys.stderr))
         columns = (TextColumn(what), BarColumn(), *amounts, TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        looks = dict(transient=True, redirect_stdout=False, disable=not console.is_terminal)
+        self._progress = Progress(*columns, console=console, **looks)
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -101,6 +122,7 @@ class ProgressBar:
         if not self._progress.tasks and done < total:
             self._progress.add_task("", total=total)
             self._progress.start()
+            guard_streams()  # rich obeys escape sequences itself in what is printed meanwhile
         if self._progress.tasks:
             self._progress.update(self._progress.tasks[0].id, completed=done)
         if done == total:

@@ -10,6 +10,7 @@ from pathlib import Path
 from granite4_neuron.commands.options import add_model, at_least, model_folder
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
+from granite4_neuron.terminal import bars_of_tqdm
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 
 EXIT_CHECK_FAILED = 1
@@ -49,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
         for what, difference in self_test.largest_differences().items():
             facts[f"kernels beside plain torch, {what}"] = f"{difference:.1e}"
             passed = passed and difference <= self_test.TOLERANCE
-    texts, used = _through_vllm(folder, options.max_tokens)
+    with bars_of_tqdm():
+        texts, used = _through_vllm(folder, options.max_tokens)
     own_texts = _by_this_package(folder, options.max_tokens)
     _print_facts({**used, **facts})
     for prompt, text, own_text in zip(PROMPTS, texts, own_texts, strict=True):

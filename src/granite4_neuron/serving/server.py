@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
         # It warns about each mistake of a client.
-        quiet = dict(log_level="error", access_log=False, server_header=False)
+        quiet = dict(log_level="error", use_colors=False, access_log=False, server_header=False)
         super().__init__(uvicorn.Config(make_app(self.service), http=Connection, lifespan="on", ws="none", **quiet))
 
     def serve_on(self, listener: socket.socket) -> bool:

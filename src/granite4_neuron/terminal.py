@@ -1,0 +1,79 @@
+"""What reaches a terminal: text, and no control characters of whoever wrote the text.
+
+A terminal obeys escape sequences in what it shows: they change the window's title or its clipboard, hide lines or
+write over them. A model's text, the name of a file and the message of an exception may have such characters.
+`guard_streams` puts a stream before each terminal that leaves them out, one by one, so nothing comes through in pieces
+either. What draws on purpose, such as a progress bar, writes to `unguarded(stream)`, and answers for its text itself.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+# ASCII's and ISO 6429's (C0, DEL, C1) but line feed and tab, and the characters that change the direction of text,
+# which have Unicode's property Bidi_Control.
+_CONTROL_CHARACTERS = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)
+_MOVES_OF_TQDM = re.compile("\r|\x1b\\[A")  # to the start of the line, and to the line above
+
+
+def without_controls(text: str) -> str:
+    """Return a text without the characters that a terminal would obey; line feeds and tabs stay."""
+    return text.translate(_CONTROL_CHARACTERS)
+
+
+def guard_streams() -> None:
+    """Let standard output and standard error, where they are a terminal, show text `without_controls` from now on."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty() and not isinstance(stream, _Guarded):
+            setattr(sys, name, _Guarded(stream, without_controls))
+
+
+def unguarded(stream: TextIO | None) -> TextIO | None:
+    """Return the stream behind the guard."""
+    return stream.stream if isinstance(stream, _Guarded) else stream
+
+
+@contextmanager
+def bars_of_tqdm() -> Iterator[None]:
+    """Let standard error, within the block, also show what the bars of a library that calls tqdm are made of."""
+    guarded = sys.stderr
+    if isinstance(guarded, _Guarded):
+        sys.stderr = _Guarded(guarded.stream, _without_other_controls)
+    try:
+        yield
+    finally:
+        sys.stderr = guarded
+
+
+def _without_other_controls(text: str) -> str:
+    shown, start = "", 0
+    for move in _MOVES_OF_TQDM.finditer(text):
+        shown += without_controls(text[start : move.start()]) + move[0]
+        start = move.end()
+    return shown + without_controls(text[start:])
+
+
+class _Guarded:
+    """A terminal's stream; only what is written as text differs."""
+
+    def __init__(self, stream: TextIO, shown: Callable[[str], str]):
+        self.stream = stream
+        self._shown = shown
+
+    def write(self, text: str) -> int:
+        self.stream.write(self._shown(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
