@@ -31,9 +31,10 @@ class PseudoTerminal:
 
     Args:
         stdout: a file for standard output instead.
+        cwd: the folder to run in.
     """
 
-    def __init__(self, *command: object, stdout: Any = None, **environment: str):
+    def __init__(self, *command: object, stdout: Any = None, cwd: Any = None, **environment: str):
         self._own, theirs = pty.openpty()
         self.resize(ROWS, COLUMNS)
         self._written = bytearray()
@@ -43,6 +44,7 @@ class PseudoTerminal:
             stdout=stdout or theirs,
             stderr=theirs,
             env={**os.environ, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **environment},
+            cwd=cwd,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
@@ -74,9 +76,9 @@ class PseudoTerminal:
     def resize(self, rows: int, columns: int) -> None:
         set_size(self._own, rows, columns)
 
-    def wait_for(self, is_there: str | Callable[[str], object], after: int = 0) -> str:
+    def wait_for(self, is_there: str | Callable[[str], object], after: int = 0, patience: float = PATIENCE) -> str:
         """Wait until what was written from a place on has a text, or fulfils a condition; return all of it."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         while time.monotonic() < until:
             written, has_ended = self.written[after:], self.process.poll() is not None and not self._reader.is_alive()
             if is_there(written) if callable(is_there) else is_there in written:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from granite4_neuron.commands.chat_survival import at_ctrl_c, kept_if_it_ends, keys_are_kept, mark_pasted_text
 from granite4_neuron.commands.options import read_text
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, print_table, size, write
 from granite4_neuron.commands.system_errors import as_user_errors
@@ -61,6 +59,8 @@ class Session:
         self._is_terminal = is_terminal
         self._is_verbose = is_verbose
         self._read_text = ""  # to go before the next message
+        # What Ctrl-C finds.
+        self._is_answering = self._is_stoppable = False
 
     def run(self) -> int:
         """Run the chat; return the exit status.
@@ -68,17 +68,44 @@ class Session:
         Raises:
             UserError: a message could not be answered, and the chat is not interactive.
         """
-        if self._is_terminal:
-            write("/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.")
-        while (message := self._messages.read()) is not None and message.strip() != "/exit":
+        if not self._is_terminal:
+            while (message := self._next()) is not None:
+                with as_user_errors():
+                    self._handle(message)
+            return 0
+        write("/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves.")
+        with keys_are_kept(), at_ctrl_c(self._ctrl_c), kept_if_it_ends(self._conversation):
+            while (message := self._next()) is not None:
+                mark_pasted_text()
+                self._try(message)
+        return 0
+
+    def _next(self) -> str | None:
+        """Read the next message; None at the end."""
+        message = self._messages.read()
+        return None if message is None or message.strip() == "/exit" else message
+
+    def _try(self, message: str) -> None:
+        """Handle a message; an error or Ctrl-C ends that and not the chat."""
+        try:
+            self._is_stoppable = True
             try:
                 with as_user_errors():
                     self._handle(message)
-            except UserError as error:
-                if not self._is_terminal:
-                    raise
-                _note(str(error))
-        return 0
+            finally:
+                self._is_stoppable = False
+        except UserError as error:
+            _note(str(error))
+        except KeyboardInterrupt:
+            _note("stopped.")
+
+    def _ctrl_c(self) -> None:
+        """End the answer after its current step, or a command at once; between them do nothing."""
+        if self._is_answering:
+            self._conversation.interrupt()
+        elif self._is_stoppable:
+            self._is_stoppable = False
+            raise KeyboardInterrupt
 
     def _handle(self, message: str) -> None:
         command, _, argument = message.strip().partition(" ")
@@ -99,9 +126,13 @@ class Session:
 
     def _answer(self, message: str) -> None:
         num_turns = len(self._conversation.turns)
-        with self._interruptible(), ProgressBar("prompt", "tokens") as progress:
-            for text in self._conversation.ask(message, progress):
-                write(text, end="")
+        self._is_answering = True
+        try:
+            with ProgressBar("prompt", "tokens") as progress:
+                for text in self._conversation.ask(message, progress):
+                    write(text, end="")
+        finally:
+            self._is_answering = False
         write("")
         if len(self._conversation.turns) == num_turns:
             _note("stopped before the answer began; the message is not part of the conversation.")
@@ -109,25 +140,6 @@ class Session:
             _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
         if self._is_verbose:
             _note(", ".join(f"{name}: {value}" for name, value in self._speed()))
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Within the block, if the chat is interactive: Ctrl-C stops the answer and not the program, and what is typed
-        does not show up in the answer, but in the next message.
-        """
-        if not self._is_terminal:
-            yield
-            return
-        handler = signal.signal(signal.SIGINT, lambda *_: self._conversation.interrupt())
-        before = termios.tcgetattr(sys.stdin)
-        silent = [*before]
-        silent[3] &= ~termios.ECHO
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-            signal.signal(signal.SIGINT, handler)
 
     def _system(self, text: str) -> None:
         if text:

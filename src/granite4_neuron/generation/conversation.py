@@ -16,6 +16,7 @@ from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.regular_files import check_regular, read_bytes
 
 _POINTER_BYTES = 8  # per token in a list
 
@@ -170,11 +171,16 @@ class Conversation:
         replace(snapshot, note=json.dumps({"system": self.system, "turns": self._saved_turns()})).save(file)
 
     def load(self, file: Path) -> None:
-        """Replace this conversation with a saved one.
+        """Replace this conversation with a saved one, or with the messages in a JSON list, which have no state and
+        are run again at the next turn.
 
         Raises:
             UserError: the file cannot be read, holds no conversation, or one with another model or dtype.
         """
+        messages = _messages_in(file)
+        if messages is not None:
+            self.system, self.turns = self._turns_of(messages)
+            return
         snapshot = Snapshot.load(file, self._engine.runtime)
         if not snapshot.note:
             raise UserError(f"{file} holds the state of a prompt, and no conversation.")
@@ -192,6 +198,14 @@ class Conversation:
         self.system, self.turns = saved["system"], turns
 
     @property
+    def messages(self) -> list[Mapping[str, str]]:
+        """All messages, each with a "role" and a "content"."""
+        messages = [_message("system", self.system)] if self.system else []
+        for turn in self.turns:
+            messages += [_message("user", turn.user), _message("assistant", turn.answer)]
+        return messages
+
+    @property
     def cache_stats(self) -> PrefixCacheStats:
         return self._cache.stats
 
@@ -207,7 +221,7 @@ class Conversation:
 
     def _prompt(self, user: str) -> list[int]:
         """Return the next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
-        messages = self._messages()
+        messages = self.messages
         tokens = self._encoder.encode([*messages, _message("user", user)], **self._shown)
         last = self.turns[-1] if self.turns else None
         if last is None or last.system != self.system or self._is_cut_by_text(last):
@@ -223,11 +237,16 @@ class Conversation:
         """Return whether the answer ends before the generated tokens do, because of a stop string."""
         return turn.finish_reason == "stop" and turn.generated[-1] not in self._request.stop_token_ids
 
-    def _messages(self) -> list[Mapping[str, str]]:
-        messages = [_message("system", self.system)] if self.system else []
-        for turn in self.turns:
-            messages += [_message("user", turn.user), _message("assistant", turn.answer)]
-        return messages
+    def _turns_of(self, messages: Sequence[Mapping[str, str]]) -> tuple[str | None, list[Turn]]:
+        """Return the system message, and the turns as if the model had answered in the tokens of `encode_text`."""
+        first = 1 if messages[0]["role"] == "system" else 0
+        system, turns = (messages[0]["content"] if first else None), []
+        for end in range(first + 2, len(messages) + 1, 2):
+            prompt = self._encoder.encode(messages[: end - 1], **self._shown)
+            user, answer = (message["content"] for message in messages[end - 2 : end])
+            generated = [*self._encoder.encode_text(answer), *sorted(self._request.stop_token_ids)[:1]]
+            turns.append(Turn(system, user, answer, prompt, generated, "stop"))
+        return system, turns
 
     def _saved_turns(self) -> list[dict]:
         """Return the turns to save; each has only the tokens that the turn before it does not have."""
@@ -237,6 +256,34 @@ class Conversation:
             saved.append({**asdict(turn), "start": start, "prompt": list(turn.prompt[start:])})
             before = [*turn.prompt, *turn.generated]
         return saved
+
+
+def _messages_in(file: Path) -> list[Mapping[str, str]] | None:
+    """Return the messages in a file that begins as a JSON list; None for another file.
+
+    Raises:
+        UserError: it cannot be read, or holds something else than turns of a user and an assistant.
+    """
+    try:
+        check_regular(file)
+        with file.open("rb") as stream:
+            if stream.read(1) != b"[":
+                return None
+        messages = json.loads(read_bytes(file).decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror or error}).") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error}).") from None
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    is_talk = bool(turns) and turns == ["user", "assistant"] * (len(turns) // 2)
+    if not is_talk or not all(isinstance(message.get("content"), str) for message in messages):
+        raise UserError(
+            f"{file} must hold messages with a role and a content: system or none, then user and assistant in turn."
+        )
+    return messages
 
 
 def _check_saved(note: object, vocab_size: int) -> dict[str, Any]:
