@@ -288,6 +288,12 @@ build._build([{str(compiler)!r}], Path({str(one_source(tmp_path))!r}), Path({str
         assert raised.value.returncode == 3 and raised.value.stderr == "error: no\n"
         assert has_ended(int((tmp_path / "started").read_text()))
 
+    def test_a_compiler_that_writes_no_text(self, tmp_path):
+        compiler = script(tmp_path / "c++", r"printf 'error: \377\376' >&2; exit 1")
+        with pytest.raises(subprocess.CalledProcessError) as raised:
+            build._run_all([[str(compiler)]], 1)
+        assert raised.value.stderr == "error: \ufffd\ufffd"
+
     def test_the_compilers_end_with_an_interrupt(self, cache, tmp_path):
         compiler = script(tmp_path / "slow", f"sleep 60 &\necho $! >{tmp_path}/started\nkill -INT $PPID\nwait")
         program = f"""

@@ -14,6 +14,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+
+from granite4_neuron.terminal import unguarded
 
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
@@ -129,9 +132,10 @@ def _elapsed_time() -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = Console(file=unguarded(sys.stderr))
     columns = (SpinnerColumn(), TextColumn("compiling"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    looks = dict(transient=True, redirect_stdout=False, redirect_stderr=False, disable=not console.is_terminal)
+    with Progress(*columns, console=console, **looks) as progress:
         progress.add_task("", total=None)
         yield
 
@@ -183,7 +187,9 @@ def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
         if ending.is_set():
             return
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        # A compiler may quote a file's bytes, which need not be text.
+        as_text = dict(text=True, errors="replace")
+        with subprocess.Popen(command, start_new_session=True, **as_text, **pipes) as process:
             running.append(process)
             if ending.is_set():
                 _end(process)
