@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 
 from granite4_neuron import UserError, generate, load
 from granite4_neuron.engine import Engine, Request
@@ -75,7 +76,9 @@ ENGINES = {
 
 LOADS = {
     "model": (3, b"x", "", "no-such-folder", "a/b/c", "x" * 5000, "a\0b"),
-    "dtype": ("bfloat16", torch.int8, torch.float64),
+    "dtype": ("bfloat", "float64", torch.int8, torch.float64),
+    "state_dtype": ("int8", "float64"),
+    "adapters": ("x", ["x"], None, {"a": 3}, {1: "x"}),
     "prefill_scan": ("fast", None),
     "decode_kernel": ("fast", None),
     "cpu_kernels": ("fast", None),
@@ -142,6 +145,47 @@ def test_an_id(texting, id):
 def test_a_load(texting_folder, name, value):
     with pytest.raises(UserError, match=r"\.$"):
         load(**{"model": texting_folder, name: value})
+
+
+def test_a_dtype_by_its_name(texting_folder):
+    runtime, _ = load(texting_folder, dtype="bfloat16", state_dtype="float16")
+    assert (runtime.dtype, runtime.state_dtype) == (torch.bfloat16, torch.float16)
+    with pytest.raises(UserError, match=r"dtype is 'half'; it must be one of .*bfloat16"):
+        load(texting_folder, dtype="half")
+
+
+def test_another_default_device(texting_folder):
+    with torch.device("meta"), pytest.raises(UserError, match="torch's default device is meta; set it to cpu"):
+        load(texting_folder)
+
+
+def test_a_long_text_is_refused_by_us_alone(texting_folder, caplog):
+    """transformers says that it "will result in indexing errors"."""
+    transformers.logging.set_verbosity_warning()
+    transformers.logging.enable_propagation()
+    try:
+        runtime, tokenizer = load(texting_folder)
+        tokenizer.model_max_length = 500
+        with pytest.raises(UserError, match="the prompt has 700 tokens"):
+            generate(runtime, tokenizer, "x" * 700)
+    finally:
+        transformers.logging.disable_propagation()
+        transformers.logging.set_verbosity_error()
+    assert "indexing errors" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+@pytest.mark.parametrize("levels", [150, 500, 900, 100_000])
+def test_json_of_many_levels(refuses, folder, tmp_path, name, levels):
+    (tmp_path / "file").write_text("[" + '{"a": ' * levels + "1" + "}" * levels + "]")
+    said = refuses("chat", "--model", folder, f"--{name}", tmp_path / "file")
+    assert f"{name} are nested more than 100 levels deep" in said or "is not JSON" in said
+
+
+@pytest.mark.parametrize("levels", [500, 900, 100_000])
+def test_a_schema_of_many_levels(refuses, folder, tmp_path, levels):
+    (tmp_path / "file").write_text('{"not": ' * levels + "{}" + "}" * levels)
+    assert "the JSON schema" in refuses("generate", "--model", folder, "--json-schema", tmp_path / "file", "x")
 
 
 @pytest.mark.parametrize("message", [None, 3, b"x", "a\udcff"], ids=repr)

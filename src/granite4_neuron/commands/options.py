@@ -217,7 +217,7 @@ def load_runtime(
     with ProgressBar("weights", "bytes") as progress:
         return load(
             folder,
-            dtype=dtype_of(options.dtype),
+            dtype=options.dtype,
             **kernels_of(options, options.kernels),
             backend=options.backend,
             device=options.device,
@@ -226,7 +226,7 @@ def load_runtime(
             cpu_kernels=options.cpu_kernels,
             compiled=compiled or options.compiled,
             quantize=options.quantize,
-            state_dtype=dtype_of(options.state_dtype),
+            state_dtype=options.state_dtype,
             tuned_configs=options.tuned_configs,
             adapters=adapters,
             progress=progress,

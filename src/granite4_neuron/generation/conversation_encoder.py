@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -16,6 +16,7 @@ from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
+_MOST_LEVELS = 100  # of lists and objects
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, user: str, system: str | None = None) -> list[int]:
@@ -88,12 +89,13 @@ class ConversationEncoder:
 
         Raises:
             UserError: the tokenizer has no chat template; the template refuses the messages or fails, or leaves out the
-                message to be continued; it takes too much time or memory; or a further variable has the name of one
-                that is set here.
+                message to be continued; it takes too much time or memory; a further variable has the name of one that
+                is set here; or something is nested too deeply.
         """
         for message in messages:
             check_text(message.get("content"), "the message")
         variables = {**(chat_template_kwargs or {}), "messages": list(messages), "tools": tools, "documents": documents}
+        _check_levels(variables)
         texts = "".join(texts_of(variables))
         check_text(texts, "the conversation")
         self._check_variables(chat_template_kwargs or {})
@@ -149,6 +151,22 @@ class ConversationEncoder:
             return self._renderer.render(_template(self._tokenizer), given)
         except chat_template.TemplateFailed as error:
             raise UserError(f"this checkpoint's chat template does not render the conversation ({error}).") from None
+
+
+def _check_levels(variables: Mapping[str, Any]) -> None:
+    """Check that nothing is nested so deeply that functions that call themselves reach Python's limit."""
+    for name, value in variables.items():
+        level = [value]
+        for _ in range(_MOST_LEVELS):
+            level = [part for each in level for part in _parts(each)]
+        if level:
+            raise UserError(f"{name} are nested more than {_MOST_LEVELS} levels deep, the most that a template shows.")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if is_list(value) else ()
 
 
 def texts_of(value: Any) -> Iterator[str]:

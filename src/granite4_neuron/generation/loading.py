@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -24,8 +25,9 @@ from granite4_neuron.choices import (
     GRAPHS,
     PREFILL_SCANS,
     QUANTIZATIONS,
+    STATE_DTYPES,
 )
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError, check_choice
@@ -43,7 +45,7 @@ def load(
     model: str | Path | None = None,
     *,
     revision: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     prefill_scan: str = "chunked",
     backend: str = "cpu",
     device: str = "cpu",
@@ -53,7 +55,7 @@ def load(
     cpu_kernels: str = "fused",
     compiled: str | Path | None = None,
     quantize: str | None = None,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | str | None = None,
     tuned_configs: str | Path | None = None,
     adapters: Mapping[str, str | Path] = {},
     progress: Callable[[int, int], None] | None = None,
@@ -65,7 +67,7 @@ def load(
         model: a checkpoint folder, a GGUF file or a Hugging Face id; None for the small checkpoint that comes with the
             package.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
-        dtype: of weights and activations; None for that of the stored weights.
+        dtype: of weights and activations, such as torch.float32 or "float32"; None for that of the stored weights.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
         backend: "cpu" for this machine's processor, "torch" for compiled graphs on a PyTorch device, "xla" for compiled
             graphs on torch_xla's device, "nxdi" for NxD Inference on a Neuron device.
@@ -91,6 +93,9 @@ def load(
         ("quantize", quantize, (None, *QUANTIZATIONS)),
     ):
         check_choice(name, value, choices)
+    dtype, state_dtype = _dtype("dtype", dtype, DTYPES), _dtype("state_dtype", state_dtype, STATE_DTYPES)
+    _check_adapters(adapters)
+    _check_default_device()
     folder = find(model if model is not None else bundled_checkpoint(), revision)
     config = read_config(folder)
     tokenizer = load_tokenizer(folder, config)
@@ -135,6 +140,34 @@ def load(
     if backend == "torch":
         return TorchRuntime(weights, generation_config, device=device, graphs=graphs, **mamba_kernels), tokenizer
     return _import_xla_runtime()(weights, generation_config, **mamba_kernels), tokenizer
+
+
+def _dtype(name: str, dtype: torch.dtype | str | None, names: Collection[str]) -> torch.dtype | None:
+    """Return a dtype that is given as such or by its name."""
+    if not isinstance(dtype, str):
+        return dtype
+    check_choice(name, dtype, names)
+    return getattr(torch, dtype)
+
+
+def _check_adapters(adapters: object) -> None:
+    """Check that there is a folder for each adapter's name."""
+    if not isinstance(adapters, Mapping):
+        raise UserError(f"adapters is {reprlib.repr(adapters)}; it must be a dictionary of folders by name.")
+    for name, folder in adapters.items():
+        if not isinstance(name, str) or not isinstance(folder, (str, os.PathLike)):
+            raise UserError(
+                f"adapters has {reprlib.repr(name)}: {reprlib.repr(folder)}; it must have folders by name, both text."
+            )
+
+
+def _check_default_device() -> None:
+    """Check that tensors are made where this package expects those that it names no device for."""
+    if torch.get_default_device().type != "cpu":
+        raise UserError(
+            f"torch's default device is {torch.get_default_device()}; set it to cpu with torch.set_default_device, and "
+            "give load the backend and the device to run on."
+        )
 
 
 def check_backend(
@@ -203,6 +236,8 @@ def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTo
             f"the tokenizer in {folder} has {len(tokenizer)} entries and the model only {config.vocab_size}; "
             "they are not of the same checkpoint."
         )
+    # What it says of a long text, "will result in indexing errors", is not so: the engine refuses the text.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
