@@ -232,3 +232,8 @@ def test_command(capsys, temporaries):
     assert main(["plan", "--model", "h-small", "--context", "0"]) == 2
     assert main(["plan", "--tp-degree", "8"]) == 2
     assert "has 4 logical cores" in capsys.readouterr().err
+
+
+def test_the_verdict_comes_first(capsys):
+    assert main(["plan", "--model", "h-350m", "--context", "512"]) == 0
+    assert capsys.readouterr().out.startswith("It fits")

@@ -197,11 +197,11 @@ def _plan_model(options: argparse.Namespace) -> int:
     table.add_row("sum", _gigabytes(planned.total))
     table.add_row("longest context at this batch size", f"{planned.longest_context:,} tokens")
     table.add_row("largest batch of this context", f"{planned.largest_batch:,}")
+    write(planned.verdict())
     print_table(table)
     write(f"To compile: {_counted(planned)}.")
     if planned.draft is not None:
         write(f"Also those of {options.draft_model}: {_counted(planned.draft)}.")
-    write(planned.verdict())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
 
 
