@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -319,8 +320,9 @@ class TestBadInput:
         self.refused(run("check", "--tokens", "0"), "0 is not a whole number of at least 1")
         self.refused(run("graphs", "--buckets", "0"), "0 is not a whole number of at least 1")
         if importlib.util.find_spec("torch_xla") is None:
-            self.refused(run("graphs"), "torch_xla, which is not installed")
-            self.refused(run("generate", "--backend", "xla", "x"), "needs torch_xla")
+            for command in (("graphs",), ("generate", "--backend", "xla", "x")):
+                status, _, error = run(*command)
+                assert status == 2 and "torch_xla, which is not installed; install it, in an environment" in error
         if importlib.util.find_spec("torch_mlir") is None:
             self.refused(run("graphs", "--backend", "torch"), "torch_mlir, which is not installed")
 
@@ -557,6 +559,20 @@ def test_a_long_prompt_shows_progress(run, texting_folder, monkeypatch):
     short = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 60)
     long = run("generate", "--model", texting_folder, "--max-tokens", 1, "x" * 300)
     assert "tokens" not in short[2] and "300" in long[2] and "tokens" in long[2]
+
+
+def test_a_comparison_shows_progress(run, texting_folder, monkeypatch):
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=sys.stderr, force_terminal=True))
+    common = ("check", "--model", texting_folder, "--tokens", 1, "--cpu-kernels", "torch")
+    for options, parts in ((("--prompt", "A", "--prompt", "B"), 5), (("--prompt", "A", "--layers"), 6)):
+        status, _, error = run(*common, *options)
+        assert status == 0 and f"{parts}/{parts}" in error and "Loading weights" not in error
+
+
+def test_the_command_that_installs_torch_xla():
+    requirements = Path(__file__).parents[2] / "requirements-xla.txt"
+    for requirement in re.findall(r"'(.*?)'", neuron_sdk.INSTALL_TORCH_XLA):
+        assert requirement in requirements.read_text().splitlines()
 
 
 class TestNeuronSdkIsMissing:

@@ -16,7 +16,7 @@ from granite4_neuron.commands.options import (
     model_folder,
     number_in,
 )
-from granite4_neuron.commands.output import print_table, write
+from granite4_neuron.commands.output import ProgressBar, print_table, write
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
             f"{' or '.join(_SHOW_LAYERS)}."
         )
     # Not at the top: these imports take seconds, and --help does not need them.
+    from transformers import logging
+
     from granite4_neuron.evaluation import accuracy, layers
     from granite4_neuron.evaluation.reference import readable_by_transformers
 
@@ -83,11 +85,17 @@ def run(options: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
-    with readable_by_transformers(folder) as folder:
+    logging.disable_progress_bar()  # of transformers' weights
+    with readable_by_transformers(folder) as folder, ProgressBar("comparison", "parts") as progress:
         if options.layers:
             compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
-            return _print_layers(list(compared), runtime)
-        report = accuracy.measure(folder, prompts, options.tokens, runtime)
+            reports, num_layers = [], len(runtime.config.layer_types)
+            progress(0, num_layers)
+            for report in compared:
+                reports.append(report)
+                progress(len(reports), num_layers)
+            return _print_layers(reports, runtime)
+        report = accuracy.measure(folder, prompts, options.tokens, runtime, progress)
     print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
     write(f"{'passed' if passed else 'FAILED'} ({report.criterion(options.tolerance)})")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +120,13 @@ class AccuracyReport:
         )
 
 
-def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> AccuracyReport:
+def measure(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    runtime: Runtime,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> AccuracyReport:
     """Compare logits over prompts and the reference's own greedy continuation of them.
 
     The reference sees each sequence alone, whole and without a cache. Ours runs all of them as one ragged batch: the
@@ -131,25 +138,36 @@ def measure(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, run
         prompts: token ids.
         new_tokens: how many tokens of decode to compare, at least 1.
         runtime: ours.
+        progress: called with (parts done, parts in all); a part is the reference's continuation of a prompt, or what
+            one of the models computes of all of them.
 
     Raises:
         UserError: the sequences are longer than the model's longest, or the runtime has no room for them.
     """
+    parts = itertools.count(1)
+    num_parts = len(prompts) + 3
     state = runtime.allocate(len(prompts), longest_of(prompts, new_tokens, runtime))  # first, since it may be refused
     reference = Reference.from_pretrained(folder, dtype=torch.float32).eval()
-    sequences = [greedy(reference, prompt, new_tokens) for prompt in prompts]
+    progress(0, num_parts)
+    sequences = []
+    for prompt in prompts:
+        sequences.append(greedy(reference, prompt, new_tokens))
+        progress(next(parts), num_parts)
     is_last_of_prompt = "all_logits" in runtime.cannot
     starts = [len(prompt) - 1 if is_last_of_prompt else 0 for prompt in prompts]
     expected = _whole(reference, sequences, starts)
     del reference
+    progress(next(parts), num_parts)
     in_dtype = None
     if runtime.dtype != torch.float32:
         in_dtype = _whole(Reference.from_pretrained(folder, dtype=runtime.dtype).eval(), sequences, starts)
+    progress(next(parts), num_parts)
     lengths = [len(prompt) for prompt in prompts]
     run_prompts = last_of_prompts if is_last_of_prompt else _all_of_prompts
     prefill = run_prompts(runtime, state, sequences, lengths)
     decoded = decode(runtime, state, sequences, lengths)
-    ours = [torch.cat(parts) for parts in zip(prefill, decoded, strict=True)]
+    ours = [torch.cat(both) for both in zip(prefill, decoded, strict=True)]
+    progress(next(parts), num_parts)
     about = runtime.is_quantized, runtime.state_dtype, is_last_of_prompt
     return AccuracyReport(lengths, ours, expected, in_dtype, *about)
 

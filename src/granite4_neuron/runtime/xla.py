@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors
@@ -47,7 +48,7 @@ class XLARuntime(GraphRuntime):
         decode_kernel: str = "torch",
     ):
         if torch_xla is None:
-            raise UserError("the xla backend needs torch_xla; install the release that goes with torch.")
+            raise UserError(f"the xla backend needs torch_xla, which is not installed; {INSTALL_TORCH_XLA}.")
         device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         super().__init__(model, operators, generation_config, prefill_buckets, device)

@@ -12,6 +12,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import hlo_lint
 from granite4_neuron.neuron.analysis.fused_bytes import fused_bytes
 from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost, kernel_name, size_of
+from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 
 
 class ToolsMissing(UserError):
@@ -52,7 +53,7 @@ def tracer() -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
         import torch_xla
         from torch_xla.core.xla_builder import create_placeholder_tensor
     except ImportError:
-        raise ToolsMissing("graphs are traced by torch_xla, which is not installed.") from None
+        raise ToolsMissing(f"graphs are traced by torch_xla, which is not installed; {INSTALL_TORCH_XLA}.") from None
     torch_xla.device()  # starts the client, which placeholders need
     return create_placeholder_tensor
 
