@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -38,6 +39,7 @@ class PseudoTerminal:
         self._own, theirs = pty.openpty()
         self.resize(ROWS, COLUMNS)
         self._written = bytearray()
+        self._is_closed = False
         self.process = subprocess.Popen(
             [os.fsencode(each) if isinstance(each, (str, os.PathLike)) else str(each) for each in command],
             stdin=theirs,
@@ -53,7 +55,9 @@ class PseudoTerminal:
         self._reader.start()
 
     def _read(self) -> None:
-        while True:
+        while not self._is_closed:
+            if not select.select([self._own], [], [], 0.05)[0]:
+                continue
             try:
                 data = os.read(self._own, 65536)
             except OSError:  # nobody has the other side open
@@ -94,12 +98,18 @@ class PseudoTerminal:
         self._reader.join(PATIENCE)
         return status
 
+    def hang_up(self) -> None:
+        """Close this side, as a terminal does whose window is closed."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._reader.join()
+            os.close(self._own)
+
     def close(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self._reader.join(1)
-        os.close(self._own)
+        self.hang_up()
 
     def __enter__(self) -> PseudoTerminal:
         return self
