@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 
 import pytest
 
@@ -79,9 +80,11 @@ def ask(at, keys):
 def turns(at):
     """Clear what is typed, and return how many turns /stats shows."""
     for _ in range(20):
-        before = len(at.written)
         # Three, because one may end pasted text, and one may be what Ctrl-Q quotes.
-        at.type(b"\x03\x03\x03/stats\r")
+        at.type(b"\x03\x03\x03")
+        time.sleep(0.2)  # Ctrl-C is alone where a person presses it
+        before = len(at.written)
+        at.type(b"/stats\r")
         try:
             shown = at.wait_for("peak memory", before, patience=10)
         except AssertionError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import sys
 from collections.abc import Iterable
@@ -113,8 +112,8 @@ class TerminalInput:
 
 
 def _keys() -> Input:
-    """Return standard input as keys: bytes that are no text are the replacement character, and Ctrl-C also ends a
-    pasted text that has a mark at its beginning only.
+    """Return standard input as keys: bytes that are no text are the replacement character, and Ctrl-C alone also
+    ends a pasted text that has a mark at its beginning only.
     """
     from prompt_toolkit.input.posix_utils import PosixStdinReader
     from prompt_toolkit.input.vt100 import Vt100Input
@@ -123,17 +122,14 @@ def _keys() -> Input:
         is_in_paste, last = False, ""
 
         def read(self, count: int = 1024) -> str:
-            text = ""
-            for part in re.split("(\x03)", super().read(count)):
-                if part == "\x03" and self.is_in_paste:
-                    text += _PASTE_ENDS
-                    self.is_in_paste = False
-                text += part
-                seen = self.last + part
-                begins, ends = seen.rfind(_PASTE_BEGINS), seen.rfind(_PASTE_ENDS)
-                if begins != ends:  # one of them is there
-                    self.is_in_paste = begins > ends
-                self.last = seen[1 - len(_PASTE_BEGINS) :]
+            text = super().read(count)
+            if self.is_in_paste and text and not text.strip("\x03"):
+                text = _PASTE_ENDS + text
+            seen = self.last + text
+            begins, ends = seen.rfind(_PASTE_BEGINS), seen.rfind(_PASTE_ENDS)
+            if begins != ends:  # one of them is there
+                self.is_in_paste = begins > ends
+            self.last = seen[1 - len(_PASTE_BEGINS) :]
             return text
 
     keys = Vt100Input(sys.stdin)
