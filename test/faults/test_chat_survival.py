@@ -41,10 +41,11 @@ def chat(tmp_path):
     """Return a function that starts a chat at a pseudo-terminal and asks a question, if there is one."""
     started = []
 
-    def start(*options, program=COMMAND, question=QUESTION):
-        at = PseudoTerminal(*program, "chat", *options, cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
+    def start(*options, program=COMMAND, question=QUESTION, is_ready=PROMPT, **environment):
+        places = dict(cwd=tmp_path, XDG_STATE_HOME=str(tmp_path / "state"))
+        at = PseudoTerminal(*program, "chat", *options, **places, **environment)
         started.append(at)
-        wait_for_prompt(at, 0)
+        at.wait_for(is_ready)
         if question:
             ask(at, question)
         return at
@@ -182,6 +183,14 @@ class TestKeys:
         talk.process.send_signal(signal.SIGINT)
         talk.wait_for("stopped.", start)
         assert turns(talk) == num_turns
+
+    def test_a_dumb_terminal(self, chat):
+        at = chat(question=None, is_ready="leaves.\n> ", TERM="dumb")
+        at.type(QUESTION)
+        at.wait_for("if __debug__")
+        at.wait_for(lambda written: written.endswith("\n> "))
+        at.type(b"\x04")
+        assert at.ended() == 0 and "\x1b" not in at.written.partition("/help")[2]
 
     def test_errors_of_the_line_editor(self, chat):
         """What was typed before stays, and another key works."""

@@ -157,6 +157,17 @@ def test_what_is_printed_beside_a_progress_bar(monkeypatch, at_terminal):
     assert "\x1b[35;41m" not in shown and "weights" in shown
 
 
+def test_the_time_that_a_compiler_takes(monkeypatch, at_terminal):
+    def run(options):
+        with build._elapsed_time():
+            print(HOSTILE, file=sys.stderr)
+        return 0
+
+    monkeypatch.setattr("granite4_neuron.commands.info.run", run)
+    shown = at_terminal("info")
+    assert "compiling" in shown and "\x1b[2K" in shown and SHOWN in shown and not foreign_controls(shown)
+
+
 def test_bars_of_tqdm(monkeypatch, at_terminal):
     """They move the cursor, and their descriptions are the names of files."""
     from tqdm import tqdm

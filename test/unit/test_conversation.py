@@ -1,5 +1,6 @@
 """Conversations: the text is that of a run from the beginning, and each turn runs only its new tokens."""
 
+import json
 import math
 from contextlib import closing
 from dataclasses import replace
@@ -275,3 +276,57 @@ def test_errors_leave_the_conversation_as_it_was(new, monkeypatch):
     assert conversation.turns == turns and not conversation._engine.has_work
     say(conversation, "Go on")
     assert conversation.last_stats.cached_tokens == len(turns[0].stored)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_messages_are_continued_without_their_state(new, texting, tmp_path, system):
+    """They make the prompt that the template makes of them, and the state is that of a run from the beginning."""
+    runtime, tokenizer = texting
+    messages = [{"role": "system", "content": system}] if system else []
+    for user, answer in (("Hello", "Hi <|end|>!"), ("What else?", ""), ("Well?", "\ufffd yes")):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(messages))
+    conversation = new()
+    conversation.load(file)
+    assert conversation.messages == messages and conversation.num_tokens > 40
+    with pytest.raises(UserError, match="not in the prefix cache"):
+        conversation.save(tmp_path / "state")
+    with closing(ConversationEncoder(tokenizer)) as encoder:
+        expected = encoder.encode([*messages, {"role": "user", "content": "Go on"}])
+    (answer,) = say(conversation, "Go on")
+    assert conversation.turns[-1].prompt == expected and conversation.last_stats.cached_tokens == 0
+    assert generate(runtime, tokenizer, expected, max_tokens=12) == answer
+    conversation.save(tmp_path / "state")
+    again = new()
+    again.load(tmp_path / "state")
+    assert again.turns == conversation.turns
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[", "[]", "[1]", "[null, {}]", '[{"role": "user"}]', '[{"role": "user", "content": "x"}]', "[" * 100_000]
+    + [
+        json.dumps([{"role": role, "content": content} for role in roles])
+        for roles, content in (
+            (["assistant", "user"], "x"),
+            (["user", "assistant", "user"], "x"),
+            (["system"], "x"),
+            (["system", "system", "user", "assistant"], "x"),
+            (["user", "assistant"], None),
+            (["user", "assistant"], ["x"]),
+            (["user", "tool"], "x"),
+        )
+    ]
+    + ['[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]'],
+    ids=lambda text: text[:60],
+)
+def test_messages_that_are_no_conversation(new, tmp_path, text):
+    file = tmp_path / "messages.json"
+    file.write_text(text)
+    conversation = new("Be brief.")
+    say(conversation, "Hello")
+    before = conversation.messages
+    with pytest.raises(UserError, match=r"must hold messages|is not JSON|is not text|surrogate"):
+        conversation.load(file)
+    assert conversation.messages == before

@@ -61,6 +61,7 @@ class TerminalInput:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.output import create_output
+        from prompt_toolkit.utils import is_dumb_terminal
 
         self._session: PromptSession[str] = PromptSession(
             message="> ",
@@ -72,7 +73,8 @@ class TerminalInput:
             complete_while_typing=False,
             enable_history_search=True,
             input=_keys(),
-            output=create_output(unguarded(sys.stdout)),
+            # Without one, prompt_toolkit writes no escape sequences to a dumb terminal.
+            output=None if is_dumb_terminal() else create_output(unguarded(sys.stdout)),
         )
 
     def read(self) -> str | None:
@@ -81,8 +83,8 @@ class TerminalInput:
         Raises:
             SystemExit: the terminal is gone.
         """
-        typed = ""
-        for attempt in range(_MOST_ERRORS):
+        typed, num_errors = "", 0
+        while True:
             try:
                 return self._session.prompt(default=typed, pre_run=self._raise_errors, set_exception_handler=False)
             except KeyboardInterrupt:
@@ -92,11 +94,11 @@ class TerminalInput:
                     raise SystemExit(_EXIT_TERMINAL_GONE) from None
                 return None
             except Exception as error:  # of the line editor or the history: a conversation is worth more than a key
-                if attempt == _MOST_ERRORS - 1:
+                num_errors += 1
+                if num_errors == _MOST_ERRORS:
                     raise
                 typed = self._session.default_buffer.text
                 print(printable(f"(a key was not understood: {type(error).__name__}: {error})"), file=sys.stderr)
-        raise AssertionError
 
     def _raise_errors(self) -> None:
         """Have `prompt` raise what a key raises. By default prompt_toolkit raises only what is raised by keys that

@@ -31,6 +31,7 @@ from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Verification
 from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
+from granite4_neuron.terminal import guard_streams
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
 _SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -207,6 +208,7 @@ def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:
     for number in _SIGNALS_TO_END:  # a start of multiprocessing's resource tracker would let them through
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    guard_streams()
     torch.set_num_threads(threads)
     follower = None
     try:
