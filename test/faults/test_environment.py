@@ -21,6 +21,7 @@ from granite4_neuron.checkpoint import folder as checkpoint_folder
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.neuron.stand_ins import SOURCES, checkout
 from granite4_neuron.ops.cpu import build
 from test.faults.conftest import sentence
 from test.support.checkpoints import small_config
@@ -358,6 +359,48 @@ def test_a_fork_after_a_generation(texting_folder, kernels):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "was forked from one that had loaded a model, and computes in one thread" in done.stderr
+
+
+class TestSourcesOfNxDInference:
+    """NXDI_SRC and NXD_SRC name checkouts."""
+
+    PACKAGE = "src/neuronx_distributed_inference"
+
+    @pytest.fixture
+    def source(self, tmp_path):
+        (tmp_path / "checkout" / self.PACKAGE).mkdir(parents=True)
+        return tmp_path / "checkout"
+
+    def test_a_checkout(self, source, monkeypatch):
+        monkeypatch.chdir(source.parent)
+        monkeypatch.setenv("NXDI_SRC", "checkout")
+        assert checkout("NXDI_SRC", self.PACKAGE) == source
+
+    @pytest.mark.parametrize("inside", ["src", PACKAGE])
+    def test_a_folder_in_a_checkout(self, source, inside, monkeypatch):
+        monkeypatch.setenv("NXDI_SRC", str(source / inside))
+        with pytest.raises(UserError) as error:
+            checkout("NXDI_SRC", self.PACKAGE)
+        assert str(error.value) == (
+            f"NXDI_SRC is {source / inside}, which has no {self.PACKAGE}; it must name the root of a checkout, like "
+            f"{source}."
+        )
+
+    @pytest.mark.parametrize("value", [".", "none"])
+    def test_no_checkout(self, value, tmp_path, monkeypatch):
+        monkeypatch.setenv("NXD_SRC", str(tmp_path / value))
+        with pytest.raises(UserError, match=r"which has no src/x; it must name the root of a checkout\.$"):
+            checkout("NXD_SRC", "src/x")
+
+    def test_commands(self, tmp_path):
+        pytest.importorskip("torch_xla", reason="torch_xla is not installed")
+        environment = os.environ | dict.fromkeys(SOURCES, str(tmp_path))
+        command = [*COMMAND, "graphs", "--backend", "nxdi", "--model", "h-350m"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert "it must name the root of a checkout" in sentence(done.returncode, done.stdout, done.stderr)
+        command = [sys.executable, "-m", "granite4_neuron.neuron.inference_demo"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1 and done.stderr.startswith(f"inference_demo: NXDI_SRC is {tmp_path}, which has no ")
 
 
 class TestNetwork:

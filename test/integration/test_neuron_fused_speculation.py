@@ -195,6 +195,13 @@ def test_generate_of_nxd_inference(draft, tokenizer, texts):
     assert len(tokens) > 30 and tokens == texts[0][: len(tokens)]
 
 
+def test_its_prefix_of_weights_is_not_left_on_the_class(draft):
+    """NxD Inference sets it on the class, where every later model would have it."""
+    model = fused_model(draft)
+    assert "_FUSED_PREFIX" not in vars(type(model)) and model._FUSED_PREFIX == ""
+    assert "lm_head.weight" in nxdi.cpu_model(draft).checkpoint_loader_fn()
+
+
 def commit_of_all_drafts(patch):
     from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel as Model
 

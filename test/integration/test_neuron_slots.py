@@ -84,16 +84,16 @@ def with_kernels(cpu_mode, random_checkpoints):  # noqa: F811
 @pytest.fixture
 def launches(monkeypatch):
     """Record the kernels that a Mamba layer launches from here on: name, whether it has a gate and whether counts."""
-    from granite4_neuron.ops.nki import mamba
+    from granite4_neuron.ops.nki import launch as launching
 
-    seen, correct = [], mamba.launch
+    seen, correct = [], launching.launch
 
     def launch(kernel, *arguments):
         last = [argument is not None for argument in arguments[-2:]]
         seen.append((kernel.function.__name__, *last))
         return correct(kernel, *arguments)
 
-    monkeypatch.setattr(mamba, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     return seen
 
 
@@ -344,9 +344,9 @@ def test_a_bug_of_verification_is_seen(bug, folder, sequences, monkeypatch):
 
 def change_arguments(change, patch):
     """Launch the kernel of a few tokens with other values of its last arguments: z and the counts."""
-    from granite4_neuron.ops.nki import mamba
+    from granite4_neuron.ops.nki import launch as launching
 
-    correct = mamba.launch
+    correct = launching.launch
 
     def launch(kernel, *arguments):
         if kernel.function.__name__ == "mamba_decode":
@@ -354,7 +354,7 @@ def change_arguments(change, patch):
             arguments = (*first, *change(z, counts))
         return correct(kernel, *arguments)
 
-    patch.setattr(mamba, "launch", launch)
+    patch.setattr(launching, "launch", launch)
 
 
 def all_stand(z, counts):

@@ -6,27 +6,20 @@ Each line of the table that -s shows is one launch: its error against the refere
 largest value, and what it did.
 """
 
-import os
-from pathlib import Path
-
 import nki
 import numpy as np
 import pytest
 import torch
 
-from test.support.nki_library import member, provide_library
+from test.support.nki_library import library_folder, member, provide_library
 from test.support.nki_library_cases import Case, cases, to_torch
 
-pytestmark = pytest.mark.skipif(
-    "NKI_LIBRARY_SRC" not in os.environ, reason="NKI_LIBRARY_SRC is not set to a checkout of nki-library"
-)
 CASES = dict(cases())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
-    provide_library(Path(os.environ["NKI_LIBRARY_SRC"]))
+    provide_library(library_folder())
 
 
 def launch(case: Case) -> list[np.ndarray]:

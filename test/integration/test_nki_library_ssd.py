@@ -8,7 +8,6 @@ in float64, relative to its largest value.
 
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from benchmarks import kernels, nki_library
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from test.support.nki_cases import error, scan_inputs, scan_oracle
-from test.support.nki_library import provide_library
+from test.support.nki_library import SOURCE, library_folder, provide_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel, ssd_results
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -28,10 +27,7 @@ every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @pytest.fixture(scope="module")
 def nkilib_ssd():
-    pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
-    if "NKI_LIBRARY_SRC" not in os.environ:
-        pytest.skip("NKI_LIBRARY_SRC is not set to a checkout of nki-library")
-    folder = Path(os.environ["NKI_LIBRARY_SRC"])
+    folder = library_folder()
     if not has_ssd(folder):
         pytest.skip(f"the nki-library in {folder} has no kernel ssd, which came with SDK 2.30")
     provide_library(folder)
@@ -77,7 +73,7 @@ def test_extension_is_exact(nkilib_ssd):
 
 
 def test_report(nkilib_ssd, capsys):
-    assert nki_library.main([os.environ["NKI_LIBRARY_SRC"]]) == 0
+    assert nki_library.main([os.environ[SOURCE]]) == 0
     output = capsys.readouterr().out
     assert output.count("nkilib_ssd") == output.count("ssd_chunk_scan") == len(nki_library.TP_DEGREES) * 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -12,6 +13,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
+
+from granite4_neuron.neuron.stand_ins import checkout
+
+SOURCE = "NKI_LIBRARY_SRC"
+
+
+def library_folder() -> Path:
+    """Return the checkout of nki-library; skip the tests of the fixture that calls this where none is named."""
+    pytest.importorskip("nki.emulation", reason="the Neuron SDK's own nki is installed")
+    if not os.environ.get(SOURCE):
+        pytest.skip(f"{SOURCE} is not set to a checkout of nki-library")
+    return checkout(SOURCE, "src/nkilib_src/nkilib")
 
 
 def provide_library(folder: Path) -> None:

@@ -15,11 +15,11 @@ from granite4_neuron.neuron.stand_ins import why_not_importable
 
 def main() -> None:
     """Run the command; bad input ends the process with one sentence and the status 1."""
-    if reason := why_not_importable():
-        sys.exit(f"inference_demo: {reason}.")
-    from granite4_neuron.neuron.nxdi.registration import run_inference_demo
-
     try:
+        if reason := why_not_importable():
+            sys.exit(f"inference_demo: {reason}.")
+        from granite4_neuron.neuron.nxdi.registration import run_inference_demo
+
         run_inference_demo()
     except UserError as error:
         sys.exit(f"inference_demo: {error}")

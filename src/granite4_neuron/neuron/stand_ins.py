@@ -14,21 +14,40 @@ import sys
 import types
 from pathlib import Path
 
+from granite4_neuron.errors import UserError
+
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
 PLATFORM = "trn2"
-# Environment variables that name checkouts of neuronx-distributed-inference and of neuronx-distributed.
-SOURCES = ("NXDI_SRC", "NXD_SRC")
+# Environment variables that name checkouts, and the package below src/ in each.
+SOURCES = {"NXDI_SRC": "neuronx_distributed_inference", "NXD_SRC": "neuronx_distributed"}
 
 
 def why_not_importable() -> str | None:
-    """Return why NxD Inference cannot be used here; None after making sure that it can be imported."""
+    """Return why NxD Inference cannot be used here; None after making sure that it can be imported.
+
+    Raises:
+        UserError: one of the variables `SOURCES` is set, and does not name a checkout.
+    """
     if importlib.util.find_spec("torch_xla") is None:
         return "torch_xla is not installed (requirements-nxdi.txt)"
     if importlib.util.find_spec("torch_neuronx") is None:
-        if any(name not in os.environ for name in SOURCES):
+        if not all(os.environ.get(name) for name in SOURCES):
             return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"
-        install(*(Path(os.environ[name]) for name in SOURCES))
+        install(*(checkout(name, f"src/{package}") for name, package in SOURCES.items()))
     return None
+
+
+def checkout(variable: str, package: str) -> Path:
+    """Return the checkout that an environment variable names. `package`: where it has its package.
+
+    Raises:
+        UserError: there is no such package in that folder.
+    """
+    folder = Path(os.environ[variable]).absolute()
+    if not (folder / package).is_dir():
+        above = next((f", like {each}" for each in folder.parents if (each / package).is_dir()), "")
+        raise UserError(f"{variable} is {folder}, which has no {package}; it must name the root of a checkout{above}.")
+    return folder
 
 
 def install(nxdi_source: Path, nxd_source: Path) -> None:

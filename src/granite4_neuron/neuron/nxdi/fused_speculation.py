@@ -120,7 +120,8 @@ class FusedSpeculation:
         try:
             return super().checkpoint_loader_fn(mmap)
         finally:
-            type(self)._FUSED_PREFIX = ""  # it is the class's, and every later model's
+            if "_FUSED_PREFIX" in vars(type(self)):
+                del type(self)._FUSED_PREFIX  # it is the class's, and would be every later model's
 
     @classmethod
     def validate_config(cls, config: GraniteMoeHybridInferenceConfig) -> None:
