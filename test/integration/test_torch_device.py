@@ -216,20 +216,19 @@ class TestGraphs:
         state = runtime.allocate(1, 5000)
         runtime.step(state, [Row(1, 0, [3] * 9)])
         before = runtime.num_compilations
-        runtime.step(state, [Row(1, 2000, [3] * 9)])
-        runtime.step(state, [Row(1, 4500, [3] * 9)])
-        assert runtime.num_compilations == before + 2
+        for end, more in ((1024, 0), (1025, 1), (4096, 1), (4097, 2), (5000, 2)):
+            runtime.step(state, [Row(1, end - 9, [3] * 9)])
+            assert runtime.num_compilations == before + more, end
 
-    @pytest.mark.parametrize("graphs", ["layer", "model"])
-    def test_warming_up(self, graphs):
+    @pytest.mark.parametrize(("graphs", "max_length"), [("layer", 1200), ("model", 100)], ids=["layer", "model"])
+    def test_warming_up(self, graphs, max_length):
         """Afterwards prompts, decode, prompt log-probabilities and drafts need no other graph, which would be an error.
 
-        The state's slots are in use before.
+        The state's slots are in use before. Nothing that runs before has log-probabilities or a long cache.
         """
         runtime = runtime_of(random_model(small_config(**FEW_LAYERS)), graphs=graphs)
-        engine = Engine(runtime, 2, max_length=100, drafter=NgramDrafter(1, 3), draft_tokens=3)
-        request = Request([3, 4, 5] * 6, 20, prompt_logprobs=1)
-        text = generate_one(engine, request)
+        engine = Engine(runtime, 2, max_length=max_length, drafter=NgramDrafter(1, 3), draft_tokens=3)
+        text = generate_one(engine, Request([3, 4, 5] * 6, 20))
         state = engine._slots.state
         before = [{name: view.clone() for name, view in state.slot_views(slot).items()} for slot in (1, 2)]
         engine.warm_up()
@@ -237,8 +236,11 @@ class TestGraphs:
         for slot, old in enumerate(before, start=1):
             # Unused memory may hold NaN.
             torch.testing.assert_close(state.slot_views(slot), old, rtol=0, atol=0, equal_nan=True)
-        assert generate_one(engine, request) == text
-        assert engine.stats.drafted_tokens > 0 and runtime.num_compilations == compiled
+        assert generate_one(engine, Request([3, 4, 5] * 6, 20, prompt_logprobs=1)) == text
+        generate_one(engine, Request([3] * 5, 5, prompt_logprobs=1))
+        drafted = engine.stats.drafted_tokens
+        generate_one(engine, Request([3, 4, 5] * (max_length // 3 - 12), 20, prompt_logprobs=1))
+        assert engine.stats.drafted_tokens > drafted > 0 and runtime.num_compilations == compiled
         with pytest.raises(Exception, match="would be compiled again"):
             runtime.step(runtime.allocate(3, 50), [Row(1, 0, [3])])
 

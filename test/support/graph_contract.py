@@ -20,7 +20,7 @@ from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.state import HybridState, MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
-from granite4_neuron.runtime.graphs import GraphRuntime
+from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import Row
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
@@ -164,6 +164,46 @@ class StepContract:
             assert logits.shape == expected.shape
             for one, other, row in zip(logits, expected, rows, strict=True):
                 assert (one - other)[: len(row.tokens)].abs().max() <= backend.tolerance
+
+    def test_logits_where_sequences_outgrow_a_bucket_of_the_cache(self, backend):
+        """Steps end before the bucket's end, at it and behind it, beside a short sequence.
+
+        Their states are random, because running so many tokens would take long. Keys are small: all tokens count.
+        """
+        config = small_config(**DENSE, layer_types=("mamba", "attention"))
+        cpu, ours = backend.runtimes(lambda: random_model(config))
+        begun = {1: SHORTEST_CACHE - 2, 2: 300, 3: SHORTEST_CACHE - 20, 4: SHORTEST_CACHE - 3}
+        states = [runtime.allocate(len(begun), SHORTEST_CACHE + 200) for runtime in (cpu, ours)]
+        generator = torch.Generator().manual_seed(0)
+        for tensor in states[0].tensors():
+            tensor[1:] = 0.1 * torch.randn(tensor[1:].shape, generator=generator)
+        backend.poison(states[1])
+        for slot, length in begun.items():
+            ours.restore(states[1], [cpu.snapshot(states[0], slot, length)], slot)
+        tokens, lengths = random_tokens(config.vocab_size, len(begun) + 1, 200).tolist(), dict(begun)
+
+        def step(*counts, accepted=None):
+            rows = [Row(slot, lengths[slot], tokens[slot][:count]) for slot, count in counts]
+            logits = []
+            for runtime, state in zip((cpu, ours), states, strict=True):
+                if accepted is None:
+                    logits.append(runtime.step(state, rows))
+                else:
+                    verification = runtime.verify(state, rows)
+                    runtime.commit(state, verification, accepted)
+                    logits.append(verification.logits)
+            for at, (slot, count) in enumerate(counts):
+                lengths[slot] += count if accepted is None else accepted[at]
+            assert (logits[1] - logits[0]).abs().max() <= backend.tolerance
+
+        for counts in ([(2, 1), (1, 1)], [(1, 1), (2, 1)], [(1, 1), (2, 1)], [(2, 1), (1, 1)]):
+            step(*counts)
+        assert lengths[1] == SHORTEST_CACHE + 2
+        step((3, 30))
+        step((3, 90))
+        step((4, 4), (2, 4), accepted=[2, 4])
+        step((2, 5), (4, 5), accepted=[5, 5])
+        step((4, 1), (2, 1))
 
 
 class SlotContract:
