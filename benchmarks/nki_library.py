@@ -24,7 +24,7 @@ from benchmarks.kernels import BLOCK, ENGINES, Cost, cost_of, require_emulator
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig
 from test.support.nki_cases import scan_inputs
-from test.support.nki_library import provide_library
+from test.support.nki_library import provided_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel
 
 TP_DEGREES = {"h-350m": 1, "h-1b": 1, "h-tiny": 1, "h-small": 4}
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_ssd(folder):
         raise UserError(f"{folder} has no kernel ssd: it must be a checkout of nki-library of SDK 2.30 or later.")
     require_emulator()
-    provide_library(folder)
-    _print(costs())
+    with provided_library(folder):
+        _print(costs())
     return 0
 
 

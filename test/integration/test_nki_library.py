@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from test.support.nki_library import library_folder, member, provide_library
+from test.support.nki_library import library_folder, member, provided_library
 from test.support.nki_library_cases import Case, cases, to_torch
 
 CASES = dict(cases())
@@ -19,7 +19,8 @@ CASES = dict(cases())
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    provide_library(library_folder())
+    with provided_library(library_folder()):
+        yield
 
 
 def launch(case: Case) -> list[np.ndarray]:

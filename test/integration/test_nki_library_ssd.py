@@ -16,7 +16,7 @@ from benchmarks import kernels, nki_library
 from granite4_neuron.ops.nki.launch import launch
 from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan
 from test.support.nki_cases import error, scan_inputs, scan_oracle
-from test.support.nki_library import SOURCE, library_folder, provide_library
+from test.support.nki_library import SOURCE, library_folder, provided_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel, ssd_results
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -30,8 +30,8 @@ def nkilib_ssd():
     folder = library_folder()
     if not has_ssd(folder):
         pytest.skip(f"the nki-library in {folder} has no kernel ssd, which came with SDK 2.30")
-    provide_library(folder)
-    return ssd_kernel()
+    with provided_library(folder):
+        yield ssd_kernel()
 
 
 def both(nkilib_ssd, inputs):

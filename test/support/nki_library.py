@@ -8,7 +8,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,33 +29,51 @@ def library_folder() -> Path:
     return checkout(SOURCE, "src/nkilib_src/nkilib")
 
 
-def provide_library(folder: Path) -> None:
-    """Make `nkilib` importable from a checkout. It was written for NKI 0.3 and imports names that 0.6 lacks."""
+@contextmanager
+def provided_library(folder: Path) -> Iterator[None]:
+    """Make `nkilib` importable from a checkout. It was written for NKI 0.3 and imports names that 0.6 lacks.
+
+    Stand-ins for the Neuron SDK answer every name, also those of `nkilib`: meanwhile they are not there.
+    """
     import nki
     import nki.isa
     import nki.language as nl
 
-    sys.path.insert(0, str(folder / "src" / "nkilib_src"))
-    sys.modules["nki.isa.constants"] = nki.isa.constants
-    for name, members in {
-        "nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
-        "nki.collectives": dict(ReplicaGroup=type("ReplicaGroup", (), {})),
-        "nki.dtype": {},
-        "neuron_dtypes": {},
-        "neuronxcc": {},
-        "neuronxcc.nki": {},
-        "neuronxcc.nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
-    }.items():
-        module = sys.modules.setdefault(name, types.ModuleType(name))
-        module.__dict__.update({"__path__": []} | members)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-    # Names of dtypes that Trainium2 does not have; they occur in tables of constants.
-    for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
-        if not hasattr(nl, name):
-            setattr(nl, name, name)
-    nki.isa.dma_copy = _with_numbered_modes(nki.isa.dma_copy)
+    with ExitStack() as stack:
+        stack.callback(sys.modules.update, _take_modules())
+        stack.callback(_take_modules)
+        for module in (nki, nki.isa, nl):
+            stack.enter_context(mock.patch.dict(vars(module)))
+            vars(module).pop("__getattr__", None)
+        stack.enter_context(mock.patch.object(sys, "path", [str(folder / "src" / "nkilib_src"), *sys.path]))
+        sys.modules["nki.isa.constants"] = nki.isa.constants
+        for name, members in {
+            "nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
+            "nki.collectives": dict(ReplicaGroup=type("ReplicaGroup", (), {})),
+            "nki.dtype": {},
+            "neuron_dtypes": {},
+            "neuronxcc": {},
+            "neuronxcc.nki": {},
+            "neuronxcc.nki.typing": dict(tensor=nl.tensor, mutable_tensor=nl.tensor),
+        }.items():
+            module = sys.modules[name] = types.ModuleType(name)
+            module.__dict__.update({"__path__": []} | members)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+        # Names of dtypes that Trainium2 does not have; they occur in tables of constants.
+        for name in ("float4_e2m1fn_x4", "float8_e4m3fn_x4", "float8_e5m2_x4", "bool_", "tfloat32"):
+            if not hasattr(nl, name):
+                setattr(nl, name, name)
+        nki.isa.dma_copy = _with_numbered_modes(nki.isa.dma_copy)
+        yield
+
+
+def _take_modules() -> dict[str, types.ModuleType]:
+    """Take the modules that the library has or needs beside the emulator's from those that are imported."""
+    taken = {name for name in sys.modules if name.partition(".")[0] in ("nkilib", "neuronxcc", "neuron_dtypes")}
+    taken |= {"nki.typing", "nki.collectives", "nki.dtype", "nki.isa.constants"} & {*sys.modules}
+    return {name: sys.modules.pop(name) for name in taken}
 
 
 def member(path: str) -> Any:

@@ -1,6 +1,6 @@
 """Kernels of AWS's nki-library, their inputs, and AWS's own references for them.
 
-Import only after `nki_library.provide_library`.
+Import only within `nki_library.provided_library`.
 """
 
 from __future__ import annotations

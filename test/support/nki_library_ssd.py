@@ -18,7 +18,7 @@ def has_ssd(folder: Path) -> bool:
 
 
 def ssd_kernel() -> Callable:
-    """Return the library's kernel without optional arguments. Call after `nki_library.provide_library`."""
+    """Return the library's kernel without optional arguments. Call within `nki_library.provided_library`."""
     import nki
 
     ssd = member("experimental.scan.ssd:ssd")

@@ -17,6 +17,7 @@ from pathlib import Path
 from granite4_neuron.errors import UserError
 
 PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib")
+ABSENT = "torch_neuronx.nki_op"  # of PyTorch's own device for Neuron, for which nothing stands in
 PLATFORM = "trn2"
 # Environment variables that name checkouts, and the package below src/ in each.
 SOURCES = {"NXDI_SRC": "neuronx_distributed_inference", "NXD_SRC": "neuronx_distributed"}
@@ -89,15 +90,21 @@ def _stand_in(name: str) -> _StandIn:
 
 
 def _answer_every_name(module: types.ModuleType) -> None:
-    """Answer every name that a module does not have with a stand-in."""
-    module.__getattr__ = _StandIn.__getattr__.__get__(_stand_in(module.__name__))
+    """Answer every name that a module does not have with a stand-in, but for `ABSENT`."""
+
+    def answer(name: str) -> _StandIn:
+        if name.startswith("__") or f"{module.__name__}.{name}" == ABSENT:
+            raise AttributeError(name)
+        return _stand_in(name)
+
+    module.__getattr__ = answer
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module without content at every path below PACKAGES."""
+    """Finds a module without content at every path below PACKAGES, but for `ABSENT`."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] in PACKAGES:
+        if fullname.partition(".")[0] in PACKAGES and fullname != ABSENT:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
