@@ -67,19 +67,23 @@ def draft(tmp_path_factory):
 
 
 def fused_model(draft, kernels=None, **options):
+    options = dict(on_device_sampling_config=dict(do_sample=False), **options)
+    model = application(draft, nxdi.make_config(draft, kernels, **options), kernels, **options)
+    model.to_cpu()
+    return model
+
+
+def application(draft, draft_config, kernels=None, **options):
+    """Return the application of the bundled model with a draft model of that folder and config."""
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
     from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 
-    options = dict(on_device_sampling_config=dict(do_sample=False), **options)
     speculation = dict(speculation_length=TOKENS, enable_fused_speculation=True)
     config = nxdi.make_config(bundled_checkpoint(), kernels, **speculation, **options)
-    draft_config = nxdi.make_config(draft, kernels, **options)
     config.fused_spec_config = FusedSpecNeuronConfig(NeuronGraniteMoeHybridModel, draft_config, str(draft))
-    model = NeuronGraniteMoeHybridForCausalLM(str(bundled_checkpoint()), config)
-    model.to_cpu()
-    return model
+    return NeuronGraniteMoeHybridForCausalLM(str(bundled_checkpoint()), config)
 
 
 @torch.inference_mode()
@@ -254,3 +258,33 @@ def test_without_a_draft_model():
     options = dict(on_device_sampling_config=dict(do_sample=False), enable_fused_speculation=True, speculation_length=4)
     with pytest.raises(UserError, match="with a draft model"):
         NeuronGraniteMoeHybridForCausalLM("", nxdi.make_config(bundled_checkpoint(), **options))
+
+
+GREEDY = dict(on_device_sampling_config=dict(do_sample=False))
+OTHER = {
+    "batch_size": (dict(batch_size=2), "max_batch_size is 3 and the draft model's is 2"),
+    "shorter": (dict(seq_len=192), "seq_len is 256 and the draft model's is 192"),
+    "longer": (dict(seq_len=512), "seq_len is 256 and the draft model's is 512"),
+    "prompts": (dict(max_context_length=64), "max_context_length is 128 and the draft model's is 64"),
+    "batching": (dict(is_continuous_batching=False), "is_continuous_batching is True and the draft model's is False"),
+    "ranks": (dict(tp_degree=2), "tp_degree is 1 and the draft model's is 2"),
+    "sampling": (dict(on_device_sampling_config=None), "the draft model needs on_device_sampling_config"),
+    "verification": (
+        dict(speculation_length=TOKENS, enable_fused_speculation=True),
+        "the draft model needs on_device_sampling_config, and no speculation_length",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), OTHER.values(), ids=OTHER)
+def test_a_draft_model_that_does_not_fit(changes, message):
+    draft = bundled_checkpoint()
+    with pytest.raises(UserError, match=message):
+        application(draft, nxdi.make_config(draft, **{**GREEDY, **SLOTS, **changes}), **GREEDY, **SLOTS)
+
+
+def test_a_draft_model_of_another_vocabulary(tmp_path):
+    config = GraniteMoeHybridConfig.from_file(bundled_checkpoint() / "config.json")
+    save_model(random_model(replace(config, vocab_size=config.vocab_size + 1)), tmp_path / "draft")
+    with pytest.raises(UserError, match="they must have the same"):
+        application(tmp_path / "draft", nxdi.make_config(tmp_path / "draft", **GREEDY), **GREEDY)
