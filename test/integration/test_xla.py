@@ -139,6 +139,25 @@ def test_verification_has_few_graphs_and_the_state_does_not_move():
     assert compilations() - before == 4
 
 
+def test_a_verification_outlives_the_state_that_it_read():
+    """Whoever holds one leaves nothing to compute from state that a later graph has overwritten."""
+    logits = []
+    for runtime_class in (CPURuntime, XLARuntime):
+        options = () if runtime_class is CPURuntime else (BUCKETS,)
+        runtime = runtime_class(random_model(small_config(**DENSE, **FEW_LAYERS)), GenerationConfig(), *options)
+        state = runtime.allocate(2, 60)
+        runtime.step(state, [Row(1, 0, [3] * 9)])
+        rejected = runtime.verify(state, [Row(1, 9, [4, 5, 6])])
+        verification = runtime.verify(state, [Row(1, 9, [4, 5, 6])])
+        runtime.commit(state, verification, [2])
+        runtime.step(state, [Row(1, 11, [7])])
+        torch_xla.sync()
+        runtime.allocate(2, 60)  # which syncs as well
+        logits.append(runtime.step(state, [Row(1, 12, [8])]))
+    assert (logits[1] - logits[0]).abs().max() <= 1e-5
+    assert all(each.cpu().isfinite().all() for each in (*rejected.kept_inputs, *verification.kept_inputs))
+
+
 def test_longer_caches_add_graphs_per_bucket_of_the_cache_only():
     assert cache_buckets(200) == [200]
     assert cache_buckets(5000) == [1024, 4096, 5000]
