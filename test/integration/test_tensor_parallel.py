@@ -231,6 +231,20 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 print(runtime.step(state, [Row(1, 0, [3])]).isfinite().all().item())
 """
 
+WITHOUT_GUARD = """
+from granite4_neuron import load
+runtime, _ = load(backend="torch", tp_degree=2)
+print("not reached")
+"""
+
+LOADED = """
+import sys
+from granite4_neuron import load
+runtime, _ = load(backend="torch", tp_degree=2)
+print("loaded", flush=True)
+sys.stdin.read()
+"""
+
 INTERRUPTED_END = """
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
@@ -305,6 +319,40 @@ class TestCommand:
         process.kill()
         process.wait()
         rank.wait(timeout=60)
+
+    @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "starting"])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_no_file_outlives_the_processes(self, number, is_loaded, tmp_path):
+        options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        process = subprocess.Popen([sys.executable, "-c", LOADED], env=environment, **options)
+        [rank] = self.ranks(process)
+        if is_loaded:
+            assert process.stdout.readline() == "loaded\n"
+        os.killpg(process.pid, number)
+        process.communicate(timeout=120)
+        rank.wait(timeout=60)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_program_without_a_guard_is_told_so(self, tmp_path):
+        """Each rank imports the program's main module, and would load a model there again."""
+        (tmp_path / "program.py").write_text(WITHOUT_GUARD)
+        command = [sys.executable, tmp_path / "program.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            "granite4-neuron: a model that is split over devices starts processes, which import this program's main "
+            'module again; call load below `if __name__ == "__main__":` there.\n'
+        )
+
+    def test_a_network_interface_that_is_not_there(self):
+        command = [sys.executable, "-m", "granite4_neuron", "generate", "--backend", "torch", "--tp-degree", "2", "a"]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "nosuch"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("granite4-neuron: the processes of a split model cannot connect to each other (")
+        assert last.endswith("GLOO_SOCKET_IFNAME is 'nosuch', and must name a network interface of this machine.")
 
     def ranks(self, process):
         """Wait for the processes of the other ranks."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +36,14 @@ from granite4_neuron.terminal import guard_streams
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
 _SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _EXIT_WITHOUT_OTHERS = 1
+_EXIT_WITHOUT_GUARD = 3
+_NAME = "rank "  # of processes
+_LOOPBACK = "127.0.0.1"
+_INTERFACE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}  # variables that choose one
+_NO_GUARD = (
+    "a model that is split over devices starts processes, which import this program's main module again; call load "
+    'below `if __name__ == "__main__":` there.'
+)
 _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process that it needs is seen to have ended
 
 
@@ -43,36 +51,52 @@ _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process tha
 class Job:
     """What each rank loads, and where they meet.
 
-    meeting: a file that does not exist yet.
+    port: of this machine, where rank 0 listens.
     """
 
     folder: Path
     dtype: torch.dtype | None
     degree: int
     device: str
-    meeting: str
+    port: int
     options: Mapping[str, Any]
 
     def device_of(self, rank: int) -> str:
         return f"{self.device}:{rank}" if self.device == "cuda" else self.device
 
-    def join(self, rank: int) -> None:
-        """Wait until all ranks are there."""
-        device = None
+    def join(self, rank: int, listener: socket.socket | None = None) -> None:
+        """Wait until all ranks are there.
+
+        Args:
+            listener: of rank 0, at `port`. The store that all of them use until the end takes it over.
+
+        Raises:
+            UserError: they cannot connect.
+        """
+        device, communication = None, _COMMUNICATION[self.device]
         if self.device == "cuda":
             device = torch.device(self.device_of(rank))
             torch.cuda.set_device(device)
-        torch.distributed.init_process_group(
-            _COMMUNICATION[self.device],
-            init_method=f"file://{self.meeting}",
-            rank=rank,
-            world_size=self.degree,
-            device_id=device,
-        )
+        at = dict(master_listen_fd=listener.detach(), is_master=True) if listener else {}
+        try:
+            store = torch.distributed.TCPStore(_LOOPBACK, self.port, self.degree, wait_for_workers=False, **at)
+            torch.distributed.init_process_group(
+                communication, store=store, rank=rank, world_size=self.degree, device_id=device
+            )
+        except RuntimeError as error:
+            reason, variable = str(error).splitlines()[0], _INTERFACE[communication]
+            chosen = os.environ.get(variable)
+            hint = f"; {variable} is {chosen!r}, and must name a network interface of this machine" if chosen else ""
+            raise UserError(f"the processes of a split model cannot connect to each other ({reason}){hint}.") from None
 
     def load(self, rank: int, **listeners: Any) -> GraniteMoeHybridForCausalLM:
         parallel = Parallel(rank, self.degree, torch.distributed.group.WORLD)
         return load_model(self.folder, self.dtype, parallel, **listeners)
+
+
+def listen() -> socket.socket:
+    """Return a socket where rank 0 listens, for processes of this machine only."""
+    return socket.create_server((_LOOPBACK, 0))
 
 
 class Others:
@@ -88,12 +112,12 @@ class Others:
                 for rank in range(1, job.degree):
                     ours, theirs = context.Pipe()
                     arguments = theirs, job, rank, threads
-                    process = context.Process(target=_follow, args=arguments, name=f"rank {rank}", daemon=True)
-                    process.start()
+                    process = context.Process(target=_follow, args=arguments, name=f"{_NAME}{rank}", daemon=True)
+                    _start(process)
                     theirs.close()
                     self._pipes.append(ours)
                     self._processes.append(process)
-                arguments = self._processes, self._ends, os.path.dirname(job.meeting)
+                arguments = self._processes, self._ends
                 self._watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
                 self._watcher.start()
         except BaseException:
@@ -177,28 +201,35 @@ def check_devices(device: str, tp_degree: int) -> None:
         raise UserError("this process has a model that is split over devices, or a process group; it can have one.")
 
 
-def _watch(processes: Sequence[BaseProcess], ends: threading.Event, folder: str) -> None:
-    """End this process if another rank's has ended before it was to: this one may be waiting for it.
+def _start(process: BaseProcess) -> None:
+    """Start a rank's process. A rank that imports a main module without a guard comes here as well, and ends.
 
-    Args:
-        folder: to remove then.
+    Raises:
+        UserError: this is another process that does so.
     """
+    try:
+        process.start()
+    except RuntimeError:  # of multiprocessing, while a process imports the main module
+        if multiprocessing.current_process().name.startswith(_NAME):
+            os._exit(_EXIT_WITHOUT_GUARD)
+        raise UserError(_NO_GUARD) from None
+
+
+def _watch(processes: Sequence[BaseProcess], ends: threading.Event) -> None:
+    """End this process if another rank's has ended before it was to: this one may be waiting for it."""
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             process = running.pop(sentinel)
             process.join()
             if not ends.is_set():
-                _end_without(process.name, folder)
+                _end_without(process)
 
 
-def _end_without(name: str, folder: str) -> NoReturn:
+def _end_without(process: BaseProcess) -> NoReturn:
+    failed = f"the process of {process.name} has failed, and the others cannot go on without it."
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        print(
-            f"granite4-neuron: the process of {name} has failed, and the others cannot go on without it.",
-            file=sys.stderr,
-        )
+        print(f"granite4-neuron: {_NO_GUARD if process.exitcode == _EXIT_WITHOUT_GUARD else failed}", file=sys.stderr)
     finally:  # also if nobody reads that any more
         os._exit(_EXIT_WITHOUT_OTHERS)
 
@@ -223,7 +254,8 @@ def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:
         getattr(follower, name)(*arguments)
     if follower is not None:
         follower.runtime.release_graphs()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _answer(pipe: Connection, answer: Any) -> None:

@@ -7,8 +7,6 @@ It sends each call to the others, which make the same call; within a step the ra
 from __future__ import annotations
 
 import itertools
-import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +26,7 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.snapshot import Layout, Snapshot, check_chain
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
-from granite4_neuron.runtime.ranks import Job, Others, check_devices
+from granite4_neuron.runtime.ranks import Job, Others, check_devices, listen
 from granite4_neuron.runtime.torch_device import TorchRuntime
 
 _SECONDS_TO_END = 10  # ranks need less, unless they wait within a step or still load
@@ -68,13 +66,13 @@ class SplitRuntime(TorchRuntime):
         read_config(folder).rank_dimensions(tp_degree)
         check_devices(device, tp_degree)
         check_memory_of_ranks(folder, dtype, tp_degree)
-        self._meeting = tempfile.TemporaryDirectory()  # gloo and NCCL use the file in it until the end
-        job = Job(folder, dtype, tp_degree, device, os.path.join(self._meeting.name, "ranks"), options)
+        listener = listen()
+        job = Job(folder, dtype, tp_degree, device, listener.getsockname()[1], options)
         self._others = Others(job)
         # With a priority, so that it comes before multiprocessing waits for daemons.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         try:
-            job.join(0)
+            job.join(0, listener)
             model = job.load(0, progress=progress, remark=remark)
             super().__init__(model, generation_config, device=job.device_of(0), **options)
             _raise_first(self._others.answers())
