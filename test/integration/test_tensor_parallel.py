@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import psutil
 import pytest
@@ -54,6 +55,7 @@ def free_port() -> int:
 
 def run_rank(rank, degree, folder, port, results):
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # of torch, about what it will no longer have
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.distributed.init_process_group("gloo", rank=rank, world_size=degree)
     model = load_model(folder, torch.float32, parallel=Parallel(rank, degree, torch.distributed.group.WORLD))

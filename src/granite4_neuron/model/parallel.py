@@ -13,6 +13,11 @@ from torch import nn
 
 from granite4_neuron.model.linear import Linear, Matrix
 
+try:
+    from torch.distributed._functional_collectives import all_gather_single
+except ImportError:  # its name before torch 2.13
+    from torch.distributed._functional_collectives import all_gather_tensor as all_gather_single
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -44,7 +49,7 @@ class Parallel:
         """Return all ranks' parts side by side on the last axis."""
         if self.group is None:
             return part
-        parts = collectives.wait_tensor(collectives.all_gather_tensor(part.flatten(), 0, self.group))
+        parts = collectives.wait_tensor(all_gather_single(part.flatten(), 0, self.group))
         return torch.cat([each.view_as(part) for each in parts.view(self.degree, -1)], dim=-1)
 
 
