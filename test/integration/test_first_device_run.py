@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron import neuron_sdk
-from granite4_neuron.errors import UserError
-
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "first-device-run.md"
@@ -44,11 +41,9 @@ def blocks():
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """Run the page; return the folder, what was printed, and a line for each of this package's commands."""
-    try:
-        neuron_sdk.require()
-    except UserError:
-        pass
-    else:
+    # In a process of its own, as the commands: this one may have stand-ins for the SDK.
+    require = [sys.executable, "-c", "from granite4_neuron import neuron_sdk; neuron_sdk.require()"]
+    if subprocess.run(require, capture_output=True).returncode == 0:
         pytest.skip("the Neuron SDK is here, and the commands would do their work")
     folder = tmp_path_factory.mktemp("guide")
     for name in ("src", "test", "benchmarks", "benchmark_latency.py", "pyproject.toml"):
