@@ -5,6 +5,8 @@
 // same bit by bit for any number of vectors and on any thread. The format defines the bytes of a step, see `PlainTiles`.
 #pragma once
 
+#include <type_traits>
+
 #include "common.h"
 #include "parallel.h"
 
@@ -144,6 +146,7 @@ enum class Format : int64_t;  // see formats.h
 struct WeightHeader {
   Format format;
   at::ScalarType dtype;  // of the vectors that it is multiplied by
+  std::array<char, 7> unused{};  // in place of padding, whose bytes nobody writes
   int64_t experts, rows, columns, tile_bytes;
   uint64_t mark = MARK;
 
@@ -158,6 +161,7 @@ struct Weight : WeightHeader {
   // The first tile begins with a cache line.
   static constexpr int64_t HEADER_BYTES = 64;
   static_assert(sizeof(WeightHeader) <= HEADER_BYTES);
+  static_assert(std::has_unique_object_representations_v<WeightHeader>);
 
   int64_t num_bytes() const {
     return HEADER_BYTES + experts * tiles_of(rows) * tile_bytes;
