@@ -17,6 +17,7 @@ from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_tree import Entries, Node
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
+from granite4_neuron.model.fingerprint import Fingerprint
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.neuron.analysis.roofline import minimum
@@ -35,7 +36,7 @@ class SizesOnly:
     is_exact_at_any_cut = True  # as the fused kernels are
     cannot: Mapping[str, str] = {}
     dtype, state_dtype = torch.bfloat16, torch.float32
-    fingerprint = ""
+    fingerprint = Fingerprint.parse("")
 
     def __init__(self, config: GraniteMoeHybridConfig):
         self.config = config

@@ -169,10 +169,13 @@ def test_a_file_of_another_model(place, runtime, caplog):
     assert len(caplog.messages) == 1 and "another checkpoint" in caplog.text
 
 
-def test_other_kernels_find_nothing(place, runtime):
+def test_other_kernels_find_nothing(place, runtime, caplog):
     process(place, runtime, TOKENS[:45])
     assert PrefixFolder(place, SIZE, runtime).find(TOKENS, 1) is not None
-    assert PrefixFolder(place, SIZE, runtime, "other kernels").find(TOKENS, 1) is None
+    other = ChunkRuntime(engine_model(), "torch")
+    assert PrefixFolder(place, SIZE, other).find(TOKENS, 1) is None and not caplog.messages
+    texts, found, logits = process(place, other, TOKENS[:45])
+    assert not found and is_as_alone(other, TOKENS[:45], texts, logits)
 
 
 def test_links_pipes_and_folders_are_not_read(place, runtime, tmp_path):

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.snapshot import Snapshot, fingerprint
+from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.model.state import NULL_SLOT, MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
@@ -133,15 +133,6 @@ def test_only_the_owner_may_read_a_file(runtime, begun, tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_fingerprint_sees_every_part_of_a_matrix(part):
-    weight = torch.randn(40, 50)
-    other = weight.clone()
-    other[10 * part : 10 * part + 10] += 1
-    before, after = (fingerprint([("weight", each)], torch.float32) for each in (weight, other))
-    assert before != after and before == fingerprint([("weight", weight.clone())], torch.float32)
-
-
 @pytest.fixture(scope="module")
 def ours():
     return runtime_of(small_config(layer_types=("mamba", "attention")))
@@ -190,9 +181,9 @@ class TestRefused:
 
     def test_another_version(self, ours, file):
         with safe_open(file, framework="pt") as stored:
-            about = stored.metadata()["snapshot"].replace('"version": 2', '"version": 3')
+            about = stored.metadata()["snapshot"].replace('"version": 3', '"version": 4')
         save_file(load_file(file), file, metadata={"snapshot": about})
-        with pytest.raises(UserError, match="has version 3 of the format and this package reads 2"):
+        with pytest.raises(UserError, match="has version 4 of the format and this package reads 3"):
             Snapshot.load(file, ours)
 
     def test_a_state_that_is_too_short(self, ours, snapshot):

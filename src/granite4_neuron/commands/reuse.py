@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from granite4_neuron.checkpoint.folder import find
-from granite4_neuron.commands.options import at_least, check_folder_of, kernels_of, load_runtime
+from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
 
@@ -134,14 +134,10 @@ def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder
             raise UserError("--prefix-cache-dir-size belongs to --prefix-cache-dir.")
         return None
     from granite4_neuron.engine import PrefixFolder
-    from granite4_neuron.ops.cpu.build import library_key
     from granite4_neuron.runtime.interface import require
 
     require(runtime, "snapshot")
-    where = options.backend, options.device, options.graphs, options.cpu_kernels
-    # A text is the same bit by bit only where the same operators have run.
-    facts = library_key(), *where, kernels_of(options, options.kernels), runtime.fallbacks
-    return PrefixFolder(options.prefix_cache_dir, max_bytes, runtime, repr(facts))
+    return PrefixFolder(options.prefix_cache_dir, max_bytes, runtime)
 
 
 def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:

@@ -60,18 +60,16 @@ class PrefixFolder:
         folder: made if it is not there.
         max_bytes: limit of its files in bytes.
         runtime: the model that runs the sequences.
-        facts: text that names what else its numbers depend on, such as its kernels. States are found only where it is
-            the same.
 
     Raises:
         UserError: the folder cannot be made or read, belongs to somebody else, or others may enter it.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, runtime: Runtime, facts: str = ""):
+    def __init__(self, folder: Path, max_bytes: int, runtime: Runtime):
         self.folder = folder
         self.max_bytes = max_bytes
         self._runtime = runtime
-        self._model = hashlib.sha256(repr((runtime.fingerprint, runtime.state_dtype, facts)).encode())
+        self._model = hashlib.sha256(str(runtime.fingerprint).encode())
         self._refused: set[_File] = set()
         self._is_failing = False
         _make_private(folder)

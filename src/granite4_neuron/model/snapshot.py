@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import reprlib
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,15 +19,15 @@ from safetensors.torch import save_file
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.fingerprint import Fingerprint
 from granite4_neuron.regular_files import check_regular
 
 # Shape and dtype of tensors by their names; a dtype that no state has is there by its name in safetensors.
 Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]
 
 FORMAT = "granite4-neuron snapshot"
-VERSION = 2
+VERSION = 3
 LOGITS = "logits"  # after the last token; a prefix cache adds them
-_SAMPLES = 64  # values of each weight
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
@@ -72,7 +71,7 @@ class Model(Protocol):
     def state_dtype(self) -> torch.dtype: ...
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> Fingerprint: ...
 
     def slot_layout(self, start: int, length: int) -> Layout: ...
 
@@ -85,7 +84,7 @@ class Snapshot:
         `length` tokens.
     tensors: of one slot, by layer and field of `state.HybridState`: "layers.0.ssm_state".
     dtype: of the model's activations and cache.
-    fingerprint: of the model's weights.
+    fingerprint: of the runtime that made it.
     tokens: the sequence's, all `length` of them; empty if unknown.
     note: any text of the caller's, kept in the file.
     """
@@ -94,7 +93,7 @@ class Snapshot:
     length: int
     tensors: Mapping[str, torch.Tensor]
     dtype: torch.dtype
-    fingerprint: str
+    fingerprint: Fingerprint
     tokens: tuple[int, ...] = ()
     note: str = ""
 
@@ -108,8 +107,8 @@ class Snapshot:
         Raises:
             UserError: it is not, or does not.
         """
-        _check_about("the snapshot", self, str(self.dtype), model)
-        _check_layout("the snapshot", self, {name: (one.shape, one.dtype) for name, one in self.tensors.items()}, model)
+        layout = {name: (one.shape, one.dtype) for name, one in self.tensors.items()}
+        _check_all("the snapshot", self, str(self.dtype), layout, model)
 
     def save(self, file: Path) -> None:
         """Write a safetensors file that only its owner may read: all of it, or nothing, and then the old file stays.
@@ -118,22 +117,13 @@ class Snapshot:
             UserError: it cannot be written.
         """
         about = dict(format=FORMAT, version=VERSION, start=self.start, length=self.length)
-        about |= dict(dtype=str(self.dtype), fingerprint=self.fingerprint, tokens=self.tokens, note=self.note)
+        about |= dict(dtype=str(self.dtype), fingerprint=str(self.fingerprint), tokens=self.tokens, note=self.note)
         about |= dict(digests={name: _digest(tensor) for name, tensor in self.tensors.items()})
-        target = Path(os.path.realpath(file))  # a link stays, its target is replaced
-        try:
-            with suppress(FileNotFoundError):
-                check_regular(file)
-            # In a folder of its own, because safetensors writes to another file first, whose name it chooses.
-            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-                partial = os.path.join(folder, target.name)
-                save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
-                os.chmod(partial, 0o600)
-                _flush(partial)
-                os.replace(partial, target)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error  # without the name of the partial file
-            raise UserError(f"{file} could not be written ({reason}).") from None
+        with _partial_file(file) as (partial, target):
+            save_file(dict(self.tensors), partial, metadata={"snapshot": json.dumps(about)})
+            os.chmod(partial, 0o600)
+            _flush(partial)
+            os.replace(partial, target)
 
     @classmethod
     def load(cls, file: Path, model: Model, *, keys_and_values_only: bool = False) -> Snapshot:
@@ -148,15 +138,14 @@ class Snapshot:
             check_regular(file)
             with safe_open(file, framework="pt") as stored:
                 about = _about(file, (stored.metadata() or {}).get("snapshot", "null"))
-                tokens, note = tuple(about["tokens"]), about["note"]
-                header = cls(about["start"], about["length"], {}, model.dtype, about["fingerprint"], tokens, note)
-                _check_about(str(file), header, about["dtype"], model)
+                tokens, fingerprint = tuple(about["tokens"]), Fingerprint.parse(about["fingerprint"])
+                header = cls(about["start"], about["length"], {}, model.dtype, fingerprint, tokens, about["note"])
                 slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (a handle, not a dict)
                 layout = {
                     name: (torch.Size(one.get_shape()), _DTYPES.get(one.get_dtype(), one.get_dtype()))
                     for name, one in slices.items()
                 }
-                _check_layout(str(file), header, layout, model)
+                _check_all(str(file), header, about["dtype"], layout, model)
                 names = [name for name in layout if _has_positions(name) or not keys_and_values_only]
                 # A copy, because the tensor is a view of the file, which may change or become shorter.
                 tensors = {name: stored.get_tensor(name).clone() for name in names}
@@ -170,10 +159,39 @@ class Snapshot:
             raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
 
 
+def check_place(file: Path) -> None:
+    """Check, before any work, that `Snapshot.save` may write this file.
+
+    Raises:
+        UserError: it may not.
+    """
+    with _partial_file(file):
+        pass
+
+
+@contextmanager
+def _partial_file(file: Path) -> Iterator[tuple[str, Path]]:
+    """Have a folder beside a file while that is written; yield the name of a file in it, and of the one to replace.
+
+    Raises:
+        UserError: there can be no such folder, or the block failed to write.
+    """
+    target = Path(os.path.realpath(file))  # a link stays, its target is replaced
+    try:
+        with suppress(FileNotFoundError):
+            check_regular(file)
+        # In a folder of its own, because safetensors writes to another file first, whose name it chooses.
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            yield os.path.join(folder, target.name), target
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error  # without the name of the partial file
+        raise UserError(f"{file} could not be written ({reason}).") from None
+
+
 def check_chain(
     snapshots: Sequence[Snapshot],
     dtype: torch.dtype,
-    fingerprint: str,
+    fingerprint: Fingerprint,
     max_length: int,
     state_dtype: torch.dtype = torch.float32,
 ) -> None:
@@ -186,11 +204,11 @@ def check_chain(
     starts, lengths = [one.start for one in snapshots], [0, *(one.length for one in snapshots)]
     if not snapshots or starts != lengths[:-1]:
         raise ValueError(f"snapshots that start at {starts} and end at {lengths[1:]} are not one sequence.")
-    for snapshot in snapshots:
-        _check("the snapshot", str(snapshot.dtype), snapshot.fingerprint, dtype, fingerprint)
     # Only the last one has the recurrent state.
     layout = {name: (one.shape, one.dtype) for name, one in snapshots[-1].tensors.items()}
-    _check_state("the snapshot", _state_dtype(layout), state_dtype)
+    for snapshot in snapshots:
+        _check_dtypes("the snapshot", str(snapshot.dtype), _state_dtype(layout), dtype, state_dtype)
+        _check_fingerprint("the snapshot", snapshot.fingerprint, fingerprint)
     if lengths[-1] > max_length:
         raise UserError(f"the snapshot has {lengths[-1]} tokens and the state has room for {max_length}.")
 
@@ -228,35 +246,6 @@ def _has_positions(name: str) -> bool:
     return name.endswith((".key", ".value"))
 
 
-class Weights(Protocol):
-    """A weight as `fingerprint` reads it: a tensor, or a matrix that is kept otherwise."""
-
-    shape: torch.Size
-
-
-def fingerprint(weights: Iterable[tuple[str, Weights]], dtype: torch.dtype, *facts: object) -> str:
-    """Return 64 hex digits that tell a model from others by its weights' names, shapes and some values of each, by its
-    dtype, and by further facts that states depend on.
-
-    Values are evenly spaced, so that two trainings of one architecture differ; what goes unseen is a change of a few
-    single weights.
-    """
-    digest = hashlib.sha256(repr((dtype, *facts)).encode())
-    for name, weight in sorted(weights, key=lambda named: named[0]):
-        count = math.prod(weight.shape)
-        places = torch.arange(0, count, max(1, count // _SAMPLES))
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(_values(weight, places).float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _values(weight: Weights, places: torch.Tensor) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return weight.detach().flatten()[places.to(weight.device)]
-    columns = weight.shape[-1]
-    return weight.rows(places // columns).gather(1, (places % columns)[:, None])
-
-
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
 
@@ -290,8 +279,14 @@ def _about(file: Path, text: str) -> dict[str, Any]:
     return about
 
 
-def _check_about(what: str, snapshot: Snapshot, dtype: str, model: Model) -> None:
-    _check(what, dtype, snapshot.fingerprint, model.dtype, model.fingerprint)
+def _check_all(what: str, snapshot: Snapshot, dtype: str, layout: Layout, model: Model) -> None:
+    _check_dtypes(what, dtype, _state_dtype(layout), model.dtype, model.state_dtype)
+    _check_fingerprint(what, snapshot.fingerprint, model.fingerprint)
+    _check_sequence(what, snapshot, model)
+    _check_layout(what, snapshot, layout, model)
+
+
+def _check_sequence(what: str, snapshot: Snapshot, model: Model) -> None:
     start, length, tokens = snapshot.start, snapshot.length, snapshot.tokens
     if not start < length <= model.max_length:
         raise UserError(
@@ -306,7 +301,6 @@ def _check_about(what: str, snapshot: Snapshot, dtype: str, model: Model) -> Non
 
 def _check_layout(what: str, snapshot: Snapshot, layout: Layout, model: Model) -> None:
     """Compare its tensors with those that the model would make of such a sequence."""
-    _check_state(what, _state_dtype(layout), model.state_dtype)
     expected = dict(model.slot_layout(snapshot.start, snapshot.length))
     if LOGITS in layout:
         expected[LOGITS] = torch.Size([model.config.vocab_size]), torch.float32
@@ -323,16 +317,29 @@ def _check_layout(what: str, snapshot: Snapshot, layout: Layout, model: Model) -
             )
 
 
-def _check(what: str, its_dtype: str, its_fingerprint: str, dtype: torch.dtype, fingerprint: str) -> None:
+def _check_dtypes(
+    what: str,
+    its_dtype: str,
+    its_state_dtype: torch.dtype | str | None,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+) -> None:
     if its_dtype != str(dtype):
         raise UserError(f"{what} was made in {its_dtype} and the model runs in {dtype}; make it again.")
-    if its_fingerprint != fingerprint:
-        raise UserError(f"{what} was made with another checkpoint, or other weights of it; make it again.")
+    if its_state_dtype not in (None, state_dtype):
+        raise UserError(
+            f"{what} has SSM states in {its_state_dtype} and the model runs with {state_dtype}; make it again."
+        )
 
 
-def _check_state(what: str, its_dtype: torch.dtype | str | None, dtype: torch.dtype) -> None:
-    if its_dtype not in (None, dtype):
-        raise UserError(f"{what} has SSM states in {its_dtype} and the model runs with {dtype}; make it again.")
+def _check_fingerprint(what: str, its_own: Fingerprint, fingerprint: Fingerprint) -> None:
+    difference = its_own.difference(fingerprint)
+    if difference == "weights":
+        raise UserError(
+            f"{what} was made with another checkpoint, or with other weights or adapters of it; make it again."
+        )
+    if difference == "kernels":
+        raise UserError(f"{what} was made with other kernels, or another version of this package; make it again.")
 
 
 def _state_dtype(layout: Layout) -> torch.dtype | str | None:

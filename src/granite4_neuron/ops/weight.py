@@ -19,12 +19,19 @@ class CompactWeight(Protocol):
         """[rows, columns] or [experts, rows, columns]."""
 
     @property
+    def format(self) -> Format | None:
+        """The quantisation; None for the values of the dtype of activations."""
+
+    @property
     def is_quantized(self) -> bool:
         """Whether it has fewer values to choose from than the dtype of activations."""
 
     @property
     def num_bytes(self) -> int:
         """The size in memory."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the memory that it lies in, as tensors by names."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix as a tensor, [..., rows, columns], rounded to dtype."""

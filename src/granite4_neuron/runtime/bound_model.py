@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from importlib import metadata
 
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.fingerprint import Fingerprint, adapter_weights, facts_digest, weights_digest
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.snapshot import Layout
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.ops.cpu.build import library_key
 
 
 class BoundModel:
-    """The part of `Runtime` that follows from a model bound to its operators."""
+    """The part of `Runtime` that follows from a model bound to its operators.
+
+    weights_digest: returns `digest_of_weights` of all that it computes with.
+    kernels: what tells its way of computing from others, beside the model and the versions; as facts of `facts_digest`.
+    """
 
     own_slots = 0
     is_exact_at_any_cut = False
     adapters: Mapping[str, Adapter] = {}
     model: GraniteMoeHybridForCausalLM
     state_dtype: torch.dtype
+    weights_digest: Callable[[], str]
+    kernels: Sequence[object]
 
     @property
     def config(self) -> GraniteMoeHybridConfig:
@@ -52,6 +62,13 @@ class BoundModel:
         """A sentence for each faster way of computing that this runtime does not take."""
         return self.model.operators.fallbacks
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Implement `Runtime.fingerprint`."""
+        state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
+        facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
+        return Fingerprint(self.weights_digest, facts_digest(*facts))
+
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""
 
@@ -65,3 +82,17 @@ class BoundModel:
         state = HybridState.allocate(self.config, 1, positions, self.dtype, "meta", degree, **layout)
         tensors = state.slot_tensors(torch.tensor([1], device="meta"), 0, positions)
         return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("granite4-neuron")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return None
+
+
+def digest_of_weights(model: GraniteMoeHybridForCausalLM, adapters: Mapping[str, Adapter] = {}) -> str:
+    """Return `weights_digest` of a model, or of a rank's part of it, and of adapters; the config is part of it."""
+    invocations = [adapter.invocation for adapter in adapters.values()]
+    weights = [*model.named_weights(), *adapter_weights(adapters)]
+    return weights_digest(weights, model.dtype, model.config, model.parallel.degree, invocations)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +14,11 @@ from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import Snapshot, check_chain, fingerprint, recurrent_state
+from granite4_neuron.model.snapshot import Snapshot, check_chain, recurrent_state
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
-from granite4_neuron.runtime.bound_model import BoundModel
+from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
     Ability,
@@ -89,10 +89,10 @@ class CPURuntime(BoundModel):
         self.model = model.bind(operators, adapters=list(adapters.values()))
         self._snapshot_memory = SnapshotMemory()
         self.is_exact_at_any_cut = operators.fused_layers is not None
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.model.named_weights(), self.dtype, self.config, self.model.kernel_layout)
+        self.weights_digest = partial(digest_of_weights, self.model, self.adapters)
+        # Results of the fused layers do not depend on the launch parameters.
+        chunk = None if operators.fused_layers is not None else launch_parameters.torch_chunk_size
+        self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`; the cache takes memory only as it is written."""

@@ -11,21 +11,17 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import (
-    Snapshot,
-    check_chain,
-    cut_keys_and_values,
-    fingerprint,
-    padded_keys_and_values,
-)
+from granite4_neuron.model.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import Operators
-from granite4_neuron.runtime.bound_model import BoundModel
+from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
     Ability,
     Row,
@@ -67,8 +63,16 @@ class GraphRuntime(BoundModel, ABC):
         prefill_buckets: Sequence[int],
         device: torch.device,
     ):
-        self.model, self.device = model.bind(operators, device), device
-        self.fingerprint = fingerprint(model.named_weights(), model.dtype, model.config, self.model.kernel_layout)
+        self.device = device
+        if device.type == "cpu":
+            self.model = model.bind(operators, device)
+            self.weights_digest = partial(digest_of_weights, self.model)
+        else:
+            # Reading weights back from a device takes as long as loading them; they are read here as they go there.
+            with ThreadPoolExecutor(1) as pool:
+                digest = pool.submit(digest_of_weights, model)
+                self.model = model.bind(operators, device)
+            self.weights_digest = digest.result
         self.generation_config = generation_config
         self.prefill_buckets = sorted(prefill_buckets)
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.fingerprint import Fingerprint
 from granite4_neuron.model.snapshot import Layout, Snapshot
 from granite4_neuron.model.state import HybridState
 
@@ -98,8 +99,8 @@ class Runtime(Protocol):
         """A sentence for each faster way of computing that it does not take."""
 
     @property
-    def fingerprint(self) -> str:
-        """Identifies the model's weights, see `snapshot.fingerprint`."""
+    def fingerprint(self) -> Fingerprint:
+        """Tells its states from those of other weights, and from those that other kernels have computed."""
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
         """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each; None where the model keeps its state.

@@ -313,6 +313,9 @@ class _Follower:
     def copy(self, state: int, source: int, destination: int, length: int) -> None:
         self.runtime.copy(self._states[state], source, destination, length)
 
+    def weights_digest(self) -> None:
+        _answer(self._pipe, self.runtime.weights_digest())
+
     def snapshot(self, state: int, slot: int, length: int, start: int) -> None:
         tensors = self.runtime.snapshot(self._states[state], slot, length, start).tensors
         _answer(self._pipe, safetensors.torch.save(dict(tensors)))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.loading import check_memory_of_ranks
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.fingerprint import facts_digest
 from granite4_neuron.model.snapshot import Layout, Snapshot, check_chain
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
@@ -80,6 +82,7 @@ class SplitRuntime(TorchRuntime):
             self._others.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
             raise
+        self.weights_digest = partial(self._digest_of_all, self.weights_digest)
         self._numbers = itertools.count()
         self._states: weakref.WeakKeyDictionary[HybridState, int] = weakref.WeakKeyDictionary()
         self._verifications: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
@@ -159,6 +162,11 @@ class SplitRuntime(TorchRuntime):
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`; the ranks' parts have the same shapes."""
         return _joined([super().slot_layout(start, length)] * self.model.parallel.degree)
+
+    def _digest_of_all(self, own: Callable[[], str]) -> str:
+        """Return a digest of all ranks' weights; `own` returns that of this one's."""
+        with self._together("weights_digest"):
+            return facts_digest(own(), *self._others.answers())
 
     @contextmanager
     def _together(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> Iterator[None]:

@@ -100,11 +100,14 @@ class TorchRuntime(GraphRuntime):
         operators = select_operators(base, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         operators = replace(operators, write_cache=write_cache_as(kv_write))
         super().__init__(model, operators, generation_config, prefill_buckets, where)
+        compiler = compiler or COMPILERS[where.type]
+        name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
+        self.kernels = "torch", name, graphs, getattr(compiler, "__name__", compiler), prefill_scan, decode_kernel
         self.num_compilations = 0
         self._graph_per_layer = graphs == "layer"
         self._captures = where.type == "cuda"
         self._prefill_by_view = not self._captures if prefill_by_view is None else prefill_by_view
-        self._compiler = torch._dynamo.lookup_backend(compiler or COMPILERS[where.type])
+        self._compiler = torch._dynamo.lookup_backend(compiler)
         self._graphs: dict[tuple, Callable[..., Any]] = {}
         self._is_warm = False
         self._memories: list[_Memory] = []

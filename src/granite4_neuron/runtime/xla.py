@@ -52,6 +52,7 @@ class XLARuntime(GraphRuntime):
         device = torch_xla.device()
         operators = select_operators(XLA, model.config, model.parallel.degree, prefill_scan, decode_kernel)
         super().__init__(model, operators, generation_config, prefill_buckets, device)
+        self.kernels = "xla", torch_xla.runtime.device_type(), prefill_scan, decode_kernel
         torch_xla.sync()
 
     def _allocate(self, num_sequences: int, length: int) -> HybridState:

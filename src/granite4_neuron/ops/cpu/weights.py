@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -21,16 +22,18 @@ class PackedWeight:
     """
 
     def __init__(self, shape: torch.Size, format: Format | None, packed: torch.Tensor):
-        self.shape, self.packed = shape, packed
-        self._format = format
+        self.shape, self.format, self.packed = shape, format, packed
 
     @property
     def is_quantized(self) -> bool:
-        return self._format is not None
+        return self.format is not None
 
     @property
     def num_bytes(self) -> int:
         return self.packed.nbytes
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {"packed": self.packed}
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(torch.arange(math.prod(self.shape[:-1]))).view(self.shape).to(dtype)

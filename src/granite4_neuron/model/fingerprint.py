@@ -1,0 +1,106 @@
+"""What tells a model's states from all others: a digest of its weights, and one of what else decides their last bit."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import xxhash
+
+from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.ops import Weight
+
+_PIECE = 2**24  # bytes that a thread takes at a time
+_DIGITS = 32  # of each of the two digests
+
+
+class Fingerprint:
+    """Tells states from those of other weights, and from those that other kernels have computed.
+
+    Its text has 64 hex digits and is the same in every process with the same weights and kernels. All weights are read
+    for it, so it is made only when it is compared with another one: states that stay in memory do without.
+
+    Args:
+        weights: makes the digest of the weights, 32 hex digits, when it is needed first.
+        kernels: `facts_digest` of what else decides the last bit of a state.
+    """
+
+    def __init__(self, weights: Callable[[], str], kernels: str):
+        self._make: Callable[[], str] | None = weights
+        self._weights = ""
+        self._kernels = kernels
+        self._lock = threading.Lock()
+
+    @classmethod
+    def parse(cls, text: str) -> Fingerprint:
+        """Return the fingerprint with this text, which may be any: then no other has it."""
+        return cls(lambda: text[:_DIGITS], text[_DIGITS:])
+
+    def __str__(self) -> str:
+        with self._lock:
+            if self._make is not None:
+                self._weights, self._make = self._make(), None  # which holds all weights
+        return self._weights + self._kernels
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """Return what is another in the other one: "kernels", which may lay out the same weights in another way, or
+        only "weights"; None if they are the same.
+        """
+        if self._kernels != other._kernels:
+            return "kernels"
+        return None if self is other or str(self) == str(other) else "weights"
+
+
+def facts_digest(*facts: object) -> str:
+    """Return 32 hex digits that are others for other facts, as `repr` shows them."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:_DIGITS]
+
+
+def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str:
+    """Return 32 hex digits that are others if any byte of a weight, its name, dtype, shape or format is another, or any
+    of the facts.
+
+    It reads the weights as they lie in memory, with XXH3 (128 bits), in as many threads as torch has.
+    """
+    about, pieces = [repr(facts)], []
+    for name, weight in sorted(weights, key=lambda named: named[0]):
+        format, tensors = _parts(weight)
+        for part, tensor in tensors.items():
+            about.append(f"{name} {format} {part} {tensor.dtype} {list(tensor.shape)}")
+            pieces += _pieces(tensor.detach())
+    digests, threads = [b""] * len(pieces), torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        # A few calls for each thread: a call for each of many small tensors would take longer than reading them.
+        shares = pool.map(lambda first: [_digest(piece) for piece in pieces[first::threads]], range(threads))
+        for first, share in enumerate(shares):
+            digests[first::threads] = share
+    return xxhash.xxh3_128_hexdigest("\n".join(about).encode() + b"".join(digests))
+
+
+def adapter_weights(adapters: Mapping[str, Adapter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the additions of all adapters by names of their own. An adapter is known by its number, not its name."""
+    for number, adapter in enumerate(adapters.values(), start=1):
+        for name, addition in adapter.additions.items():
+            yield f"adapter {number} {name} down", addition.down
+            yield f"adapter {number} {name} up", addition.up
+
+
+def _parts(weight: Weight) -> tuple[str | None, Mapping[str, torch.Tensor]]:
+    """Return the name of a weight's format, if it is quantized, and the tensors that it lies in."""
+    if isinstance(weight, torch.Tensor):
+        return None, {"": weight}
+    return weight.format and weight.format.name, weight.tensors()
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut a tensor along its first axis: so no more than a piece is copied of one that is not contiguous."""
+    if tensor.dim() == 0:
+        return (tensor[None],)
+    return tensor.split(max(1, _PIECE * len(tensor) // max(1, tensor.nbytes)))
+
+
+def _digest(piece: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(piece.cpu().contiguous().flatten().view(torch.uint8).numpy())
