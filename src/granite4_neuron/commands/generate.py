@@ -19,7 +19,14 @@ from granite4_neuron.commands.options import (
     sampling_options,
 )
 from granite4_neuron.commands.output import ProgressBar, peak_memory_bytes, size, write
-from granite4_neuron.commands.reuse import add_prefix_cache, add_speculation, drafter, prefix_cache, save_prompt
+from granite4_neuron.commands.reuse import (
+    add_prefix_cache,
+    add_speculation,
+    check_prompt_cache,
+    drafter,
+    prefix_cache,
+    save_prompt,
+)
 from granite4_neuron.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     adapters = adapters_of(options)
     if options.prompt_cache is not None and adapters:
         raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
+    check_prompt_cache(options.prompt_cache)
     runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate

@@ -75,6 +75,21 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_prompt_cache(file: Path | None) -> None:
+    """Check, before any work, that the file of --prompt-cache may be written.
+
+    Raises:
+        UserError: it may not.
+    """
+    if file is None:
+        return
+    check_folder_of(file)
+    # Not at the top: --help does not need torch.
+    from granite4_neuron.model.snapshot import check_place
+
+    check_place(file)
+
+
 def prefix_cache(
     options: argparse.Namespace, runtime: Runtime, num_sequences: int
 ) -> PrefixCache | SlotPrefixCache | None:
@@ -96,10 +111,8 @@ def prefix_cache(
         cache = prefix_cache_of(runtime, num_bytes(options.prefix_cache), num_sequences)
     else:
         cache = PrefixCache(runtime, None, None)
-    if options.prompt_cache is not None:
-        check_folder_of(options.prompt_cache)
-        if options.prompt_cache.exists():
-            cache.load(Snapshot.load(options.prompt_cache, runtime))
+    if options.prompt_cache is not None and options.prompt_cache.exists():
+        cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
 
 
