@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import re
+import reprlib
 import shutil
 import threading
 from array import array
@@ -52,20 +53,25 @@ class PrefixFolder:
     not written: its number is another one in the next process.
 
     A file that is damaged or not what its name says is logged once, and is as good as absent. So is the folder while it
-    cannot be written to.
+    cannot be written to: whatever keeps a snapshot from being written, the next one is tried.
 
     num_bytes: of the files in the folder, as it last saw them.
 
     Args:
         folder: made if it is not there.
-        max_bytes: limit of its files in bytes.
+        max_bytes: limit of its files in bytes; None for no limit.
         runtime: the model that runs the sequences.
 
     Raises:
-        UserError: the folder cannot be made or read, belongs to somebody else, or others may enter it.
+        UserError: the limit is no number of bytes; or the folder cannot be made or read, belongs to somebody else, or
+            others may enter it.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, runtime: Runtime):
+    def __init__(self, folder: Path, max_bytes: int | None, runtime: Runtime):
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+            raise UserError(
+                f"max_bytes is {reprlib.repr(max_bytes)}; it must be a whole number of bytes, or None for no limit."
+            )
         self.folder = folder
         self.max_bytes = max_bytes
         self._runtime = runtime
@@ -149,14 +155,29 @@ class PrefixFolder:
         return snapshots
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._write(*item)
-                self._is_failing = False
-            except (OSError, UserError) as error:
-                if not self._is_failing:
-                    _LOGGER.warning("The prefix cache keeps nothing in %s for now: %s", self.folder, error)
-                self._is_failing = True
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Wait for the next snapshot and write it; return false if there will be no more.
+
+        What goes wrong is logged, once until a write works again, and ends neither the thread nor the process. The
+        traceback of what nobody has foreseen is logged too.
+        """
+        if (item := self._queue.get()) is None:
+            return False
+        try:
+            self._write(*item)
+            self._is_failing = False
+        except Exception as error:
+            if not self._is_failing:
+                is_foreseen = isinstance(error, (OSError, UserError, MemoryError))
+                reason = str(error) or type(error).__name__
+                _LOGGER.warning(
+                    "The prefix cache keeps nothing in %s for now: %s", self.folder, reason, exc_info=not is_foreseen
+                )
+            self._is_failing = True
+        return True
 
     def _write(self, tokens: Sequence[int], snapshots: Sequence[Snapshot], logits: torch.Tensor) -> None:
         if max(tokens) >= self._runtime.config.vocab_size or self._is_used(tokens):
@@ -191,6 +212,8 @@ class PrefixFolder:
 
     def _make_room(self, needed: int, sizes: Mapping[_File, int], spared: Sequence[_File]) -> bool:
         """Remove the least recently used files until there is room; if that would not do, return false at once."""
+        if self.max_bytes is None:
+            return True
         if sum(sizes[file] for file in spared) + needed > self.max_bytes:
             return False
         total = sum(sizes.values())
