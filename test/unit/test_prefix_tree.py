@@ -1,0 +1,153 @@
+"""What each entry of a prefix cache's tree is worth, against a second reckoning by the definitions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from granite4_neuron.engine import prefix_tree as module
+from granite4_neuron.engine.prefix_tree import Entries, Node
+
+# How the kinds are taken to be found before any look-up: ends of sequences, places gone on from, places of divergence.
+FOUND, SEEN = (1.0, 0.1, 2.0), (1, 1, 1)
+
+
+def child_of(parent, tokens, is_entry=True, entry_bytes=0):
+    node = Node(parent, parent.length + tokens, (0,) * tokens, {"key": torch.zeros(tokens, 3, dtype=torch.uint8)})
+    parent.children[len(parent.children)] = node
+    if is_entry:
+        node.recurrent, node.entry_bytes = {}, entry_bytes
+    return node
+
+
+@st.composite
+def trees(draw):
+    """Return a root and all nodes below it; each of those that end the tree is an entry, as in a cache."""
+    root, nodes = Node(None, 0), []
+    for _ in range(draw(st.integers(1, 12))):
+        parent = draw(st.sampled_from([root, *nodes]))
+        nodes.append(child_of(parent, draw(st.integers(1, 50)), draw(st.booleans()), draw(st.integers(1, 300))))
+    for node in nodes:
+        if not node.children and node.recurrent is None:
+            node.recurrent, node.entry_bytes = {}, 7
+        node.continuations = draw(st.integers(0, 4))
+    return root, nodes
+
+
+def kind(node):
+    return 2 if node.continuations >= 2 else node.continuations
+
+
+def saved_tokens(node):
+    above = [each.length for each in node.path[:-1] if each.recurrent is not None and kind(each) == 2]
+    return node.length - max(above, default=0)
+
+
+def freed_bytes(node):
+    """Evict it and prune the tree, in a list of the nodes that stay."""
+    freed, gone, at = node.entry_bytes, {node}, node
+    while at.parent is not None and at in gone and all(child in gone for child in at.children.values()):
+        freed += 3 * len(at.tokens)
+        at = at.parent
+        if at.recurrent is None and all(child in gone for child in at.children.values()):
+            gone.add(at)
+    return freed
+
+
+class Reckoning:
+    """The same calls as `Entries` gets, written down."""
+
+    def __init__(self):
+        self.found, self.seen, self.look_ups = list(FOUND), list(SEEN), 0
+        self.last_use = {}
+
+    def look_up(self, found):
+        self.look_ups += 1
+        for entry in self.last_use:
+            self.seen[kind(entry)] += 1
+        if found is not None:
+            self.found[kind(found)] += 1
+            self.last_use[found] = self.look_ups
+
+    def worth(self, entry):
+        chance = self.found[kind(entry)] / self.seen[kind(entry)]
+        age = 1 + self.look_ups - self.last_use[entry]
+        return chance * saved_tokens(entry) / (freed_bytes(entry) * math.sqrt(age))
+
+
+@given(tree=trees())
+def test_saved_tokens_and_freed_bytes(tree):
+    for node in tree[1]:
+        assert node.kind == kind(node)
+        assert node.saved_tokens == saved_tokens(node)
+        if node.recurrent is not None:
+            assert node.freed_bytes == freed_bytes(node)
+
+
+@settings(max_examples=150)
+@given(tree=trees(), data=st.data())
+def test_the_one_worth_least_is_evicted(tree, data):
+    nodes = [node for node in tree[1] if node.recurrent is not None]
+    entries, reckoning = Entries(), Reckoning()
+    for _ in range(data.draw(st.integers(1, 30))):
+        kept = list(reckoning.last_use)
+        action = data.draw(st.sampled_from(["use", "look up", "find", "continue", "remove", "least"]))
+        if action == "look up" or not kept:
+            entries.look_up(None)
+            reckoning.look_up(None)
+        if action == "use" or not kept:
+            node = data.draw(st.sampled_from(nodes))
+            entries.use(node)
+            reckoning.last_use[node] = reckoning.look_ups
+            continue
+        node = data.draw(st.sampled_from(kept))
+        if action == "find":
+            entries.look_up(node)
+            reckoning.look_up(node)
+        elif action == "continue":
+            entries.continue_from(data.draw(st.sampled_from([node, tree[0], *tree[1]])))
+        elif action == "remove":
+            entries.remove(node)
+            del reckoning.last_use[node]
+        else:
+            used = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
+            for each in kept:
+                each.users = each in used
+            worth = {each: reckoning.worth(each) for each in kept if each not in used}
+            least = entries.least()
+            assert least not in used and worth[least] == pytest.approx(min(worth.values()))
+            for each in kept:
+                each.users = 0
+        assert set(entries) == set(reckoning.last_use)
+        assert {each: each.last_use for each in entries} == reckoning.last_use
+
+
+def test_of_many_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_COMPARED", 3)
+    root, entries = Node(None, 0), Entries()
+    # The later, the less it is worth; the first two are in use.
+    nodes = [child_of(root, 1, entry_bytes=10 ** (1 + number)) for number in range(8)]
+    for number, node in enumerate(nodes):
+        node.users = number < 2
+        entries.use(node)
+    assert entries.least() is nodes[4]
+    entries.use(nodes[3])
+    assert entries.least() is nodes[5]
+    nodes[7].continuations = 2
+    other = child_of(root, 1, entry_bytes=10**12)
+    other.continuations = 2
+    entries.use(other)
+    assert entries.least() is other
+
+
+def test_a_place_that_is_gone_on_from_changes_its_kind_as_an_entry_only():
+    entries, node = Entries(), child_of(Node(None, 0), 5)
+    entries.continue_from(node)
+    assert not list(entries) and node.continuations == 1
+    entries.use(node)
+    entries.continue_from(node)
+    assert list(entries) == [node] and node.kind == 2
+    entries.remove(node)
+    assert not list(entries)
