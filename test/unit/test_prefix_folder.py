@@ -4,15 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.engine import prefix_folder as module
+from granite4_neuron.engine.prefix_folder import _File
 from granite4_neuron.model.snapshot import Snapshot
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one
 from test.support.stepping import random_tokens
@@ -285,6 +290,77 @@ def test_a_full_disk(place, runtime, caplog, monkeypatch):
     monkeypatch.undo()
     process(place, runtime, TOKENS[:45])
     assert process(place, runtime, TOKENS[:45])[1] == 45
+
+
+ERRORS = [OSError(5, "Input/output error"), UserError("It will not."), MemoryError(), TypeError("a mistake")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_a_failed_write_is_logged_once_and_later_ones_work(place, runtime, caplog, monkeypatch, error):
+    write, writes = PrefixFolder._write, []
+
+    def fails_three_times(self, *item):
+        writes.append(item)
+        if len(writes) <= 3:
+            raise error
+        write(self, *item)
+
+    monkeypatch.setattr(PrefixFolder, "_write", fails_three_times)
+    process(place, runtime, TOKENS[:45])
+    assert len(writes) > 3 and len(list(place.glob(PATTERN))) == len(writes) - 3
+    [record] = caplog.records
+    assert record.getMessage().endswith(f"for now: {str(error) or 'MemoryError'}") and str(place) in caplog.text
+    assert bool(record.exc_info) == isinstance(error, TypeError), "a traceback of what nobody has foreseen"
+
+
+def test_it_is_logged_again_after_a_write_that_worked(place, runtime, caplog, monkeypatch):
+    write, writes = PrefixFolder._write, []
+
+    def fails_twice(self, *item):
+        writes.append(item)
+        if len(writes) in (1, 3):
+            raise MemoryError
+        write(self, *item)
+
+    monkeypatch.setattr(PrefixFolder, "_write", fails_twice)
+    process(place, runtime, TOKENS[:45])
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("limit", [-1, True, 2.5, "10GiB", float("inf")], ids=repr)
+def test_a_limit_that_is_no_number_of_bytes(place, runtime, limit):
+    with pytest.raises(UserError, match=r"max_bytes is .*; it must be a whole number of bytes, or None for no limit\."):
+        PrefixFolder(place, limit, runtime)
+    assert not place.exists()
+
+
+def test_no_limit(place, runtime, caplog):
+    process(place, runtime, TOKENS[:45], size=None)
+    assert process(place, runtime, TOKENS[:70], size=None)[1] == 45 and not caplog.messages
+    assert process(place, runtime, TOKENS[:70], size=0)[1] == 70, "what is there is found with any limit"
+
+
+@given(data=st.data())
+def test_room_is_made_for_what_fits_by_removing_as_few_as_possible(data):
+    sizes = data.draw(st.lists(st.integers(0, 9), max_size=8))
+    spared = data.draw(st.sets(st.sampled_from(range(len(sizes))))) if sizes else set()
+    needed, limit = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 40))
+    files = [_File(number, number + 1, "0" * 64) for number in range(len(sizes))]
+    folder = object.__new__(PrefixFolder)
+    with tempfile.TemporaryDirectory() as name:
+        folder.folder, folder.max_bytes = Path(name), limit
+        for file in files:
+            (folder.folder / file.name).touch()
+        made = folder._make_room(
+            needed, dict(zip(files, sizes, strict=True)), [files[number] for number in sorted(spared)]
+        )
+        left = [number for number, file in enumerate(files) if (folder.folder / file.name).exists()]
+    assert made == (needed + sum(sizes[number] for number in spared) <= limit)
+    # The first files are the least recently used ones.
+    numbers = range(len(files))
+    kept = [[number for number in numbers if number >= removed or number in spared] for removed in [*numbers, 99]]
+    fitting = [each for each in kept if needed + sum(sizes[number] for number in each) <= limit]
+    assert left == (fitting[0] if made else list(numbers))
 
 
 def test_a_folder_that_goes_away(place, runtime, caplog):
