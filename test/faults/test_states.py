@@ -103,6 +103,19 @@ def longer_than_memory(tensors, about):
     about["note"] = json.dumps(note)
 
 
+def without_digest(tensors, about):
+    del about["digests"]["logits"]
+
+
+def last_token(token):
+    """Damage: put this token in the place of the last one."""
+
+    def damage(tensors, about):
+        about["tokens"][-1] = token
+
+    return damage
+
+
 STATES = {
     "no SSM states": (without(".ssm_state"), "lacks layers.0.ssm_state"),
     "no windows": (without(".conv_state"), "lacks layers.0.conv_state"),
@@ -149,6 +162,16 @@ STATES = {
     "too few tokens": (says(tokens=[5]), "has 1 tokens and the state after"),
     "no tokens": (says(tokens=[]), "was not made from a prefix cache"),
     "a fingerprint that is a number": (says(fingerprint=3), "fingerprint is 3"),
+    "a fingerprint of nothing": (says(fingerprint=""), "was made with other kernels, or another version"),
+    "a fingerprint of other weights": (
+        lambda tensors, about: about.update(fingerprint="0" * 32 + about["fingerprint"][32:]),
+        "was made with another checkpoint, or with other weights or adapters of it",
+    ),
+    "a token of the vocabulary's size": (last_token(264), "has a token id outside the vocabulary"),
+    "a token of 2**70": (last_token(2**70), "has a token id outside the vocabulary"),
+    "a tensor without a digest": (without_digest, r"is damaged \(logits has other numbers\)"),
+    "no digests": (says(digests=...), "it has no digests"),
+    "digests are a list": (says(digests=[]), r"digests is \[\]"),
     "a note that is an object": (says(note={}), "note is {}"),
 }
 
@@ -206,6 +229,12 @@ def test_a_state(texting, saved, tmp_path, damage, message):
     assert cache.stats.num_bytes == 0
 
 
+def test_the_last_token_of_the_vocabulary(texting, saved, tmp_path):
+    cache = PrefixCache(texting[0], None, None)
+    cache.load(Snapshot.load(damaged(saved, last_token(263), tmp_path / "file"), texting[0]))
+    assert cache.stats.snapshots == 1
+
+
 @pytest.mark.parametrize("damage, message", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
 def test_a_conversation(conversation, saved, tmp_path, damage, message):
     "".join(conversation.ask("Before"))
@@ -256,6 +285,21 @@ def test_other_files_than_regular_ones(texting_folder, refuses, tmp_path):
     for name in irregular_files(tmp_path):
         said = refuses("generate", "--model", texting_folder, "--prompt-cache", tmp_path / name, PROMPT)
         assert said == f"{tmp_path / name} is not a regular file."
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(texting_folder, refuses, tmp_path, monkeypatch):
+    monkeypatch.setattr("granite4_neuron.commands.generate.load_runtime", lambda *_, **__: pytest.fail("it works"))
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("none/file")
+    reasons = {
+        tmp_path / "loop": "Too many levels of symbolic links",
+        tmp_path / "link": "No such file or directory",
+        tmp_path / ("x" * 300): "File name too long",
+    }
+    for file, reason in reasons.items():
+        said = refuses("generate", "--model", texting_folder, "--prompt-cache", file, PROMPT)
+        assert said == f"{file} could not be written ({reason})."
+    assert sorted(os.listdir(tmp_path)) == ["link", "loop"]
 
 
 class Lines:

@@ -1,14 +1,18 @@
 """Reuse and speculation as a person types them: the same text, fewer tokens run, one sentence for every bad input."""
 
+import io
 import re
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.commands.reuse import num_bytes
+from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.loop import _shared_lengths
 from test.support.checkpoints import DENSE, save_byte_tokenizer, small_config
@@ -101,6 +105,54 @@ def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
     status, _, report = generate(PROMPT, "--prompt-cache", file, model=small_folder)
     assert status == 2 and "another checkpoint" in report
     assert file.read_bytes() == whole
+
+
+@pytest.fixture
+def changed_folder(texting_folder, tmp_path):
+    """Return a copy of a checkpoint with half of every in_proj, its columns with odd numbers, times 3."""
+    folder = shutil.copytree(texting_folder, tmp_path / "changed")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in weights:
+        if name.endswith("in_proj.weight"):
+            weights[name][:, 1::2] *= 3
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_another_checkpoints_state_is_refused(generate, changed_folder, texting_folder, tmp_path):
+    file = tmp_path / "prompt"
+    _, expected, _ = generate(PROMPT, "--prompt-cache", file)
+    status, text, report = generate(PROMPT, "--prompt-cache", file, model=changed_folder)
+    assert status == 2 and not text and "was made with another checkpoint" in report
+    assert generate(PROMPT, model=changed_folder)[1] != expected
+    # The layout of the weights is another one, too.
+    status, text, report = generate(PROMPT, "--prompt-cache", file, "--cpu-kernels", "torch")
+    assert status == 2 and not text and "was made with other kernels" in report
+    status, text, report = generate(PROMPT, "--prompt-cache", file)
+    assert (status, text) == (0, expected) and f"{len(PROMPT)} tokens found" in report
+
+
+def test_another_checkpoints_conversation_is_refused(changed_folder, texting_folder, tmp_path, monkeypatch, capsys):
+    for folder, lines, status in ((texting_folder, "Hello\n/save FILE", 0), (changed_folder, "/load FILE", 2)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines.replace("FILE", str(tmp_path / "saved"))))
+        assert main(["chat", "--model", str(folder), "--max-tokens", "3"]) == status
+    assert "was made with another checkpoint" in capsys.readouterr().err
+
+
+def test_another_checkpoints_prefixes_are_not_found(changed_folder, texting_folder, tmp_path):
+    tokens = load(texting_folder)[1].encode(PROMPT)
+    hits = []
+    for folder in (texting_folder, changed_folder, texting_folder):
+        runtime = load(folder)[0]
+        kept = PrefixFolder(tmp_path / "kept", 2**30, runtime)
+        cache = PrefixCache(runtime, None, None, folder=kept)
+        engine = Engine(runtime, 1, prefix_cache=cache)
+        engine.add(Request(tokens, 1))
+        engine.step()
+        kept.close()
+        hits.append(cache.stats.hit_tokens)
+    assert hits == [0, 0, len(tokens)]
 
 
 def test_sizes():
