@@ -24,10 +24,12 @@ from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import stream_generate
+from granite4_neuron.model.fingerprint import facts_digest
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.model.state import HybridState
+from granite4_neuron.runtime.bound_model import digest_of_weights
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.split import SplitRuntime
@@ -169,6 +171,20 @@ class TestSplitRuntime:
             runtime.restore(state, [first, Snapshot.load(tmp_path / "second", runtime)], 2)
             runs.append(runtime.step(state, [Row(2, 20, tokens[20:])]))
         assert (runs[0] - runs[1]).abs().max() <= 1e-4
+
+    def test_the_fingerprint_is_of_all_ranks_weights(self, split, tmp_path):
+        """Rows of the embedding that only the second rank has are not the same in `other`."""
+        other = random_model(self.CONFIG)
+        with torch.no_grad():
+            other.model.embed_tokens.weight[-1, 3] += 1
+        digests = []
+        for name, model in (("same", random_model(self.CONFIG)), ("other", other)):
+            save_model(model, tmp_path / name)
+            parts = [load_model(tmp_path / name, torch.float32, Parallel(rank, 2)) for rank in range(2)]
+            digests.append([digest_of_weights(part) for part in parts])
+        same, other = digests
+        assert same[0] == other[0] and same[1] != other[1]
+        assert str(split.fingerprint).startswith(facts_digest(*same))
 
     def test_texts_behind_a_prefix(self, split, cpu):
         prompts = [[5, 6, 7, 8] * 10 + [end] for end in (1, 2, 3)]
