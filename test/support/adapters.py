@@ -33,9 +33,12 @@ def save_adapter(checkpoint: Path, folder: Path, seed: int = 0, **changes) -> Pa
 
 
 @torch.inference_mode()
-def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
-    """Return PEFT's logits after every token, [tokens, vocab_size]."""
-    model = PeftModel.from_pretrained(reference(checkpoint), adapter).eval()
+def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int], *others: Path) -> torch.Tensor:
+    """Return PEFT's logits after every token, [tokens, vocab_size], with this adapter and others at once."""
+    model = PeftModel.from_pretrained(reference(checkpoint), adapter, adapter_name="0").eval()
+    for number, other in enumerate(others, start=1):
+        model.load_adapter(other, str(number))
+    model.base_model.set_adapter([str(number) for number in range(1 + len(others))])
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 

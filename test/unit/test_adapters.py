@@ -47,7 +47,7 @@ def test_merged_logits_are_those_of_peft(random_checkpoints, tmp_path, changes):
     folder = random_checkpoints(MOE)
     adapter = save_adapter(folder, tmp_path, **changes)
     expected = peft_logits(folder, adapter, TOKENS)
-    merged = load_model(folder, torch.float32, adapter=read_adapter(adapter, config_of(folder)))
+    merged = load_model(folder, torch.float32, adapters=[read_adapter(adapter, config_of(folder))])
     assert (logits(load_model(folder, torch.float32)) - expected).abs().max() > 0.1
     torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=0)
 
@@ -57,7 +57,7 @@ def test_an_adapter_of_a_dense_granite(tmp_path, targets):
     """Its MLP has two matrices where the hybrids have one."""
     save_dense(tmp_path / "model")
     adapter = save_adapter(tmp_path / "model", tmp_path / "adapter", target_modules=targets)
-    merged = load_model(tmp_path / "model", adapter=read_adapter(adapter, config_of(tmp_path / "model")))
+    merged = load_model(tmp_path / "model", adapters=[read_adapter(adapter, config_of(tmp_path / "model"))])
     torch.testing.assert_close(logits(merged), peft_logits(tmp_path / "model", adapter, TOKENS), atol=1e-4, rtol=0)
 
 
@@ -67,6 +67,27 @@ def test_convert_merges(random_checkpoints, tmp_path):
     output = tmp_path / "merged"
     assert main(["convert", "--model", str(folder), "--adapter", str(adapter), "--output", str(output)]) == 0
     torch.testing.assert_close(logits(load_model(output)), peft_logits(folder, adapter, TOKENS), atol=1e-4, rtol=0)
+
+
+def test_convert_merges_several(random_checkpoints, tmp_path):
+    """They do together what they do in PEFT while all of them are active. One of them may leave a matrix alone."""
+    folder = random_checkpoints(DENSE)
+    first = save_adapter(folder, tmp_path / "first")
+    second = save_adapter(folder, tmp_path / "second", seed=1, r=2, target_modules=["q_proj", "in_proj"])
+    options = [part for each in (first, second) for part in ("--adapter", str(each))]
+    output = tmp_path / "merged"
+    assert main(["convert", "--model", str(folder), *options, "--output", str(output)]) == 0
+    expected = peft_logits(folder, first, TOKENS, second)
+    assert min((peft_logits(folder, each, TOKENS) - expected).abs().max() for each in (first, second)) > 0.1
+    torch.testing.assert_close(logits(load_model(output)), expected, atol=1e-4, rtol=0)
+
+
+def test_convert_merges_none_twice(random_checkpoints, good, tmp_path, capsys):
+    options = ["--adapter", str(good), "--adapter", str(good / ".." / good.name)]
+    model, output = random_checkpoints(MOE), tmp_path / "merged"
+    assert main(["convert", "--model", str(model), *options, "--output", str(output)]) != 0
+    assert "is given twice; each adapter is merged once." in capsys.readouterr().err
+    assert not output.exists()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def load_model(
     quantize: str | None = None,
     *,
     operators: Operators = TORCH,
-    adapter: Adapter | None = None,
+    adapters: Sequence[Adapter] = (),
     must_be_finite: bool = False,
     keep_quantized: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -78,10 +78,11 @@ def load_model(
         parallel: the rank whose part is read.
         quantize: one of `choices.QUANTIZATIONS`, or None for the weights as stored; not for a part of a model.
         operators: quantize the matrices and lay them out: those that the model will be bound to.
-        adapter: merged into the weights; of this model, and not an activated one. Not for a part of a model.
+        adapters: merged into the weights, all of them; of this model, and none of them activated. Not for a part of a
+            model.
         must_be_finite: look at every number. Where it is not asked for, the logits will tell.
         keep_quantized: keep weights of a GGUF file quantized of which int4 or int8 has the same numbers, unless
-            `quantize` or an adapter is given.
+            `quantize` or adapters are given.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
         remark: called with a sentence on the weights of a GGUF file that are not kept as they are.
 
@@ -100,12 +101,12 @@ def load_model(
     if parallel.degree > 1 and (quantize or quantization):
         name = quantize or quantization.name
         raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
-    if adapter is not None and quantization is not None:
+    if adapters and quantization is not None:
         raise UserError(
             f"the weights in {folder} are in {quantization.name}; an adapter is merged into the original, which may be "
             "quantized in the same step."
         )
-    if adapter is not None and adapter.invocation is not None:
+    if any(adapter.invocation is not None for adapter in adapters):
         raise UserError(
             "the adapter is an activated LoRA, which applies to a part of a text only, and so cannot be merged; the "
             "backend cpu takes it as it is, with --adapter."
@@ -113,7 +114,7 @@ def load_model(
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config, parallel)
     if isinstance(stored, GGUFTensors):
-        quantized = kept_weights(stored, model) if keep_quantized and not quantize and adapter is None else {}
+        quantized = kept_weights(stored, model) if keep_quantized and not quantize and not adapters else {}
     else:
         quantized = quantized_weights(stored, model, quantization)
         stored.check(config, {name: each.layout(model.get_parameter(name).shape) for name, each in quantized.items()})
@@ -136,8 +137,9 @@ def load_model(
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-            if adapter is not None and name in adapter.additions:
-                weight = adapter.additions[name].merged_into(weight)
+            for adapter in adapters:
+                if name in adapter.additions:
+                    weight = adapter.additions[name].merged_into(weight)
             if must_be_finite:
                 _check_finite(f"{name} in {folder}", weight, dtype if name not in formats else torch.float32)
             set_parameter(model, name, plan.place(name, weight, block))

@@ -1,9 +1,10 @@
-"""`granite4-neuron convert`: write a checkpoint in another dtype, quantized, or with an adapter merged."""
+"""`granite4-neuron convert`: write a checkpoint in another dtype, quantized, or with adapters merged."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import add_model, dtype_of, model_folder, print_remark
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
-from granite4_neuron.errors import printable
+from granite4_neuron.errors import UserError, printable
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     convert = commands.add_parser(
-        "convert", help="write a checkpoint in another dtype, quantized or with an adapter merged"
+        "convert", help="write a checkpoint in another dtype, quantized or with adapters merged"
     )
     add_model(convert)
     convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
@@ -28,7 +29,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="hold the large weights in it; for the cpu backend (default: in --dtype)",
     )
     convert.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="merge this LoRA adapter, as PEFT writes it, into the weights"
+        "--adapter",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FOLDER",
+        help="merge this LoRA adapter, as PEFT writes it, into the weights; may be repeated, which adds up",
     )
     convert.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="a folder that does not exist yet"
@@ -38,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_output(options.output)
+    _check_adapters(options.adapter)
     for leftover in remove_leftovers(options.output):
         print(
             f"removed {printable(str(leftover))}, which a conversion that was stopped had left behind", file=sys.stderr
@@ -49,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
     folder = model_folder(options)
     config = read_config(folder)
-    adapter = None if options.adapter is None else read_adapter(options.adapter, config)
+    adapters = [read_adapter(adapter, config) for adapter in options.adapter]
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(
@@ -57,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             dtype_of(options.dtype),
             quantize=options.quantize,
             operators=operators,
-            adapter=adapter,
+            adapters=adapters,
             must_be_finite=True,
             progress=progress,
             remark=print_remark,
@@ -65,3 +72,10 @@ def run(options: argparse.Namespace) -> int:
     save_model(model, options.output, files_from=folder)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
+
+
+def _check_adapters(folders: Sequence[Path]) -> None:
+    """Check that no adapter is given twice: merged twice, it would do twice what it was trained for."""
+    for place, folder in enumerate(folders):
+        if folder.resolve() in map(Path.resolve, folders[:place]):
+            raise UserError(f"--adapter {folder} is given twice; each adapter is merged once.")
