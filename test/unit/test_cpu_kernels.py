@@ -99,8 +99,8 @@ class TestLinear:
     @every_dtype
     def test_every_quantized_value(self, dtype):
         """Every quantized value stands at every place of a row, and x picks one weight at a time."""
-        values = torch.arange(-127, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
-        weight = cpu.pack(QuantizedWeight(INT8, values, torch.ones(255), values.shape), dtype)
+        values = torch.arange(-128, 128).to(torch.int8)[:, None].expand(-1, 130).contiguous()
+        weight = cpu.pack(QuantizedWeight(INT8, values, torch.ones(256), values.shape), dtype)
         for first in range(0, 130, 8):
             x = torch.eye(130, dtype=dtype)[first : first + 8]
             assert torch.equal(cpu.linear(x, weight), values.T[: len(x)].to(dtype))

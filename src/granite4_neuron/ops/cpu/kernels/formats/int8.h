@@ -58,6 +58,9 @@ struct Tiles {
     __m512i values = _mm512_loadu_si512(step), sizes = _mm512_abs_epi8(values);
     __m512i low = look_up(LOW, sizes), high = look_up(HIGH, sizes);
     high = _mm512_or_si512(high, _mm512_and_si512(values, _mm512_set1_epi8(-128)));  // the signs
+    // -128, which other quantizers write, has been looked up as 0: the lookup takes the lowest seven bits.
+    auto is_least = _mm512_cmpeq_epi8_mask(values, _mm512_set1_epi8(-128));
+    high = _mm512_mask_mov_epi8(high, is_least, _mm512_set1_epi8(HIGH_OF_LEAST));
     return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
   }
 #elif defined(GRANITE4_PAIRS)
@@ -108,7 +111,7 @@ struct Tiles {
 
 #if defined(GRANITE4_PAIRS)
  private:
-  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -127 to 127
+  // One byte of each of the numbers 0 to 127 in bfloat16, the upper half of float32. All whole numbers from -128 to 127
   // are numbers of bfloat16, and a lookup of 64 of them takes half the instructions of their conversion.
   static constexpr std::array<uint8_t, 128> bfloat16_bytes(int shift) {
     std::array<uint8_t, 128> bytes{};
@@ -116,6 +119,7 @@ struct Tiles {
     return bytes;
   }
   static constexpr std::array<uint8_t, 128> LOW = bfloat16_bytes(16), HIGH = bfloat16_bytes(24);
+  static constexpr auto HIGH_OF_LEAST = static_cast<char>(std::bit_cast<uint32_t>(-128.0f) >> 24);  // the other is 0
 #if defined(__AVX512VBMI__)
   static __m512i look_up(const std::array<uint8_t, 128>& table, __m512i at) {
     return _mm512_permutex2var_epi8(_mm512_loadu_si512(&table[0]), at, _mm512_loadu_si512(&table[64]));
