@@ -481,3 +481,37 @@ def test_scales_that_are_not_finite_are_not_converted(folder, refuses, capsys):
     capsys.readouterr()
     with_number(f"{IN_PROJ}_scale", math.nan)(quantized)
     assert f"{IN_PROJ} in" in refuses("convert", "--model", quantized, "--output", folder.parent / "new")
+
+
+def first_row(*values):
+    """Damage: change the first bytes of the scales of a matrix's first row: least exponent, number of others, these."""
+    return lambda stored: stored[f"{IN_PROJ}_scale"][0, : len(values)].copy_(torch.tensor(values))
+
+
+def first_codes(value):
+    """Damage: change the codes of a matrix's first row."""
+    return lambda stored: stored[IN_PROJ][0, 64:].fill_(value)
+
+
+NO_QUANTIZED_WEIGHTS = {
+    "an int8 scale of infinity": ("int8", lambda stored: stored[f"{IN_PROJ}_scale"].fill_(math.inf), "not finite"),
+    "an int4 scale that is NaN": ("int4", lambda stored: stored[f"{IN_PROJ}_scale"][-1].fill_(math.nan), "not finite"),
+    "more others than any row has": ("lossless12", first_row(100, 255), "than there is room for"),
+    "more others than there is room for": ("lossless12", first_row(100, 9), "than there is room for"),
+    "others that no code refers to": ("lossless12", first_row(100, 8), "another number of values without a code"),
+    "codes for others in place of all": ("lossless12", first_codes(255), "another number of values without a code"),
+    "codes for others in lower halves": ("lossless12", first_codes(15), "another number of values without a code"),
+    "codes for others in upper halves": ("lossless12", first_codes(240), "another number of values without a code"),
+    "exponents that do not exist": ("lossless12", first_row(242), "codes beyond the exponents of bfloat16"),
+}
+
+
+@pytest.mark.parametrize("format, change, message", NO_QUANTIZED_WEIGHTS.values(), ids=NO_QUANTIZED_WEIGHTS.keys())
+def test_weights_that_their_format_does_not_have(folder, refuses, format, change, message):
+    quantized = folder.parent / format
+    save_model(load_model(folder, torch.bfloat16, quantize=format), quantized, files_from=folder)
+    load_model(quantized)
+    tensors(change)(quantized)
+    said = refuses("generate", "--model", quantized, "--max-tokens", 1, "x")
+    assert f"{IN_PROJ} in {quantized} has " in said and message in said
+    assert said.endswith(f"which no weight in {format} has; download or convert it again.")

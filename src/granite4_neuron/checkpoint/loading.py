@@ -88,8 +88,9 @@ def load_model(
 
     Raises:
         UserError: the folder is not a complete Granite checkpoint, and the message lists what is wrong; there is not
-            enough memory for it; a number that must be finite is not, or would not be in `dtype`; or a format without
-            loss has not the numbers of `dtype`, or does not hold a weight.
+            enough memory for it; a number that must be finite is not, or would not be in `dtype`; a
+            quantized weight contradicts its format; or a format without loss has not the numbers of `dtype`, or does
+            not hold a weight.
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
@@ -134,6 +135,7 @@ def load_model(
         for name in plan.largest_first():
             if name in quantized:
                 weight = quantized[name].read(name, plan.shapes[name], stored)
+                _check_stored(f"{name} in {folder}", weight)
             else:
                 source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
                 weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
@@ -225,6 +227,14 @@ def _write_files(files_from: Path, folder: Path) -> None:
     for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
         if (files_from / name).is_file():
             shutil.copyfile(files_from / name, folder / name)
+
+
+def _check_stored(what: str, weight: QuantizedWeight) -> None:
+    """Check a weight that is stored quantized by the rules of its format."""
+    if (fault := weight.format.fault(weight)) is not None:
+        raise UserError(
+            f"{what} has {fault}, which no weight in {weight.format.name} has; download or convert it again."
+        )
 
 
 def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:

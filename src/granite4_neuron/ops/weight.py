@@ -88,6 +88,12 @@ class Format(ABC):
         """Return whether a weight that was quantized in this format stands for what it was made of."""
         return True
 
+    def fault(self, weight: QuantizedWeight) -> str | None:
+        """Return what a stored weight, in the memory of the CPU, has by which it stands for no numbers, or for others
+        in one implementation than in another; None if it has nothing of the kind.
+        """
+        return None if weight.scales.isfinite().all() else "scales that are not finite (NaN or infinity)"
+
     @abstractmethod
     def dequantize(self, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix [..., rows, columns] that values and scales stand for, rounded to dtype."""
