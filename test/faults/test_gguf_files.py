@@ -9,6 +9,7 @@ import shutil
 import numpy
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from test.support.gguf_files import rewritten, written
@@ -67,6 +68,26 @@ def of_unknown_type(good, to):
     rewritten(good, to, change)
 
 
+def header(names, part, *values):
+    """Damage: change what the header says of a tensor, or of all: its "shape", "type" or "offset"."""
+
+    def damage(good, to):
+        content = bytearray(good.read_bytes())
+        for tensor in GGUFReader(good).tensors:
+            if names in (tensor.name, "all"):
+                parts = dict(
+                    zip(("length", "name", "dimensions", "shape", "type", "offset"), tensor.field.parts, strict=True)
+                )
+                before = list(parts)[: list(parts).index(part)]
+                place = tensor.field.offset + sum(parts[each].nbytes for each in before)
+                content[place : place + parts[part].nbytes] = numpy.array(values, parts[part].dtype).tobytes()
+        to.write_bytes(content)
+
+    return damage
+
+
+NORM, AFTER_IT = "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"  # [128] in F32
+IN_PROJ = "blk.0.ssm_in.weight"
 CASES = {
     "empty": (lambda good, to: to.write_bytes(b""), "is not a GGUF file, whose first four bytes are GGUF."),
     "another file": (lambda good, to: to.write_bytes(b"PK" * 500), "is not a GGUF file"),
@@ -122,6 +143,27 @@ CASES = {
         ),
         "not of this model: blk.3.",
     ),
+    "a tensor in the place of another": (
+        header(IN_PROJ, "offset", 0),
+        f"is damaged or incomplete (its tensor {IN_PROJ} is at 0, where those before it end at 262,144); download or",
+    ),
+    "all tensors in one place": (header("all", "offset", 0), "is at 0, where those before it end at"),
+    "a tensor behind a gap": (header(NORM, "offset", 2**20 + 2**18), "is at 1,310,720, where those before it end at"),
+    "a tensor far beyond the end": (header(NORM, "offset", 2**64 - 32), "is at 18,446,744,073,709,551,584, where"),
+    "a tensor at an odd place": (header("token_embd.weight", "offset", 1), "token_embd.weight is at 1, where those"),
+    "a tensor larger than the file": (header(NORM, "shape", 2**62), "is damaged or incomplete (it ends after"),
+    "a tensor of 2**64 numbers": (header(IN_PROJ, "shape", 2**32, 2**32), "is damaged or incomplete (it ends after"),
+    "a tensor in another type": (header(NORM, "type", Type.BF16), f"its tensor {AFTER_IT} is at"),
+    "a tensor in a type of larger blocks": (
+        header(NORM, "type", Type.Q6_K),
+        "has rows of 128, and Q6_K has blocks of 256",
+    ),
+    "a tensor in a type that nobody knows": (header(NORM, "type", 999), "999 is not a valid GGMLQuantizationType"),
+    "two tensors of one name": (
+        lambda good, to: to.write_bytes(good.read_bytes().replace(b"blk.0.ssm_d", b"blk.0.ssm_a")),
+        "it has two tensors blk.0.ssm_a",
+    ),
+    "tensors aligned to text": (metadata(general_alignment="32"), "Bad type for general.alignment field"),
     "a type that is not supported": (
         of_unknown_type,
         "has tensors of types that are not supported: output_norm.weight is I8; supported are F32, F16, BF16, Q8_0,",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from functools import lru_cache
@@ -27,11 +28,13 @@ class GGUFTensor(NamedTuple):
 
     type: the name of its type, such as "Q4_0".
     shape: with the columns last; in the file they are first.
+    offset: from the beginning of the file.
     """
 
     type: str
     shape: tuple[int, ...]
     offset: int
+    num_bytes: int
 
 
 class GGUFFile:
@@ -40,10 +43,7 @@ class GGUFFile:
     def __init__(self, path: Path, reader: gguf.GGUFReader):
         self.path = path
         self._fields = reader.fields
-        self.tensors = {
-            one.name: GGUFTensor(one.tensor_type.name, tuple(map(int, reversed(one.shape))), int(one.data_offset))
-            for one in reader.tensors
-        }
+        self.tensors: dict[str, GGUFTensor] = reader.tensors
 
     def get(self, key: str) -> Any:
         """Return a value of the metadata as plain Python: a number, text, flag or list of these; None if there is none.
@@ -136,13 +136,13 @@ def _reader(path: Path) -> gguf.GGUFReader:
         raise UserError(f"{path} is a GGUF file, which takes gguf; install it with: pip install gguf.") from None
 
     class Reader(gguf.GGUFReader):
-        """Refuses what lies beyond the end of the file, where numpy returns less than it was asked for, and reads lists
-        as Python's: the library makes an array of each of the hundreds of thousands of entries of a vocabulary.
+        """Refuses what lies beyond the end of the file, where numpy returns less than it was asked for, and tensors in
+        other places than their sizes give. Reads lists as Python's: the library makes an array of each of the hundreds
+        of thousands of entries of a vocabulary.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> numpy.ndarray:
-            if offset + int(count) * numpy.dtype(dtype).itemsize > len(self.data):
-                raise ValueError(f"it ends after {len(self.data):,} bytes, before its contents do")
+            _check_end(self.data, offset + int(count) * numpy.dtype(dtype).itemsize)
             return super()._get(offset, dtype, count, override_order)
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
@@ -157,7 +157,42 @@ def _reader(path: Path) -> gguf.GGUFReader:
                 values, end = numbers.tolist(), start + numbers.nbytes
             return end - orig_offs, [values], [0], [gguf.GGUFValueType.ARRAY, kind]
 
+        def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
+            # ggml has them one behind another, in the order of the header, and reads no other files either.
+            start, alignment, place = int(start_offs), int(self.alignment), 0
+            self.tensors = {}
+            for field in fields:
+                name, tensor = _tensor(field)
+                if name in self.tensors:
+                    raise ValueError(f"it has two tensors {name}")
+                if tensor.offset != place:
+                    raise ValueError(
+                        f"its tensor {name} is at {tensor.offset:,}, where those before it end at {place:,}"
+                    )
+                _check_end(self.data, start + place + tensor.num_bytes)
+                self.tensors[name] = tensor._replace(offset=start + place)
+                place += -(-tensor.num_bytes // alignment) * alignment
+
     return Reader(os.fspath(path))
+
+
+def _check_end(data: numpy.ndarray, end: int) -> None:
+    if end > len(data):
+        raise ValueError(f"it ends after {len(data):,} bytes, before its contents do")
+
+
+def _tensor(field: gguf.ReaderField) -> tuple[str, GGUFTensor]:
+    """Return the name of the tensor that a part of the header describes, and the tensor, with the header's offset."""
+    import gguf
+
+    name = str(bytes(field.parts[1]), "utf-8")
+    columns_first, (type,), (offset,) = (field.parts[part].tolist() for part in (3, 4, 5))
+    kind = gguf.GGMLQuantizationType(type)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if columns_first and columns_first[0] % block:
+        raise ValueError(f"its tensor {name} has rows of {columns_first[0]}, and {kind.name} has blocks of {block}")
+    num_bytes = math.prod(columns_first) // block * block_bytes
+    return name, GGUFTensor(kind.name, tuple(reversed(columns_first)), offset, num_bytes)
 
 
 def _texts(data: numpy.ndarray, start: int, length: int) -> tuple[list[str], int]:
