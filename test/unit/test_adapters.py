@@ -39,6 +39,7 @@ SCALES = {
     "plain": {},
     "rank-stabilised": dict(use_rslora=True),
     "patterns": dict(rank_pattern={"q_proj": 2, "layers.2.mamba.in_proj": 7}, alpha_pattern={"^model.*out_proj": 3}),
+    "patterns of whole names": dict(alpha_pattern={"proj": 40, "_proj": 50, "k_proj": 2, r".*\.k_proj": 60}),
 }
 
 
@@ -128,7 +129,20 @@ FAULTS = {
     "a rank of 0": (about(r=0), "a whole number of at least 1"),
     "another rank": (about(r=5), "of rank 4, and by adapter_config.json the rank is 5"),
     "an infinite scale": (about(lora_alpha=float("inf")), "lora_alpha is inf"),
-    "a pattern that is none": (about(rank_pattern={"(": 3}), "an object of ranks by modules"),
+    "an endless scale": (about(lora_alpha=10**400), "lora_alpha is 1000000000"),
+    "a scale that is no number": (about(lora_alpha=True), "lora_alpha is True, and must be a number"),
+    "a scale beyond float32": (about(lora_alpha=1e300), "that are not finite at a scale of 2.5e+299"),
+    "ranks that are a list": (about(rank_pattern=["q_proj"]), "an object of ranks by modules"),
+    "an endless scale of a module": (about(alpha_pattern={"q_proj": 10**400}), "an object of numbers by modules"),
+    "a pattern that is none": (about(rank_pattern={"(": 3}), "rank_pattern cannot be matched with modules ('(' is no"),
+    "a pattern that takes years": (
+        about(rank_pattern={"(([a-z_.0-9]+)+)+!": 4}),
+        "rank_pattern cannot be matched with modules (it takes more than 3 seconds or 1 GiB).",
+    ),
+    "patterns without end": (
+        about(alpha_pattern={f"{number}.*{number}.*": 4 for number in range(100_000)}),
+        "alpha_pattern cannot be matched with modules (it takes more than 3 seconds or 1 GiB).",
+    ),
     "DoRA": (about(use_dora=True), "use_dora True, which is not supported"),
     "biases": (about(bias="all"), "bias 'all', which is not supported"),
     "whole modules": (about(modules_to_save=["lm_head"]), "modules_to_save ['lm_head'], which is not supported"),

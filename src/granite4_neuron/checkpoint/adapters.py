@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from granite4_neuron.adapter_patterns import PatternsFailed, first_matches
 from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -35,7 +37,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_scale(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_flag(value: Any) -> bool:
@@ -43,15 +45,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_right, value.values())) and all(map(_is_regex, value))
-
-
-def _is_regex(text: str) -> bool:
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
 # What the numbers of an adapter mean: each field's default, its check, and what it must be.
@@ -142,12 +136,17 @@ def _additions(folder: Path, about: Mapping[str, Any], config: GraniteMoeHybridC
             pairs.setdefault(match[1], {})[match[2]] = _checked(file, name, tensors.get_tensor(name))
     if not pairs:
         raise UserError(f"{file} holds no weights.")
+    ranks = _by_pattern(folder / CONFIG, about, "rank_pattern", "r", list(pairs))
+    alphas = _by_pattern(folder / CONFIG, about, "alpha_pattern", "lora_alpha", list(pairs))
     additions: dict[str, LowRank] = {}
     for module, pair in sorted(pairs.items()):
         part = part_of(f"{module}.weight")
         rows, columns = shapes[part.name]
-        _check_shapes(file, module, pair, _by_pattern(about, "rank_pattern", "r", module), rows // part.count, columns)
-        addition = LowRank(pair["A"], pair["B"] * _scale(about, module, pair["A"].shape[0]))
+        _check_shapes(file, module, pair, ranks[module], rows // part.count, columns)
+        scale = alphas[module] / (math.sqrt(ranks[module]) if about["use_rslora"] else ranks[module])
+        addition = LowRank(pair["A"], pair["B"] * scale)
+        if not addition.up.isfinite().all():
+            raise UserError(f"{file} has numbers in lora_B of {module} that are not finite at a scale of {scale:.4g}.")
         if part.count > 1:  # it is of some of the rows
             up = torch.zeros(rows, addition.up.shape[1])
             up[part.number * (rows // part.count) :][: rows // part.count] = addition.up
@@ -198,15 +197,18 @@ def _check_shapes(
             )
 
 
-def _scale(about: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = _by_pattern(about, "alpha_pattern", "lora_alpha", module)
-    return alpha / (math.sqrt(rank) if about["use_rslora"] else rank)
-
-
-def _by_pattern(about: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Return a module's own value, by the first pattern that the end of its name matches, or the default."""
-    found = (value for key, value in about[patterns].items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(found, about[default])
+def _by_pattern(
+    file: Path, about: Mapping[str, Any], patterns: str, default: str, modules: Sequence[str]
+) -> dict[str, Any]:
+    """Return the value of each module: that of the first pattern that its name matches, or the default."""
+    values = about[patterns]
+    try:
+        matches = first_matches(list(values), modules)
+    except PatternsFailed as error:
+        raise UserError(f"{file}: {patterns} cannot be matched with modules ({error}).") from None
+    return {
+        module: about[default] if key is None else values[key] for module, key in zip(modules, matches, strict=True)
+    }
 
 
 def _both(one: LowRank, other: LowRank) -> LowRank:
