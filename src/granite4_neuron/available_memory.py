@@ -10,8 +10,8 @@ from pathlib import Path
 
 from granite4_neuron.errors import UserError
 
-# Part of the message with which torch's allocator reports it, in a plain RuntimeError.
-_TORCH_MESSAGES = ("can't allocate memory", "not enough memory")
+# Parts of the messages with which torch reports it, in a plain RuntimeError: its allocator, and mapping a file.
+_TORCH_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 def available_bytes(processes: int = 1) -> int | None:

@@ -235,6 +235,10 @@ FAULTS = {
         values_of(CONFIG, quantization_config='"compressed-tensors"'),
         "quantized by compressed-tensors with no config_groups that say how",
     ),
+    "quantized by us, and no more": (
+        values_of(CONFIG, quantization_config='"granite4-neuron"'),
+        "the weights are quantized as None, and must be as one of int4, int8, lossless12.",
+    ),
     "quantized somehow": (values_of(CONFIG, quantization_config='"yes"'), "are quantized ('yes')"),
     # Tokenizers
     "a tokenizer of a later version": (

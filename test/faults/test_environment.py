@@ -3,6 +3,7 @@
 Most tests need a process of their own.
 """
 
+import json
 import os
 import resource
 import signal
@@ -59,6 +60,29 @@ class TestMemory:
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr
         if done.returncode == 2:
             assert "not enough memory" in done.stderr
+
+    @pytest.mark.parametrize("times", [0.5, 1.5])
+    def test_too_few_addresses_for_a_file(self, tmp_path, times):
+        """A file is mapped twice, and the first time or the second one may fail."""
+        header = json.dumps({"x": {"dtype": "U8", "shape": [2**28], "data_offsets": [0, 2**28]}}).encode()
+        (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(tmp_path / "x", 8 + len(header) + 2**28)
+        code = """
+import resource, sys, torch
+from pathlib import Path
+from granite4_neuron.checkpoint.stored_tensors import UserError, open_tensors
+taken = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize:"))
+resource.setrlimit(resource.RLIMIT_AS, (taken + int(float(sys.argv[2]) * 2**28), -1))
+try:
+    with open_tensors(Path(sys.argv[1]), "pt") as tensors:
+        tensors.get_tensor("x")
+except UserError as error:
+    print(error)
+"""
+        command = [sys.executable, "-c", code, tmp_path / "x", str(times)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert f"not enough memory to map {tmp_path / 'x'}, which takes 0.54 GB of addresses" in done.stdout
+        assert "raise its limit (ulimit -v), or store the weights in smaller shards." in done.stdout
 
     @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")], ids=repr)
     def test_memory_that_runs_out_elsewhere(self, texting_folder, refuses, monkeypatch, error):

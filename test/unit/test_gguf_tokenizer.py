@@ -100,6 +100,18 @@ def test_texts_have_the_same_tokens(written, one, other):
         assert tokenizer.decode(tokens, skip_special_tokens=skips) == original.decode(tokens, skip_special_tokens=skips)
 
 
+@pytest.mark.parametrize("text", ["$A:1 x", "$0", "a:1", "::", "bos", " "])
+def test_a_first_token_of_any_text(written, tmp_path, text):
+    """It may be what means something else in the templates of tokenizers."""
+    original, file, _ = written
+    tokens = list(open_gguf(file).get("tokenizer.ggml.tokens"))
+    tokens[original.bos_token_id] = text
+    metadata = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.tokens": tokens}
+    tokenizer = read_tokenizer(open_gguf(rewritten(file, tmp_path / "bos.gguf", metadata=metadata)))
+    assert tokenizer.bos_token == text
+    assert tokenizer.encode("no") == [original.bos_token_id, *original.encode("no")]
+
+
 def test_a_first_token_that_the_file_asks_for(written, tmp_path):
     original, file, _ = written
     added = rewritten(file, tmp_path / "bos.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
@@ -113,6 +125,7 @@ def test_a_first_token_that_the_file_asks_for(written, tmp_path):
     [
         ({"tokenizer.ggml.model": None}, "carries no tokenizer"),
         ({"tokenizer.ggml.model": "llama"}, "the tokenizer in .* is 'llama' with '"),
+        ({"tokenizer.ggml.pre": ["dbrx"]}, r"is 'gpt2' with \['dbrx'\]; those of Granite are"),
         ({"tokenizer.ggml.pre": "qwen2"}, "those of Granite are 'gpt2' with 'dbrx', 'refact', 'gpt-2'"),
         ({"tokenizer.ggml.merges": None}, "its merges are missing"),
         ({"tokenizer.ggml.merges": ["no such"]}, "the tokenizer in .* cannot be read"),

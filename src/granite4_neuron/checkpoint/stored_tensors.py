@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from granite4_neuron import available_memory
 from granite4_neuron.checkpoint.folder import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, part_of
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -216,13 +217,22 @@ def open_tensors(file: Path, framework: str) -> Iterator[safe_open]:
     """Open a safetensors file.
 
     Raises:
-        UserError: it cannot be read, or is no such file.
+        UserError: it cannot be read, or is no such file, or there is not enough memory for it.
     """
     try:
         with safe_open(file, framework=framework) as tensors:
             yield tensors
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error}).") from None
+    except (MemoryError, RuntimeError) as error:
+        if not available_memory.is_exhausted(error):
+            raise
+        # It is mapped twice, by safetensors and by torch. That takes no memory, but addresses.
+        needed, available = 2 * file.stat().st_size / 1e9, (available_memory.available_bytes() or 0) / 1e9
+        raise UserError(
+            f"there is not enough memory to map {file}, which takes {needed:.2f} GB of addresses, and this process may "
+            f"have {available:.2f} GB more; raise its limit (ulimit -v), or store the weights in smaller shards."
+        ) from None
     except SafetensorError as error:
         with open(file, "rb") as start:
             is_pointer = start.read(len(_LFS_POINTER)) == _LFS_POINTER

@@ -70,12 +70,12 @@ def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
             f"{COMPRESSED_TENSORS} wrote are read quantized; take the model that this one was made from, and quantize "
             "it on loading."
         )
-    if about.get("format") not in QUANTIZATIONS:
+    format = about.get("format") if isinstance(about, dict) else None
+    if format not in QUANTIZATIONS:
         raise UserError(
-            f"the weights are quantized as {reprlib.repr(about.get('format'))}, and must be as one of "
-            f"{', '.join(QUANTIZATIONS)}."
+            f"the weights are quantized as {reprlib.repr(format)}, and must be as one of {', '.join(QUANTIZATIONS)}."
         )
-    return StoredQuantization(about["format"])
+    return StoredQuantization(format)
 
 
 def _compressed_tensors(about: Any) -> StoredQuantization:

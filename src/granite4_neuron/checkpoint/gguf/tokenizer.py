@@ -60,7 +60,7 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     kind, words = file.get(f"{_KEY}.model"), file.get(f"{_KEY}.pre")
     if not has_tokenizer(file):
         raise UserError(f"{file.path} carries no tokenizer; convert the model with its tokenizer.")
-    if kind != "gpt2" or words not in WORDS:
+    if kind != "gpt2" or words not in list(WORDS):  # a file may have a list in its place
         raise UserError(
             f"the tokenizer in {file.path} is {reprlib.repr(kind)} with {reprlib.repr(words)}; those of Granite are "
             f"'gpt2' with {', '.join(map(repr, WORDS))}."
@@ -83,8 +83,9 @@ def read_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         )
     }
     if file.get(f"{_KEY}.add_bos_token") is True and special["bos_token"] is not None:
-        bos = special["bos_token"]
-        backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))])
+        # By another name: a template has a syntax of its own, which the token's text may contain.
+        bos = {"id": "bos", "ids": [file.get(f"{_KEY}.bos_token_id")], "tokens": [special["bos_token"]]}
+        backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[bos])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=template,
