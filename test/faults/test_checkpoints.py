@@ -192,6 +192,10 @@ FAULTS = {
         values_of(CONFIG, num_hidden_layers=10**8, layer_types=None),
         "num_hidden_layers is 100000000, and can be at most",
     ),
+    "-1e308 layers of the default kind": (
+        values_of(CONFIG, num_hidden_layers="-1e308", layer_types=None),
+        "and must be at least 1.",
+    ),
     "10**9 experts": (values_of(CONFIG, num_local_experts=10**9), "num_local_experts is 1000000000"),
     "hidden_size 2**40": (values_of(CONFIG, hidden_size=2**40), "hidden_size is 1099511627776"),
     "mamba_expand 10**9": (values_of(CONFIG, mamba_expand=10**9), "mamba_expand is 1000000000"),

@@ -103,10 +103,11 @@ def alone(runtime, tokens, adapter):
     return torch.cat(logits + [runtime.step(state, [Row(1, at, [tokens[at]], adapter)]) for at in range(50, 60)])
 
 
-@pytest.mark.parametrize("cuts", [[50], [13, 1, 20, 16]], ids=str)
-def test_beside_others_and_in_any_steps(runtime, cuts):
-    """Four rows with the base model and two adapters, one of them twice."""
-    adapters = [1, 0, 2, 1]
+@pytest.mark.parametrize(
+    "cuts, adapters", [([50], [1, 0, 2, 1]), ([13, 1, 20, 16], [1, 0, 2, 1]), ([50], [1, 1, 0, 1])], ids=str
+)
+def test_beside_others_and_in_any_steps(runtime, cuts, adapters):
+    """Four rows with the base model and one or two adapters, of which one may be that of all rows but one."""
     expected = torch.stack([alone(runtime, tokens, number) for tokens, number in zip(TOKENS, adapters, strict=True)])
     assert not torch.equal(expected[0], alone(runtime, TOKENS[0], 0))
     state, start = runtime.allocate(4, 60), 0

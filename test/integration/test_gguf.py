@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from granite4_neuron import generation
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.names import from_gguf, to_gguf
 from granite4_neuron.checkpoint.gguf.tensors import TYPES, GGUFTensors
 from granite4_neuron.checkpoint.loading import load_model, save_model
@@ -164,6 +165,30 @@ def test_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, wide_file,
     ours = runtime.step(runtime.allocate(1, 20), [Row(1, 0, tokens)], all_logits=True)[0]
     expected = run_cuts(load_model(file, torch.float32), torch.tensor([tokens]), [20])[0]
     assert (ours[:20] - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("tensors", [one_scale_per_row, scales_of_bfloat16])
+def test_weights_of_which_the_last_row_has_other_numbers_are_not_kept(tmp_path, wide_file, tensors):
+    def change(name, values):
+        raw, type = tensors(name, values)
+        if type != Type.F32:
+            last_scale = raw.reshape(-1, 34 if type == Type.Q8_0 else 18)[-1, :2]
+            last_scale[:] = numpy.float16([1 + 2**-10]).view(numpy.uint8)
+        return raw, type
+
+    model = load_model(rewritten(wide_file, tmp_path / "last.gguf", change), keep_quantized=True)
+    assert not [name for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)]
+
+
+def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, random_checkpoints):
+    file = written(shutil.copytree(random_checkpoints(named("attention_only_rope")), tmp_path / "model"))
+    scales = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
+    architecture = open_gguf(file).get("general.architecture")
+    without = {f"{architecture}.{name}": None for name in ("rope.scaling.finetuned", "rope.freq_base", *scales)}
+    config = read_config(rewritten(file, tmp_path / "without.gguf", metadata=without))
+    assert config.position_embedding_type == "rope" and config.rope_theta == 10000.0
+    assert (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (1.0, 1.0, 1.0)
+    assert config.attention_multiplier == pytest.approx(config.head_dim**-0.5)
 
 
 def test_experts_are_kept_together_or_not_at_all(tmp_path, wide_file):

@@ -80,7 +80,7 @@ def numbers_of(name, weight):
     return stored.values, scales, numbers[:, : weight.shape[1]].numpy(), scales.view(len(weight), -1).numpy(), None
 
 
-@pytest.mark.parametrize("columns", [32, 50, 96, 768])
+@pytest.mark.parametrize("columns", [32, 33, 50, 96, 768])
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_number_of_vectors_has_the_order_of_amx(products, name, columns):
     generator = torch.Generator().manual_seed(columns)
@@ -96,7 +96,9 @@ def test_any_number_of_vectors_has_the_order_of_amx(products, name, columns):
 
 
 @pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("weight, x", [(1e-39, 1.0), (1.0, 1e-39), (1e-30, 1e-9)])
+@pytest.mark.parametrize("weight, x", [(1e-39, 1.0), (1.0, 1e-39), (1e-39, 1e30), (1e30, 1e-39), (1e-30, 1e-9)])
 def test_numbers_that_are_not_normal_are_zeros(products, weight, x, count):
+    """So are products, and numbers whose product would be normal. Afterwards they are numbers again."""
     weight, x = torch.full((32, 32), weight).bfloat16(), torch.full((count, 32), x).bfloat16()
     assert torch.equal(products("plain", weight, None, x, 32), torch.zeros(count, 32))
+    assert (torch.full((32,), 1e-39) * 0.5).all()

@@ -101,9 +101,8 @@ class GraniteMoeHybridConfig:
 
     def __post_init__(self) -> None:
         if not self.layer_types:
-            object.__setattr__(
-                self, "layer_types", (MAMBA,) * min(self.num_hidden_layers, LARGEST["num_hidden_layers"])
-            )
+            layers = max(0, min(self.num_hidden_layers, LARGEST["num_hidden_layers"]))  # `check` refuses others
+            object.__setattr__(self, "layer_types", (MAMBA,) * layers)
         if not self.num_key_value_heads:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if not self.mamba_d_head and self.mamba_n_heads > 0:
