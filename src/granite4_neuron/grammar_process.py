@@ -14,13 +14,16 @@ from typing import Any
 
 import llguidance
 
-from granite4_neuron.limited_process import LimitedProcess, ProcessEnded
+from granite4_neuron.limited_process import LimitedProcess, ProcessEnded, Stop
 
 _SECONDS = 2
 _MEMORY_BYTES = 2**29
-# A state takes 1 to 2 kB, and llguidance's default is four times as many. A verbose error of a large grammar takes a
-# second to write.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=2**16, verbose_errors=False)
+# A quarter of that of a `BudgetedThread`, in which grammars are used afterwards: what overflows it ends this process.
+_STACK_BYTES = 2**21
+# A state takes 1 to 2 kB, and llguidance's default is four times as many. A row has an item for each member that an
+# object may have; the default of 2,000 is met by 500 of them. A verbose error of a large grammar takes a second to
+# write.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=2**16, max_items_in_row=2**14, verbose_errors=False)
 _END = 256  # after the bytes
 
 
@@ -36,20 +39,23 @@ class GrammarProcess(LimitedProcess):
     """
 
     def __init__(self, special_tokens: Sequence[str]) -> None:
-        super().__init__("grammar_process", _SECONDS, _MEMORY_BYTES)
+        super().__init__("grammar_process", _SECONDS, _MEMORY_BYTES, _STACK_BYTES)
         self._special_tokens = list(special_tokens)
 
-    def convert(self, kind: str, text: str) -> str:
+    def convert(self, kind: str, text: str, stop: Stop | None = None) -> str:
         """Return a grammar in llguidance's format that `new_matcher` compiles within the limits.
 
         Args:
             kind: of `llguidance.grammar_from`.
+            stop: ends the compilation from another thread.
 
         Raises:
-            GrammarFailed: it is not a grammar, allows no text, or takes more than 2 seconds or 512 MiB.
+            GrammarFailed: it is not a grammar, allows no text, is nested too deep, or takes more than 2 seconds or
+                512 MiB.
+            Stopped: `stop` was set.
         """
         try:
-            answer = self.ask({"kind": kind, "text": text, "special_tokens": self._special_tokens})
+            answer = self.ask({"kind": kind, "text": text, "special_tokens": self._special_tokens}, stop)
         except ProcessEnded as error:
             raise GrammarFailed(str(error)) from None
         if "error" in answer:
@@ -71,6 +77,20 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
     return matcher
 
 
+def check_next_step(matcher: llguidance.LLMatcher) -> None:
+    """Take a first token, because some limits hold only from then on.
+
+    Raises:
+        GrammarFailed: the matcher meets one.
+    """
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    first = (mask & -mask).bit_length() - 1
+    if first >= 0 and not matcher.is_stopped():
+        matcher.consume_token(first)
+    if matcher.is_error():
+        raise GrammarFailed(error_of(matcher))
+
+
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
     return matcher.get_error().strip().partition("\n")[0]
@@ -80,7 +100,8 @@ def answer(question: dict[str, Any]) -> dict[str, str]:
     """Answer a `GrammarProcess`, in its process."""
     try:
         grammar = llguidance.grammar_from(question["kind"], question["text"])
-        new_matcher(byte_tokenizer(tuple(question["special_tokens"])), grammar)
+        matcher = new_matcher(byte_tokenizer(tuple(question["special_tokens"])), grammar)
+        check_next_step(matcher)
     except (ValueError, GrammarFailed) as error:
         return {"error": str(error)}
     return {"grammar": grammar}

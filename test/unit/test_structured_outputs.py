@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
+import threading
 from contextlib import closing
 
 import pytest
+import torch
 from hypothesis import given, settings
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -12,6 +16,7 @@ from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation.structured_outputs import Grammars
+from granite4_neuron.limited_process import Stop, Stopped
 from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model, run, tokens_of
@@ -40,6 +45,12 @@ KINDS = {
     "lark": ("grammar", LARK),
     "gbnf": ("grammar", 'root ::= [x-z] ("," root)?'),
 }
+CIRCULAR = {"type": "object"}
+CIRCULAR["properties"] = {"a": CIRCULAR}
+NESTED = "\n".join(["start: r0", *(f'r{n}: "a" r{n + 1} "b"' for n in range(1900)), 'r1900: "c"'])
+AMBIGUOUS = "\n".join(
+    ["start: e", f'e: {" | ".join(f"r{n}" for n in range(100))} | "a"', *(f"r{n}: e e" for n in range(100))]
+)
 TAG = {"begin": "<f>", "schema": {"uniqueItems": True}, "end": ""}
 
 
@@ -188,7 +199,7 @@ REFUSED = {
     "not a schema": ("json", {"type": "foo"}, r"the JSON schema cannot be used \(Invalid type: foo\)"),
     "not supported": ("json", {"uniqueItems": True}, "Unimplemented keys"),
     "another file": ("json", {"$ref": "file:///etc/passwd"}, "does not fetch"),
-    "nothing is valid": ("json", {"$ref": "#"}, "cannot be used"),
+    "nothing is valid": ("json", {"$ref": "#"}, r"a \$ref that leads back to itself, so that no value is ever valid"),
     "not an object": ("json", "[1]", "the JSON schema must be an object"),
     "not JSON": ("json", "{", "the JSON schema is not JSON"),
     "very deep": ("json", "[" * 60_000, "the JSON schema is not JSON"),
@@ -200,6 +211,21 @@ REFUSED = {
     "not a grammar": ("grammar", "start: other", "the grammar cannot be used"),
     "deep parentheses": ("grammar", "root ::= " + "(" * 30_000, "the grammar cannot be used"),
     "not a text": ("grammar", 5, "the grammar must be a text"),
+    "no kind": ("zzz", "a", "must be one of json, regex, choice, grammar, lark, structural_tag"),
+    "a kind that is no text": (["json"], "a", "must be one of json, regex"),
+    "a set": ("json", {"enum": {1, 2}}, r"the JSON schema is not JSON \(Object of type set"),
+    "itself": ("json", CIRCULAR, r"the JSON schema is not JSON \(Circular reference"),
+    "itself in a tag": (
+        "structural_tag",
+        {"triggers": ["<"], "structures": [{"begin": "<", "schema": CIRCULAR, "end": ""}]},
+        r"the schema of a structural tag is not JSON \(Circular reference",
+    ),
+    "a part refers to itself": (
+        "json",
+        {"properties": {"a": {"allOf": [{}, {"$ref": "#/properties/a"}]}}},
+        r"a \$ref that leads back to itself",
+    ),
+    "nested rules": ("lark", NESTED, r"the grammar cannot be used \(it is nested too deep\)"),
     "no tags": ("structural_tag", {"triggers": ["<"], "structures": []}, 'have "structures"'),
     "a part of a tag": (
         "structural_tag",
@@ -216,6 +242,17 @@ REFUSED = {
         "the structural tag .* Unimplemented",
     ),
 }
+
+
+def test_a_schema_may_refer_to_itself_where_it_may_end(grammars):
+    tree = {
+        "$ref": "#/$defs/tree",
+        "$defs": {
+            "tree": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/$defs/tree"}}]},
+            "const": {"const": {"$ref": "#/$defs/const"}},
+        },
+    }
+    assert grammars.constraint("json", tree)
 
 
 @pytest.mark.parametrize("kind, value, message", REFUSED.values(), ids=REFUSED.keys())
@@ -248,7 +285,118 @@ def test_a_long_text_is_cut(runtime, tokenizer, grammars):
 
 
 def test_a_grammar_that_fails_later_ends_its_text(runtime, tokenizer, grammars):
-    """It forces a text without end, which takes too many steps to foresee."""
-    endless = grammars.constraint("grammar", 'start: "a" start')
+    """It forces a text without end, but only after the tokens that are tried."""
+    endless = grammars.constraint("grammar", 'start: "x" /[b-z]/ endless\nendless: "a" endless')
     with pytest.raises(UserError, match=r"the grammar takes no further token \(parser error: Too many items"):
         generate(runtime, tokenizer, "x", constraint=endless, max_tokens=7)
+
+
+def test_thousands_of_choices(runtime, tokenizer, grammars):
+    choices = [f"choice {number * 7919 % 10007}" for number in range(2400)]
+    constraint = grammars.constraint("choice", choices)
+    texts = {generate(runtime, tokenizer, "x", constraint=constraint, temperature=1, seed=seed) for seed in range(3)}
+    assert len(texts) == 3 and texts <= set(choices)
+
+
+def test_an_object_that_may_have_a_thousand_members(runtime, tokenizer, grammars):
+    names = [f"name {number}" for number in range(1000)]
+    constraint = grammars.constraint(
+        "json", {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    )
+    for token in tokenizer.encode('{"name 7": null, '):
+        constraint.mask(torch.zeros(VOCAB))
+        constraint.accept(token)
+    assert constraint.count_allowed(tokenizer.encode('"name 999": null}')) == 17
+
+
+def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars):
+    """Each mask of an ambiguous grammar takes longer than the one before."""
+    prompt = tokenizer.encode("x")
+    options = dict(stop_token_ids=[END], temperature=1.0, seed=1, logit_bias={tokenizer.encode("a")[0]: 20})
+    requests = [
+        Request(prompt, 60, constraint=constraint, **options)
+        for constraint in (grammars.constraint("lark", AMBIGUOUS), grammars.constraint("regex", "[a-z]{60}"), None)
+    ]
+    engine = Engine(runtime, 3)
+    ids = [engine.add(request) for request in requests]
+    outputs = run(engine)
+    last = outputs[ids[0]][-1]
+    assert last.is_requests_fault and last.error.startswith("the grammar takes too much of the processor's time")
+    for id, request in zip(ids[1:], requests[1:], strict=True):
+        alone = Engine(runtime, 1)
+        alone.add(request)
+        assert tokens_of(outputs[id]) == tokens_of(run(alone)[0])
+
+
+def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, grammars):
+    for pattern, length in (("abc", 3), ("a{1,9}", 9)):
+        constraint = grammars.constraint("regex", pattern)
+        text = generate(runtime, tokenizer, "x", constraint=constraint, min_tokens=20, max_tokens=30, ignore_eos=False)
+        assert len(text) == length
+
+
+def test_a_compilation_can_be_stopped(grammars):
+    """One that runs is ended, one that waits never runs, and others are served after them."""
+    stops, ended = [Stop(), Stop()], []
+
+    def compile_it(number):
+        try:
+            grammars.constraint("json", {"type": "integer", "multipleOf": 99_999_989 + number}, stops[number])
+        except Exception as error:
+            ended.append(type(error))
+
+    process = grammars._process
+    assert grammars.constraint("choice", ["a"])
+    running = threading.Thread(target=compile_it, args=[0])
+    running.start()
+    while stops[0]._process is None:
+        assert running.is_alive()
+    waiting = threading.Thread(target=compile_it, args=[1])
+    waiting.start()
+    before = process._process
+    stops[1].set()
+    stops[0].set()
+    for thread in (running, waiting):
+        thread.join(60)
+    assert ended == [Stopped, Stopped] and before.poll() is not None
+    assert grammars.constraint("choice", ["a"])
+
+
+_DEEP = """
+import sys, threading
+from transformers import PreTrainedTokenizerFast
+from granite4_neuron import UserError
+from granite4_neuron.generation.structured_outputs import Grammars
+import torch
+
+grammars, found = Grammars(PreTrainedTokenizerFast.from_pretrained(sys.argv[1]), 264), []
+
+def compile_all():
+    for depth in (200, 400, 800, 1600, 2400):
+        rules = [f'r{n}: "a" r{n + 1} "b"' for n in range(depth)]
+        try:
+            grammars.constraint("lark", "\\n".join(["start: r0", *rules, f'r{depth}: "c"'])).mask(torch.zeros(264))
+            found.append("ok")
+        except UserError as error:
+            found.append("deep" if "it is nested too deep" in str(error) else str(error))
+
+thread = threading.Thread(target=compile_all)
+thread.start()
+thread.join()
+grammars.close()
+print(*found)
+"""
+
+
+@pytest.mark.parametrize("limit", ["unlimited", "8192", "1024"])
+def test_no_grammar_is_too_deep_for_the_stack(tokenizer, limit):
+    """Whatever the limit of the shell, a grammar that overflows a stack does so where it is tried."""
+    command = ["bash", "-c", f'ulimit -S -s {limit} || exit 99; exec "$@"', "bash"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", _DEEP, tokenizer.name_or_path], capture_output=True, text=True, timeout=300
+    )
+    if done.returncode == 99:
+        pytest.skip(f"the hard limit of stacks is below {limit}")
+    assert done.returncode == 0, done
+    first, *_, last = done.stdout.split()
+    assert (first, last) == ("ok", "deep") and set(done.stdout.split()) == {"ok", "deep"}

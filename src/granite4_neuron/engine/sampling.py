@@ -195,6 +195,16 @@ class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
+class MinNewTokensUnlessComplete(MinNewTokensLengthLogitsProcessor):
+    """Forbids the tokens that would end a text too early, but not where a structure is complete: nothing else may
+    follow there.
+    """
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        processed = super().__call__(input_ids, scores)
+        return scores if processed.isneginf().all() else processed
+
+
 def _fork(constraint: Constraint | None) -> Constraint | None:
     if constraint is None:
         return None
@@ -232,7 +242,7 @@ def _logits_processors(params: SamplingParams, prompt_length: int) -> LogitsProc
     processors = LogitsProcessorList()
     if params.min_tokens and params.stop_token_ids:
         stops = list(params.stop_token_ids)
-        processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, int(params.min_tokens), stops))
+        processors.append(MinNewTokensUnlessComplete(prompt_length, int(params.min_tokens), stops))
     if params.logit_bias:
         biases = {(token,): float(bias or 0) for token, bias in params.logit_bias.items()}
         processors.append(SequenceBiasLogitsProcessor(biases))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import llguidance
 import llguidance.hf
@@ -12,9 +12,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.budgeted_thread import BudgetedThread, OverBudget
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.schema_references import has_endless_reference
 from granite4_neuron.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
+from granite4_neuron.limited_process import Stop
+
+Result = TypeVar("Result")
 
 Kind = Literal["json", "regex", "choice", "grammar", "lark", "structural_tag"]
 
@@ -32,20 +37,45 @@ _NAMES: Mapping[Kind, str] = {
 _WHITESPACE = r"[ \n\t]{1,40}"
 
 
-class GrammarConstraint:
-    """A grammar at one place of a text; see `engine.Constraint`."""
+_COMPILE_SECONDS = 4  # of the processor's time; the trial, whose vocabulary is small, has had half of it
+# Of the processor's time, for a text, and for each of its tokens. Masks of large schemas take up to 0.02 s, and those
+# of most steps less than 0.001 s.
+_TEXT_SECONDS = 0.5
+_TOKEN_SECONDS = 0.01
 
-    def __init__(self, matcher: llguidance.LLMatcher):
+
+class GrammarConstraint:
+    """A grammar at one place of a text; see `engine.Constraint`.
+
+    What it takes of the processor's time is limited: to half a second, and to 0.01 s a token on average. Work beyond
+    that is given up, and the next mask says so.
+
+    Args:
+        thread: in which the matcher works.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, thread: BudgetedThread):
         self._matcher = matcher
+        self._thread = thread
+        self._seconds_left = _TEXT_SECONDS
+        self._accepted: list[int] = []  # tokens that the matcher does not have yet
 
     def fork(self) -> GrammarConstraint:
         """See `Constraint.fork`."""
-        return GrammarConstraint(self._matcher.deep_copy())
+        forked = GrammarConstraint(self._matcher.deep_copy(), self._thread)
+        forked._seconds_left = self._seconds_left
+        forked._accepted = list(self._accepted)
+        return forked
 
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Constraint.mask`."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(bool)
+        self._seconds_left = min(self._seconds_left + _TOKEN_SECONDS, _TEXT_SECONDS)
+        bits = self._run(self._matcher.compute_bitmask, b"")
+        if self._seconds_left <= 0:
+            raise NoTokenLeft(
+                "the grammar takes too much of the processor's time: a simpler or less ambiguous one would do."
+            )
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").view(bool)
         if self._matcher.is_error() or not allowed.any():
             raise NoTokenLeft(f"the grammar takes no further token ({error_of(self._matcher) or 'none spells it'}).")
         masked = np.full(len(logits), -np.inf, np.float32)
@@ -54,11 +84,30 @@ class GrammarConstraint:
 
     def accept(self, token: int) -> None:
         """See `Constraint.accept`."""
-        self._matcher.consume_token(token)
+        self._accepted.append(token)
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """See `Constraint.count_allowed`."""
-        return self._matcher.validate_tokens(list(tokens))
+        return self._run(lambda: self._matcher.validate_tokens(list(tokens)), 0)
+
+    def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
+        """Return the result of the matcher's work, or something else once no time is left for it."""
+        if self._seconds_left <= 0:
+            return otherwise
+        accepted, self._accepted = self._accepted, []
+
+        def advance_and_work() -> Result:
+            if accepted:
+                self._matcher.consume_tokens(accepted)
+            return work()
+
+        try:
+            result, seconds = self._thread.run(advance_and_work, self._seconds_left)
+        except OverBudget:
+            self._seconds_left = 0
+            return otherwise
+        self._seconds_left -= seconds
+        return result
 
 
 class Grammars:
@@ -75,6 +124,8 @@ class Grammars:
         added = tokenizer.added_tokens_decoder.values()
         self._special_tokens = [token.content for token in added if token.special]
         self._process = GrammarProcess(self._special_tokens)
+        self._compiling = BudgetedThread("grammar")
+        self._masking = BudgetedThread("masks")
         self._failure: str | None = None
         end = tokenizer.eos_token_id
         try:
@@ -84,7 +135,7 @@ class Grammars:
         except ValueError as error:
             self._failure = f"this checkpoint's tokenizer does not work with grammars ({error})."
 
-    def constraint(self, kind: Kind, value: Any) -> GrammarConstraint:
+    def constraint(self, kind: Kind, value: Any, stop: Stop | None = None) -> GrammarConstraint:
         """Make the constraint of one kind of vLLM's structured outputs.
 
         The text may end, with the tokenizer's end-of-sequence token, where it is complete, and must where nothing can
@@ -95,21 +146,28 @@ class Grammars:
             value: a JSON schema as a text or an object; a regular expression in Rust's syntax; texts of which the
                 text is one; a grammar in Lark's or GBNF's syntax; one in Lark's; or, as a text or an object, structures
                 ("begin", "schema", "end") and triggers: a trigger in the text begins one of its structures.
+            stop: ends the compilation from another thread.
 
         Raises:
-            UserError: the value is wrong or too long, has something that llguidance does not support, or takes too much
-                time or memory to compile; or the tokenizer does not work with grammars.
+            UserError: the kind or the value is wrong, or too long, has something that llguidance does not support, or
+                takes too much time or memory to compile; or the tokenizer does not work with grammars.
+            Stopped: `stop` was set.
         """
+        if kind not in get_args(Kind):
+            raise UserError(f"the kind of a structured output must be one of {', '.join(get_args(Kind))}.")
         if self._failure is not None:
             raise UserError(self._failure)
         text = self._tags(value) if kind == "structural_tag" else _text(kind, value)
         if len(text) > _MOST_CHARACTERS:
             raise UserError(f"{_NAMES[kind]} has {len(text):,} characters, and may have {_MOST_CHARACTERS:,}.")
         try:
-            grammar = self._process.convert("lark" if kind == "structural_tag" else kind, text)
-            return GrammarConstraint(new_matcher(self._tokenizer, grammar))
+            grammar = self._process.convert("lark" if kind in ("choice", "structural_tag") else kind, text, stop)
+            matcher, _ = self._compiling.run(lambda: new_matcher(self._tokenizer, grammar), _COMPILE_SECONDS)
         except GrammarFailed as error:
             raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
+        except OverBudget:
+            raise UserError(f"{_NAMES[kind]} cannot be used (it takes more than {_COMPILE_SECONDS} seconds).") from None
+        return GrammarConstraint(matcher, self._masking)
 
     def _tags(self, value: Any) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.
@@ -124,7 +182,7 @@ class Grammars:
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
                 raise UserError(f"the structural tag has no trigger with which {json.dumps(begin)} begins.")
-            grammar = with_bounded_spaces(structure["schema"])
+            grammar = schema_text(structure["schema"], "the schema of a structural tag")
             tags.append(llguidance.StructTag(trigger=trigger, begin=begin, grammar=grammar, end=structure["end"]))
         # llguidance takes all triggers of this form for special tokens, or none.
         named = [trigger for trigger in triggers if trigger.startswith("<") and trigger.endswith(">")]
@@ -136,42 +194,57 @@ class Grammars:
         self._process.close()
 
 
-def with_bounded_spaces(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema with this package's options for llguidance, and no others."""
-    return {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+def schema_text(schema: Mapping[str, Any] | str, name: str) -> str:
+    """Return a JSON schema as a text, with this package's options for llguidance, and no others.
+
+    Args:
+        name: of the schema, in messages.
+
+    Raises:
+        UserError: it is no object in JSON, or no value can be valid because it refers to itself.
+    """
+    schema = _object(schema, name)
+    try:
+        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON ({error}).") from None
+    if has_endless_reference(schema):
+        raise UserError(f"{name} has a $ref that leads back to itself, so that no value is ever valid.")
+    return text
 
 
 def _text(kind: Kind, value: Any) -> str:
-    """Return a value as `llguidance.grammar_from` takes it.
+    """Return a value as `llguidance.grammar_from` takes it, choices as a grammar in Lark's syntax.
 
     Raises:
         UserError: it is of a wrong type.
     """
     if kind == "json":
-        return json.dumps(with_bounded_spaces(_object(kind, value)))
+        return schema_text(value, _NAMES[kind])
     if kind == "choice":
         is_right = isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
         if not is_right:
             raise UserError("the list of choices must be of texts, at least one, and none of them empty.")
-        return json.dumps(value)
+        # One terminal: as alternatives of a rule, each choice would be an item of the parser.
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))
     if not isinstance(value, str) or not value:
         raise UserError(f"{_NAMES[kind]} must be a text, and not empty.")
     return value
 
 
-def _object(kind: Kind, value: Any) -> Mapping[str, Any]:
+def _object(value: Any, name: str) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{_NAMES[kind]} is not JSON ({error}).") from None
+            raise UserError(f"{name} is not JSON ({error}).") from None
     if not isinstance(value, Mapping):
-        raise UserError(f"{_NAMES[kind]} must be an object.")
+        raise UserError(f"{name} must be an object.")
     return value
 
 
 def _triggers_and_structures(value: Any) -> tuple[list[str], list[Mapping[str, Any]]]:
-    tag = _object("structural_tag", value)
+    tag = _object(value, _NAMES["structural_tag"])
     triggers, structures = tag.get("triggers"), tag.get("structures")
     lists = [each for each in (triggers, structures) if isinstance(each, list) and 0 < len(each) <= _MOST_TAGS]
     is_right = len(lists) == 2 and tag.keys() <= {"type", "triggers", "structures"}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from granite4_neuron.engine.text import possible_start
-from granite4_neuron.generation.structured_outputs import with_bounded_spaces
+from granite4_neuron.generation.structured_outputs import schema_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Up to the arguments; what follows can be handed on as it comes.
@@ -230,6 +230,9 @@ def calls_grammar(
         several: whether there may be several calls.
         answer: the JSON schema of the text, which then comes before no call; None for any text.
         special: whether `OPEN` and `CLOSE` are special tokens of the vocabulary.
+
+    Raises:
+        UserError: as `schema_text`.
     """
     opening, closing = (f"{OPEN} ", CLOSE) if special else (json.dumps(OPEN), json.dumps(CLOSE))
     calls = 'call ("\\n" call)*' if several else "call"
@@ -240,11 +243,12 @@ def calls_grammar(
     for number, tool in enumerate(tools):
         begin = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         lines.append(f'tool_{number}: {begin} arguments_{number} "}}"')
-        lines.append(f"arguments_{number}: %json {json.dumps(with_bounded_spaces(tool.parameters))}")
+        schema = schema_text(tool.parameters, f"the schema of the arguments of {tool.name}")
+        lines.append(f"arguments_{number}: %json {schema}")
     if required:
         lines.insert(0, f"start: {calls}")
     elif answer is not None:
-        lines[:0] = [f"start: {calls} | answer", f"answer: %json {json.dumps(with_bounded_spaces(answer))}"]
+        lines[:0] = [f"start: {calls} | answer", f"answer: %json {schema_text(answer, 'the JSON schema')}"]
     else:
         opened = f"TEXT {OPEN}" if special else "opened"
         lines[:0] = [
