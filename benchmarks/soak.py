@@ -152,7 +152,8 @@ def _alone(kinds: list[tuple[str, Body]]) -> list[list[str]]:
         is_completion = path == COMPLETIONS
         kind, make = (CompletionBody, maker.completion_requests) if is_completion else (ChatBody, maker.chat_requests)
         texts.append([])
-        for request in make(parse(kind, json.dumps(body).encode(), limits.num_tokens)):
+        prepared = make(parse(kind, json.dumps(body).encode(), limits.num_tokens))
+        for request in maker.constrained(prepared):
             engine.add(request)
             text = tokenizer.decode(request.tokens) if body.get("echo") else ""
             while engine.has_work:

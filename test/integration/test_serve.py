@@ -188,7 +188,7 @@ class TestSampling:
         body = CompletionBody(
             prompt="x", n=2, seed=2**63 - 1, logit_bias={"5": 1.5}, stop=["a", "b"], **options, **additions
         )
-        first, second = server.service.maker.completion_requests(body)
+        first, second = server.service.maker.completion_requests(body).requests
         assert {name: getattr(first, name) for name in options | additions} == options | additions
         assert (first.logit_bias, first.max_tokens, first.seed, second.seed) == ({5: 1.5}, 16, 2**63 - 1, 0)
         others = {"model", "max_tokens", "n", "ignore_eos", "stream", "stream_options"}

@@ -52,7 +52,8 @@ def post(server):
 
 
 def requests_of(server, body):
-    return server.service.maker.chat_requests(ChatBody.model_validate_json(json.dumps(body)))
+    maker = server.service.maker
+    return maker.constrained(maker.chat_requests(ChatBody.model_validate_json(json.dumps(body))))
 
 
 def check_calls(calls):
@@ -337,6 +338,10 @@ REFUSED = {
     "no choices": (
         dict(tools=[FUNCTION], tool_choice=allowed()),
         'tool_choice: it must be "none", "auto", "required", {"',
+    ),
+    "a schema that is only itself": (
+        dict(tools=[{**FUNCTION, "function": {"name": "f", "parameters": {"$ref": "#"}}}], tool_choice="required"),
+        "the schema of the arguments of f has a $ref that leads back to itself",
     ),
     "mode of choices": (
         dict(tools=[FUNCTION], tool_choice=allowed("f", mode="none")),

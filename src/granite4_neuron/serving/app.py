@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI
@@ -18,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
-from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
+from granite4_neuron.limited_process import Stop
+from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.gate import LOG, PATHS, Gate
@@ -33,7 +35,9 @@ from granite4_neuron.serving.protocol import (
     parse,
 )
 from granite4_neuron.serving.request_log import HEADER
+from granite4_neuron.serving.sequences import Prepared
 from granite4_neuron.serving.service import Service
+from granite4_neuron.serving.work_queue import WorkQueue
 
 Result = TypeVar("Result")
 
@@ -50,6 +54,7 @@ def make_app(service: Service) -> ASGIApp:
             yield
         finally:
             service.engine.close()
+            service.preparation.close()
             service.maker.close()
 
     # No documentation pages: they would load scripts from other sites. No redirects: they would go where Host says.
@@ -120,15 +125,38 @@ class _Routes:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body, requests = await self._prepared(http, CompletionBody, self._service.maker.completion_requests)
-        return await self._answer(http, body, CompletionAnswer(*self._parts(body, requests), body), requests)
+        return await self._generated(http, CompletionBody, self._service.maker.completion_requests, CompletionAnswer)
 
     async def chat_completions(self, http: HTTPRequest) -> Response:
-        body, requests = await self._prepared(http, ChatBody, self._service.maker.chat_requests)
-        return await self._answer(http, body, ChatAnswer(*self._parts(body, requests), body), requests)
+        return await self._generated(http, ChatBody, self._service.maker.chat_requests, ChatAnswer)
+
+    async def _generated(
+        self,
+        http: HTTPRequest,
+        kind: type[Body],
+        make: Callable[[Body], Prepared],
+        answer: type[CompletionAnswer] | type[ChatAnswer],
+    ) -> Response:
+        content, engine = await self._read(http), self._service.engine
+        with engine.preparing():
+            body, prepared = await self._prepared(http, self._service.preparation.prompts, content, kind, make)
+        requests = prepared.requests
+        if prepared.structure is not None:
+            engine.check_room(len(requests))
+            compiling = self._service.preparation.grammars.run(partial(self._service.maker.constrained, prepared))
+            requests = await _unless_gone(http.receive, compiling)
+        name = body.model or self._service.model
+        return await self._answer(http, body, answer(self._service.texts, name, requests, body), requests)
 
     async def tokenize(self, http: HTTPRequest) -> Response:
-        _, response = await self._prepared(http, TokenizeBody, self._tokenized)
+        return await self._only_prepared(http, TokenizeBody, self._tokenized)
+
+    async def detokenize(self, http: HTTPRequest) -> Response:
+        return await self._only_prepared(http, DetokenizeBody, self._detokenized)
+
+    async def _only_prepared(self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], Response]) -> Response:
+        content = await self._read(http)
+        _, response = await self._prepared(http, self._service.preparation.tokenize, content, kind, make)
         return response
 
     def _tokenized(self, body: TokenizeBody) -> Response:
@@ -141,29 +169,21 @@ class _Routes:
         names = self._service.texts.names(tokens) if body.return_token_strs else None
         return json_response({**answer, "token_strs": names})
 
-    async def detokenize(self, http: HTTPRequest) -> Response:
-        _, response = await self._prepared(http, DetokenizeBody, self._detokenized)
-        return response
-
     def _detokenized(self, body: DetokenizeBody) -> Response:
         self._service.maker.check_tokens(body.tokens)
         return json_response({"prompt": self._service.texts.texts(body.tokens)})
 
     async def _prepared(
-        self, http: HTTPRequest, kind: type[Body], make: Callable[[Body], Result]
+        self, http: HTTPRequest, queue: WorkQueue, content: bytes, kind: type[Body], make: Callable[[Body], Result]
     ) -> tuple[Body, Result]:
         """Parse the body; return it and what is made of it."""
-        content = await self._read(http)
 
-        def prepare() -> tuple[Body, Result]:
+        def prepare(_: Stop) -> tuple[Body, Result]:
             body = parse(kind, content, self._service.maker.limits.num_tokens)
             self._check_model(body.model)
             return body, make(body)
 
-        return await asyncio.to_thread(prepare)
-
-    def _parts(self, body: GenerationBody, requests: Sequence[Request]) -> tuple[TokenTexts, str, Sequence[Request]]:
-        return self._service.texts, body.model or self._service.model, requests
+        return await _unless_gone(http.receive, queue.run(prepare))
 
     async def _read(self, http: HTTPRequest) -> bytes:
         """Read the body.

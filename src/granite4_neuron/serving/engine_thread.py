@@ -6,14 +6,13 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from granite4_neuron.engine import Engine, Output, Request
-from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
-
-RETRY_AFTER_SECONDS = 1
 
 # In a row: then the device is lost, and whoever watches over the server is to start it again.
 _MOST_FAILED_STEPS = 3
@@ -52,7 +51,7 @@ class EngineThread:
 
     Args:
         engine: from here on only this thread may use it.
-        most: how many sequences may run and wait.
+        most: how many sequences may run and wait, those of requests that are being prepared among them.
         on_end: called on the event loop when the thread has ended, after `close` or an unexpected error.
     """
 
@@ -64,6 +63,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[int, tuple[Generation, int]] = {}  # by the engine's ids; only the thread uses it
         self._live: set[Generation] = set()
+        self._preparing = 0
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine")
 
@@ -81,17 +81,38 @@ class EngineThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, requests: Sequence[Request]) -> Generation:
-        """Queue the sequences of one request.
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Keep room for a request while it is not yet known how many sequences it has: for one.
+
+        Raises:
+            RequestError: as `check_room`.
+        """
+        self.check_room(1)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    def check_room(self, sequences: int) -> None:
+        """Check that so many sequences could be submitted now.
 
         Raises:
             RequestError: 429 if the queue is full; 500 if the thread has ended.
         """
         if self._has_ended:
             raise _engine_has_stopped()
-        if sum(generation.unfinished for generation in self._live) + len(requests) > self._most:
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            raise RequestError(429, "the queue is full; try again later.", headers=headers)
+        if sum(generation.unfinished for generation in self._live) + self._preparing + sequences > self._most:
+            raise too_many_requests("the queue is full; try again later.")
+
+    def submit(self, requests: Sequence[Request]) -> Generation:
+        """Queue the sequences of one request.
+
+        Raises:
+            RequestError: as `check_room`.
+        """
+        self.check_room(len(requests))
         generation = Generation(requests)
         self._live.add(generation)
         self._inbox.put(partial(self._add, generation))

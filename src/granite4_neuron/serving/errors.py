@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 _LONGEST_MESSAGE = 500  # characters
+RETRY_AFTER_SECONDS = 1
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -45,6 +46,11 @@ class RequestError(Exception):
     @property
     def response(self) -> Response:
         return json_response(self.body, self.status, self.headers)
+
+
+def too_many_requests(message: str) -> RequestError:
+    """Return the error for a request that may be tried again."""
+    return RequestError(429, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def _cut(text: str) -> str:

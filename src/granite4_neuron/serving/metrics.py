@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from granite4_neuron.engine import Engine, PrefixCache, SlotPrefixCache
+from granite4_neuron.serving.work_queue import Preparation
 
 _PREFIX = "granite4_neuron"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -17,9 +18,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 class Metrics:
     """A separate registry. After the prefix, metrics have vLLM's names where vLLM has them."""
 
-    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None):
+    def __init__(self, engine: Engine, cache: PrefixCache | SlotPrefixCache | None, preparation: Preparation):
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, cache))
+        self._registry.register(_PreparationCollector(preparation))
         self._answers = Counter(
             f"{_PREFIX}_http_requests", "Requests answered.", ("path", "status"), registry=self._registry
         )
@@ -80,6 +82,19 @@ class _EngineCollector(Collector):
             hits = self._cache.stats.folder_hit_tokens
             yield _counter("prefix_cache_dir_hit_tokens", "Of the tokens found, those that only files had.", hits)
             yield _gauge("prefix_cache_dir_bytes", "Files in the folder of the prefix cache.", self._cache.folder_bytes)
+
+
+class _PreparationCollector(Collector):
+    """Reads at each scrape how many requests the engine does not have yet."""
+
+    def __init__(self, preparation: Preparation):
+        self._preparation = preparation
+
+    def collect(self) -> Iterator[Metric]:
+        tokenizing = self._preparation.prompts.num_requests + self._preparation.tokenize.num_requests
+        yield _gauge("num_requests_waiting_for_tokenizing", "Requests being parsed and tokenized.", tokenizing)
+        grammars = self._preparation.grammars.num_requests
+        yield _gauge("num_requests_waiting_for_grammar", "Requests whose grammar is being compiled.", grammars)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

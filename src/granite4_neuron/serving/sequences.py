@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +16,7 @@ from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
+from granite4_neuron.limited_process import Stop
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody, ConversationBody, GenerationBody
@@ -47,6 +48,18 @@ class Limits:
         return self.max_length * self.num_sequences
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The sequences of a request.
+
+    requests: without constraints.
+    structure: that their texts must follow; None for any texts.
+    """
+
+    requests: Sequence[Request]
+    structure: Structure | None
+
+
 class SequenceMaker:
     """Encodes prompts, and checks everything that needs no engine. Several threads may share one.
 
@@ -72,7 +85,7 @@ class SequenceMaker:
         self._encoder.close()
         self._grammars.close()
 
-    def completion_requests(self, body: CompletionBody) -> list[Request]:
+    def completion_requests(self, body: CompletionBody) -> Prepared:
         """Make requests: for each prompt in turn, one per choice.
 
         Without `max_tokens`, each gets `DEFAULT_COMPLETION_TOKENS` new tokens, or as many as there is room for.
@@ -87,26 +100,43 @@ class SequenceMaker:
                 self._check_characters("prompt", prompt)
         how = body.add_special_tokens, body.split_special_tokens
         prompts = [self.text_tokens(prompt, *how) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        options = self._options(body, structure_of(body.response_format, body.structured_outputs))
+        structure = structure_of(body.response_format, body.structured_outputs)
+        options = self._options(body, structure)
         requests: list[Request] = []
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
             max_tokens = self._max_tokens(len(tokens), which, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
             reports = dict(prompt_logprobs=body.num_logprobs if body.echo else None)
             requests += self._requests(Request(tokens, max_tokens, **options, **reports), which, body.n)
-        return requests
+        return Prepared(requests, structure)
 
-    def chat_requests(self, body: ChatBody) -> list[Request]:
+    def chat_requests(self, body: ChatBody) -> Prepared:
         """Make requests as `completion_requests` does; without `max_tokens`, each gets as many new tokens as there is
         room for.
         """
         self._check_number(body.n)
         tokens = self.chat_tokens(body)
         max_tokens = self._max_tokens(len(tokens), "messages", body.max_completion_tokens or body.max_tokens)
-        options = self._options(body, self._chat_structure(body))
+        structure = self._chat_structure(body)
+        options = self._options(body, structure)
         shows_marks = body.may_call_tools and self._marks_calls_specially
         request = Request(tokens, max_tokens, skip_special_tokens=not shows_marks, **options)
-        return self._requests(request, "messages", body.n)
+        return Prepared(self._requests(request, "messages", body.n), structure)
+
+    def constrained(self, prepared: Prepared, stop: Stop | None = None) -> Sequence[Request]:
+        """Compile the structure, if there is one, and return the requests with its constraint.
+
+        Args:
+            stop: ends this from another thread.
+
+        Raises:
+            RequestError: 400, it does not compile; see `Grammars.constraint`.
+            Stopped: `stop` was set.
+        """
+        if prepared.structure is None:
+            return prepared.requests
+        constraint = prepared.structure.constraint(self._grammars, stop)
+        return [replace(request, constraint=constraint) for request in prepared.requests]
 
     def _chat_structure(self, body: ChatBody) -> Structure | None:
         answer = structure_of(body.response_format, body.structured_outputs)
@@ -167,16 +197,12 @@ class SequenceMaker:
     def _options(self, body: GenerationBody, structure: Structure | None) -> dict[str, Any]:
         """Return the sampling options and the adapter of a body whose texts have a structure, or none. A structured
         text ends where it is complete, also with `ignore_eos`.
-
-        Raises:
-            RequestError: 400, the structure does not compile.
         """
         never_ends = body.ignore_eos and structure is None
         return body.model_dump(include=set(SAMPLING_OPTIONS)) | dict(
             stop_token_ids={*body.stop_token_ids, *(() if never_ends else self._stop_token_ids)},
             logprobs=body.num_logprobs,
             adapter=body.model if body.model in self.adapters else None,
-            constraint=None if structure is None else structure.constraint(self._grammars),
         )
 
     def _requests(self, request: Request, which: str, choices: int) -> list[Request]:

@@ -23,6 +23,7 @@ from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 from granite4_neuron.serving.service import Service
+from granite4_neuron.serving.work_queue import Preparation
 
 LAST_WORDS_SECONDS = 1
 POLL_SECONDS = 0.1  # as uvicorn
@@ -62,11 +63,12 @@ class Server(uvicorn.Server):
         allowed_origins: Sequence[str] = (),
         has_page: bool = True,
     ):
-        metrics = Metrics(engine, cache)
+        preparation = Preparation(limits.num_sequences)
+        metrics = Metrics(engine, cache, preparation)
         thread = EngineThread(engine, limits.num_sequences, metrics, self._engine_ended)
         maker, texts = SequenceMaker(runtime, tokenizer, limits), TokenTexts(tokenizer)
         limits_of_clients = api_key, hosts, max_body, allowed_origins
-        self.service = Service(model, thread, maker, texts, metrics, *limits_of_clients, has_page)
+        self.service = Service(model, thread, preparation, maker, texts, metrics, *limits_of_clients, has_page)
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False

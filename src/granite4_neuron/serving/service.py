@@ -9,6 +9,7 @@ from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import SequenceMaker
+from granite4_neuron.serving.work_queue import Preparation
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Service:
 
     model: str
     engine: EngineThread
+    preparation: Preparation
     maker: SequenceMaker
     texts: TokenTexts
     metrics: Metrics

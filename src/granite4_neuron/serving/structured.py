@@ -8,6 +8,7 @@ from typing import Any
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
+from granite4_neuron.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 
 _ANY_OBJECT = {"type": "object"}
@@ -27,14 +28,15 @@ class Structure:
     kind: Kind
     value: Any
 
-    def constraint(self, grammars: Grammars) -> GrammarConstraint:
+    def constraint(self, grammars: Grammars, stop: Stop | None = None) -> GrammarConstraint:
         """Compile it.
 
         Raises:
             RequestError: 400, it does not compile; see `Grammars.constraint`.
+            Stopped: `stop` was set.
         """
         try:
-            return grammars.constraint(self.kind, self.value)
+            return grammars.constraint(self.kind, self.value, stop)
         except UserError as error:
             raise RequestError(400, f"{self.field}: {error}", self.field) from None
 

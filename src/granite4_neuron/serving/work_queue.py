@@ -1,0 +1,76 @@
+"""Work for requests that is done beside the event loop and the engine, before the engine gets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from granite4_neuron.limited_process import Stop
+from granite4_neuron.serving.errors import too_many_requests
+
+Result = TypeVar("Result")
+
+
+class WorkQueue:
+    """Threads for one kind of work, for which a limited number of requests may wait. Call all methods from the event
+    loop.
+
+    Args:
+        name: of the threads.
+        threads: how many.
+        most: how many requests may be in it, waiting or being worked on.
+        full: what is said to further ones.
+    """
+
+    def __init__(self, name: str, threads: int, most: int, full: str):
+        self._executor = ThreadPoolExecutor(threads, name)
+        self._most = most
+        self._full = full
+        self.num_requests = 0  # in it, waiting or being worked on
+
+    async def run(self, work: Callable[[Stop], Result]) -> Result:
+        """Return the result of the work of one request. If this is cancelled, work that waits is never begun.
+
+        Args:
+            work: gets what is set if this is cancelled while it runs.
+
+        Raises:
+            RequestError: 429, it is full.
+        """
+        if self.num_requests >= self._most:
+            raise too_many_requests(self._full)
+        stop = Stop()
+        self.num_requests += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, stop)
+        finally:
+            self.num_requests -= 1
+            stop.set()
+
+    def close(self) -> None:
+        """Begin no further work."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Preparation:
+    """The queues of requests that the engine does not have yet.
+
+    prompts: parsing and tokenizing of what is to be completed.
+    tokenize: the same for those who ask for nothing but tokens or their text.
+    grammars: compiling, one at a time.
+
+    Args:
+        most: how many requests may be in each.
+    """
+
+    def __init__(self, most: int):
+        busy = "too many requests wait for {}; try again later."
+        self.prompts = WorkQueue("prompts", 4, most, busy.format("tokenizing"))
+        self.tokenize = WorkQueue("tokenize", 2, most, busy.format("tokenizing"))
+        self.grammars = WorkQueue("grammars", 1, most, busy.format("their grammar"))
+
+    def close(self) -> None:
+        for queue in (self.prompts, self.tokenize, self.grammars):
+            queue.close()

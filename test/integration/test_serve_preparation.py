@@ -1,0 +1,184 @@
+"""Requests before the engine has them: what waits for a grammar delays nothing else, and ends with its client."""
+# ruff: noqa: E402 (what may not be installed comes first)
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+from granite4_neuron import load
+from test.support.serving import serving
+
+GRAMMARS, TOKENIZING = "num_requests_waiting_for_grammar", "num_requests_waiting_for_tokenizing"
+WRONG = {"prompt": "x", "structured_outputs": {"regex": "a("}}  # which its grammar's compilation finds
+COSTLY = {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": 1_000_003}}}
+LONG = {"prompt": "An import", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(*load(dtype=torch.float32), num_sequences=4, max_queue=9) as server:
+        yield server
+
+
+def metric(server, name):
+    text = httpx.get(f"{server.address}/metrics").text
+    return float(re.search(f"^granite4_neuron_{name} (.+)$", text, re.MULTILINE)[1])
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+class Blocked:
+    """Stands in the place of a method: it notes who calls it, and waits before it goes on."""
+
+    def __init__(self, monkeypatch, owner, name):
+        self.calls, self.stopped, self.goes_on = [], [], threading.Event()
+        method = getattr(owner, name)
+
+        def blocked(*arguments):
+            self.calls.append(arguments)
+            stops = [each for each in arguments if hasattr(each, "is_set")]
+            while not self.goes_on.is_set():
+                if any(stop.is_set for stop in stops):
+                    self.stopped.append(arguments)
+                    return None
+                time.sleep(0.01)
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, blocked)
+
+
+@pytest.fixture
+def grammars(server, monkeypatch):
+    blocked = Blocked(monkeypatch, server.service.maker, "constrained")
+    yield blocked
+    blocked.goes_on.set()
+    until(lambda: metric(server, GRAMMARS) == 0)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
+def post(server, path="/v1/completions", timeout=60, **body):
+    return httpx.post(f"{server.address}{path}", json=body, timeout=timeout)
+
+
+def test_nothing_else_waits_for_a_grammar(server, grammars, pool):
+    """Twelve grammars wait; everything else is answered from beginning to end."""
+    url = f"{server.address}/v1/completions"
+    with httpx.stream("POST", url, json=LONG, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        waiting = [pool.submit(post, server, **WRONG) for _ in range(12)]
+        until(lambda: metric(server, GRAMMARS) == 12)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    plain = post(server, prompt="An import", max_tokens=5, logprobs=2, echo=True)
+    assert plain.status_code == 200 and plain.json()["usage"]["completion_tokens"] == 5
+    messages = [{"role": "user", "content": "Hello"}]
+    assert post(server, "/v1/chat/completions", messages=messages, max_tokens=5).status_code == 200
+    assert post(server, "/tokenize", prompt="An import").json()["count"] > 1
+    assert post(server, "/detokenize", tokens=[5]).status_code == 200
+    assert post(server, prompt=[], max_tokens=5).status_code == 400
+    assert post(server, **WRONG, temperature=-1).status_code == 400
+    assert httpx.get(f"{server.address}/health").status_code == 200
+    assert len(grammars.calls) == 1 and not any(each.done() for each in waiting)
+    grammars.goes_on.set()
+    assert {each.result().status_code for each in waiting} == {400}, "one grammar after another is refused"
+
+
+def test_beyond_the_queue(server, grammars, pool):
+    waiting = [pool.submit(post, server, **WRONG) for _ in range(13)]
+    until(lambda: metric(server, GRAMMARS) == 13)
+    answer = post(server, **WRONG)
+    assert answer.status_code == 429 and "wait for their grammar" in answer.json()["error"]["message"]
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert post(server, prompt="x", max_tokens=1).status_code == 200
+    assert not any(each.done() for each in waiting)
+
+
+def left_waiting(server, body, number):
+    """Send a request some times; let the clients go away once all of them wait for the grammar."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    port = int(server.address.rpartition(":")[2])
+    with ExitStack() as clients:
+        for _ in range(number):
+            client = clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(head.encode() + content)
+        until(lambda: metric(server, GRAMMARS) == number)
+    until(lambda: metric(server, GRAMMARS) == 0)
+
+
+def test_a_client_that_leaves_takes_its_grammar_along(server, grammars):
+    """What waits is never compiled, and what is being compiled is told to stop."""
+    left_waiting(server, WRONG, 3)
+    until(lambda: len(grammars.stopped) == 1)
+    grammars.goes_on.set()
+    answer = post(server, prompt="x", structured_outputs={"choice": ["a"]})
+    assert answer.json()["choices"][0]["text"] == "a"
+    assert len(grammars.calls) == 2 and len(grammars.stopped) == 1
+
+
+def test_a_compilation_ends_with_its_client(server):
+    """And with it the process that it runs in; the next one runs in another."""
+    process = server.service.maker._grammars._process
+    assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).status_code == 200
+    before = process._process
+    left_waiting(server, COSTLY, 1)
+    until(lambda: before.poll() is not None)
+    assert before.returncode == -signal.SIGKILL, "no limit of its own ended it"
+    assert post(server, prompt="x", structured_outputs={"choice": ["a"]}).status_code == 200
+
+
+def test_prompts_wait_in_a_queue_too(server, pool, monkeypatch):
+    """As many as may run and wait, and those who only ask for tokens do not count among them."""
+    prompts = Blocked(monkeypatch, server.service.maker, "completion_requests")
+    waiting = [pool.submit(post, server, prompt="x", max_tokens=1) for _ in range(13)]
+    until(lambda: metric(server, TOKENIZING) == 13)
+    late = post(server, prompt="x", max_tokens=1)
+    assert late.status_code == 429 and "the queue is full" in late.json()["error"]["message"]
+    assert post(server, "/tokenize", prompt="An import").status_code == 200
+    begun = len(prompts.calls)
+    assert begun < 13
+    prompts.goes_on.set()
+    assert {each.result().status_code for each in waiting} == {200}
+
+    texts = Blocked(monkeypatch, server.service.maker, "text_tokens")
+    waiting = [pool.submit(post, server, "/tokenize", prompt="x") for _ in range(13)]
+    until(lambda: metric(server, TOKENIZING) == 13)
+    late = post(server, "/tokenize", prompt="x")
+    assert late.status_code == 429 and "wait for tokenizing" in late.json()["error"]["message"]
+    assert post(server, prompt=[5, 6], max_tokens=1).status_code == 200
+    texts.goes_on.set()
+    assert {each.result().status_code for each in waiting} == {200}
+
+
+def test_a_full_server_does_no_work_for_a_request(server, monkeypatch):
+    """It is refused before its body is parsed."""
+    url = f"{server.address}/v1/completions"
+    with httpx.stream("POST", url, json={**LONG, "n": 13}, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        prompts = Blocked(monkeypatch, server.service.maker, "completion_requests")
+        answer = httpx.post(url, content=b"{", timeout=60)
+        assert answer.status_code == 429 and not prompts.calls
+        assert post(server, "/tokenize", prompt="x").status_code == 200
+    until(lambda: metric(server, "num_requests_running") == 0)
