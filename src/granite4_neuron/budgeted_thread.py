@@ -68,7 +68,7 @@ class BudgetedThread:
 
     def _start(self) -> None:
         self._executor = ThreadPoolExecutor(1, self._name)
-        with _stack_of_new_threads():
+        with with_stack():
             self._thread = self._executor.submit(threading.current_thread).result()
 
     def _give_up(self) -> None:
@@ -78,7 +78,8 @@ class BudgetedThread:
 
 
 @contextmanager
-def _stack_of_new_threads() -> Iterator[None]:
+def with_stack() -> Iterator[None]:
+    """Give the threads that start within the block a stack of `STACK_BYTES`."""
     before = threading.stack_size(STACK_BYTES)
     try:
         yield

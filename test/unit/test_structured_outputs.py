@@ -309,13 +309,14 @@ def test_an_object_that_may_have_a_thousand_members(runtime, tokenizer, grammars
     assert constraint.count_allowed(tokenizer.encode('"name 999": null}')) == 17
 
 
-def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars):
+@pytest.mark.parametrize("kind", ["lark", "grammar"])
+def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars, kind):
     """Each mask of an ambiguous grammar takes longer than the one before."""
     prompt = tokenizer.encode("x")
     options = dict(stop_token_ids=[END], temperature=1.0, seed=1, logit_bias={tokenizer.encode("a")[0]: 20})
     requests = [
         Request(prompt, 60, constraint=constraint, **options)
-        for constraint in (grammars.constraint("lark", AMBIGUOUS), grammars.constraint("regex", "[a-z]{60}"), None)
+        for constraint in (grammars.constraint(kind, AMBIGUOUS), grammars.constraint("regex", "[a-z]{60}"), None)
     ]
     engine = Engine(runtime, 3)
     ids = [engine.add(request) for request in requests]

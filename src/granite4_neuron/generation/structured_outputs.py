@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -51,10 +52,10 @@ class GrammarConstraint:
     that is given up, and the next mask says so.
 
     Args:
-        thread: in which the matcher works.
+        thread: in which the matcher works, so that a single mask is given up too; None for the caller's.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, thread: BudgetedThread):
+    def __init__(self, matcher: llguidance.LLMatcher, thread: BudgetedThread | None):
         self._matcher = matcher
         self._thread = thread
         self._seconds_left = _TEXT_SECONDS
@@ -101,6 +102,11 @@ class GrammarConstraint:
                 self._matcher.consume_tokens(accepted)
             return work()
 
+        if self._thread is None:
+            started = time.thread_time()
+            result = advance_and_work()
+            self._seconds_left -= time.thread_time() - started
+            return result
         try:
             result, seconds = self._thread.run(advance_and_work, self._seconds_left)
         except OverBudget:
@@ -167,7 +173,9 @@ class Grammars:
             raise UserError(f"{_NAMES[kind]} cannot be used ({str(error).rstrip('.')}).") from None
         except OverBudget:
             raise UserError(f"{_NAMES[kind]} cannot be used (it takes more than {_COMPILE_SECONDS} seconds).") from None
-        return GrammarConstraint(matcher, self._masking)
+        # Only there a mask may take seconds. Elsewhere a change of threads, for which a busy processor takes
+        # milliseconds, is not worth its time.
+        return GrammarConstraint(matcher, self._masking if kind == "grammar" else None)
 
     def _tags(self, value: Any) -> str:
         """Return the grammar, in Lark's syntax, of a text with structural tags.

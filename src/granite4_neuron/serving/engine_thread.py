@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from granite4_neuron.budgeted_thread import with_stack
 from granite4_neuron.engine import Engine, Output, Request
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
@@ -69,7 +70,8 @@ class EngineThread:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        with with_stack():
+            self._thread.start()
 
     def close(self) -> None:
         """End the thread after its current step, if it is running."""
