@@ -29,7 +29,7 @@ CITY = {
 }
 WEATHER = {"type": "function", "function": {"name": "get-weather", "description": "Look.", "parameters": CITY}}
 TIME = {"type": "function", "function": {"name": "time"}}
-PARAMETERS = {"get-weather": CITY, "time": {"type": "object"}}
+PARAMETERS = {"get-weather": CITY, "time": {"type": "object", "additionalProperties": False}}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,16 @@ def post(server):
 def requests_of(server, body):
     maker = server.service.maker
     return maker.constrained(maker.chat_requests(ChatBody.model_validate_json(json.dumps(body))))
+
+
+def spelled(name, arguments):
+    return f'{OPEN}\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n{CLOSE}'
+
+
+def allows(model, request, text):
+    """Return whether the request's answer may be this text."""
+    tokens = [*model[1].encode(text), 1]
+    return request.constraint is None or request.constraint.count_allowed(tokens) == len(tokens)
 
 
 def check_calls(calls):
@@ -161,13 +171,55 @@ class TestCalls:
         requests = [requests_of(server, each)[0] for each in (narrow, body)]
         assert list(requests[0].tokens) == list(requests[1].tokens) and requests[1].constraint is None
         for name, text in (("time", ""), ("get-weather", ""), ("time", "I look.")):
-            call = f'{text}{OPEN}\n{{"name": "{name}", "arguments": {{"city": "Rome"}}}}\n{CLOSE}'
-            tokens = [*byte_model[1].encode(call + "\n" * (not text) + call), 1]
-            may_follow = requests[0].constraint.count_allowed(tokens) == len(tokens)
+            call = text + spelled(name, {"city": "Rome"} if name == "get-weather" else {})
+            may_follow = allows(byte_model, requests[0], call + "\n" * (not text) + call)
             assert may_follow == (name == "time" and (mode == "auto" or not text))
         [choice] = client.chat.completions.create(model=MODEL, seed=1, **narrow, **ending).choices
         assert bool(choice.message.tool_calls) == (mode == "required")
         check_calls(choice.message.tool_calls or ())
+
+    @pytest.mark.parametrize(
+        "parameters",
+        [
+            None,
+            {},
+            {"type": "object"},
+            {"type": "object", "properties": {}, "required": []},
+            {"title": "Time", "description": "None.", "properties": {}, "$defs": {"City": {"type": "string"}}},
+            {"type": "object", "properties": {}, "additionalProperties": False},
+        ],
+        ids=str,
+    )
+    def test_a_tool_without_arguments_has_none(self, server, byte_model, parameters):
+        tool = {"type": "function", "function": {"name": "time", "parameters": parameters}}
+        [request] = requests_of(server, dict(messages=[USER], tools=[tool], tool_choice="required"))
+        assert allows(byte_model, request, spelled("time", {}))
+        assert not allows(byte_model, request, spelled("time", {"now": True}))
+
+    @pytest.mark.parametrize(
+        "parameters",
+        [
+            {"type": "object", "additionalProperties": True},
+            {"type": "object", "properties": {}, "additionalProperties": {"type": "boolean"}},
+            {"$ref": "#/$defs/Any", "$defs": {"Any": {"type": "object", "properties": {"now": {}}}}},
+            {"anyOf": [{"type": "object", "properties": {"now": {}}}]},
+            {"type": "object", "required": ["now"]},
+        ],
+        ids=str,
+    )
+    def test_a_tool_may_say_otherwise_that_it_has_arguments(self, server, byte_model, parameters):
+        tool = {"type": "function", "function": {"name": "time", "parameters": parameters}}
+        [request] = requests_of(server, dict(messages=[USER], tools=[tool], tool_choice="required"))
+        assert allows(byte_model, request, spelled("time", {"now": True}))
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_a_strict_tool_is_called_by_its_schema(self, server, byte_model, strict):
+        """Also where the answer may be text, and other tools are not strict."""
+        tool = {**WEATHER, "function": {**WEATHER["function"], "strict": strict}}
+        [request] = requests_of(server, dict(messages=[USER], tools=[tool, TIME]))
+        assert allows(byte_model, request, "I look." + spelled("get-weather", {"city": "Rome"}))
+        wrong = (spelled("get-weather", {"city": 5}), spelled("get-weather", {}), spelled("unknown", {}))
+        assert [allows(byte_model, request, "I look." + call) for call in wrong] == [not strict] * 3
 
     def test_openai_parses_strict_tools(self, client, ending):
         class GetWeather(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,10 @@ from granite4_neuron.serving.structured import Structure
 
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
+
+# Keywords of a schema that say nothing about single members, and those that do not while they are empty.
+_SILENT = {"type", "title", "description", "$schema", "$id", "$comment", "$defs", "definitions"}
+_SILENT_IF_EMPTY = {"properties", "required"}
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -129,10 +133,18 @@ def structure_of_calls(
     if not required and answer is not None and answer.kind != "json":
         raise RequestError(400, f"{answer.field}: with tools and tool_choice auto, it must be JSON.", answer.field)
     grammar = tool_calls.calls_grammar(
-        [tool_calls.Tool(function.name, function.parameters or {"type": "object"}) for function in chosen],
+        [tool_calls.Tool(function.name, _schema(function.parameters or {})) for function in chosen],
         required=required,
         several=several and not choice.is_call,
         answer=None if answer is None else answer.value,
         special=special,
     )
     return Structure("tools", "lark", grammar)
+
+
+def _schema(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a call's arguments. A tool whose parameters name none has no arguments, as with OpenAI;
+    by JSON schema alone it could have any.
+    """
+    said = {name for name, value in parameters.items() if value or name not in _SILENT_IF_EMPTY} - _SILENT
+    return parameters if said else {"type": "object", **parameters, "additionalProperties": False}
