@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import (
     CLOSE,
@@ -96,33 +97,97 @@ MALFORMED = {
     "very deep": f'{OPEN}{{"arguments": {"[" * 100_000}{CLOSE}',
     "a newline in the name": f'{OPEN}{{"name": "a\nb", "arguments": {{}}}}{CLOSE}',
 }
-LATE = {
-    "arguments that are no JSON": f'{OPEN}{{"name": "f", "arguments": {{a}}}}{CLOSE}',
-    "cut off": f'{OPEN}{{"name": "f", "arguments": {{"a": "b',
-    "junk behind the arguments": f'{OPEN}{{"name": "f", "arguments": {{}}, "x": 1}}{CLOSE}',
-    "the end is missing": f'{OPEN}{{"name": "f", "arguments": {{}}}}\n',
+F_BEGINS = f'{OPEN}{{"name": "f", "arguments": '
+# Content and calls of answers with a call that has begun and is not whole, or whose mark is missing.
+UNUSUAL = {
+    "arguments that are no JSON": (F_BEGINS + f"{{a}}}}{CLOSE}", "", ["{a}"]),
+    "cut off in a string": (F_BEGINS + '{"a": "b', "", ['{"a": "b']),
+    "cut off behind a backslash": (F_BEGINS + '{"a": "b\\', "", ['{"a": "b\\']),
+    "cut off before its last brace": (f"Hm. {F_BEGINS}{{}}", "Hm.", ["{}"]),
+    "cut off in the mark": (F_BEGINS + "{}}\n</tool", "", ["{}"]),
+    "cut off before the arguments": (F_BEGINS, F_BEGINS, []),
+    "the mark is missing": (F_BEGINS + "{}}\n", "", ["{}"]),
+    "the mark is missing before text": (F_BEGINS + "{}}\nSo it is.", "So it is.", ["{}"]),
+    "the mark is missing before a call": (
+        F_BEGINS + '{"a": 1}}\n' + F_BEGINS + f"{{}}}}{CLOSE}",
+        "",
+        ['{"a": 1}', "{}"],
+    ),
+    "the mark is missing before a call's beginning": (F_BEGINS + "{}}" + F_BEGINS, F_BEGINS, ["{}"]),
+    "a call within arguments": (F_BEGINS + '{"a": ' + F_BEGINS + f"{{}}}}{CLOSE}", "", ['{"a": ', "{}"]),
+    "a brace is missing": (F_BEGINS + f"{{}}{CLOSE}", "", ["{}"]),
+    "two braces are missing": (F_BEGINS + f'{{"a": 1{CLOSE} So', "So", ['{"a": 1']),
+    "a brace too many": (F_BEGINS + f"{{}}}}}}{CLOSE}", f"}}{CLOSE}", ["{}"]),
+    "junk behind the arguments": (F_BEGINS + f'{{}}, "x": 1}}{CLOSE}', f', "x": 1}}{CLOSE}', ["{}"]),
+    "marks in strings": (
+        F_BEGINS + json.dumps({"a": OPEN + CLOSE}) + f"}}{CLOSE}",
+        "",
+        [json.dumps({"a": OPEN + CLOSE})],
+    ),
+    "another order, and a mark in a string": (
+        f'{OPEN}{{"arguments": {{"a": "}}{CLOSE}"}}, "name": "f"}}{CLOSE} So',
+        "So",
+        [json.dumps({"a": "}" + CLOSE})],
+    ),
+    "another order, and the mark is missing": (f'{OPEN}{{"arguments": {{}}, "name": "f"}}\nSo', "So", ["{}"]),
+    "malformed, and a call behind it": (f"{OPEN}a\n{F_BEGINS}{{}}}}{CLOSE}", f"{OPEN}a", ["{}"]),
 }
 
 
-@pytest.mark.parametrize("text", [*MALFORMED.values(), *LATE.values()], ids=[*MALFORMED, *LATE])
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_call_stays_text(text):
     good, call = spelled("g", {"a": 1}, None)
     assert parse_tool_calls(text) == (text, [])
     assert parse_tool_calls(f"{good}\n{text}") == (text, [call])
-
-
-@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_call_stays_text_in_a_stream(text):
-    good, call = spelled("g", {"a": 1}, None)
+    assert parse_tool_calls(f"{text}\n{good}") == (text, [call])
     for cuts in ([], range(len(text)) if len(text) < 1000 else []):
         assert streamed(text, list(cuts))[:2] == (text, [])
     assert streamed(f"{good}\n{text}")[:2] == (text, [call])
 
 
-@pytest.mark.parametrize("text", LATE.values(), ids=LATE)
-def test_a_call_that_turns_out_to_be_malformed_has_begun_in_a_stream(text):
-    content, [call], _ = streamed(text, range(len(text)))
-    assert call.name == "f" and call.arguments in text and (content == "" or content in text)
+@pytest.mark.parametrize("text, content, arguments", UNUSUAL.values(), ids=UNUSUAL)
+def test_a_call_is_one_from_where_its_arguments_begin(text, content, arguments):
+    expected = (content, [ToolCall("f", each) for each in arguments])
+    assert parse_tool_calls(text) == expected
+    assert streamed(text, range(len(text)))[:2] == expected
+
+
+MARKS = (
+    OPEN,
+    CLOSE,
+    OPEN[:4],
+    CLOSE[-5:],
+    "<",
+    '{"name": "f", "arguments": ',
+    '{"arguments": {}, "name": "g"}',
+    '{"a": 1}',
+)
+PIECES = st.sampled_from([*MARKS, *'{}"\\[,\n é']) | st.builds(lambda call: spelled(*call)[0], CALLS)
+
+
+@given(st.lists(PIECES, max_size=8).map("".join), st.data())
+def test_an_answer_that_ends_anywhere_has_the_same_calls_whole_and_streamed(text, data):
+    """An answer may be cut off by its length, and its pieces are as long as the tokens."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    stream, content, arguments = ToolCallStream(), "", []
+    for end in range(len(text) + 1):
+        prefix = text[:end]
+        whole = parse_tool_calls(prefix)
+        assert streamed(prefix, [cut for cut in cuts if cut <= end])[:2] == whole
+        assert whole[1] or whole[0] == prefix, "a text without calls is as it was"
+    assert streamed(text, list(range(len(text))))[:2] == whole
+    for character in text:  # what has been given out stays
+        for piece in stream.add(character):
+            content += piece.text if isinstance(piece, Content) else ""
+            arguments += [piece.text] if isinstance(piece, Arguments) else []
+    assert whole[0].startswith(content)
+    assert "".join(call.arguments for call in whole[1]).startswith("".join(arguments))
+
+
+@pytest.mark.parametrize("value", [None, 5, b"a", ["a"], "\ud800"])
+def test_what_is_no_text_is_refused(value):
+    with pytest.raises(UserError, match="the answer is"):
+        parse_tool_calls(value)
 
 
 def test_members_in_another_order():

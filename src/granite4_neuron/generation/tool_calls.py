@@ -13,16 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.text import possible_start
 from granite4_neuron.generation.structured_outputs import schema_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # Up to the arguments; what follows can be handed on as it comes.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
-_END = re.compile(r"\s*\}\s*" + CLOSE)
-_CLOSE = re.compile(r"\s*" + CLOSE)
-_SPACE = re.compile(r"\s*")
-_CHARACTERS_THAT_COUNT = re.compile(r'["{}]|\\.', re.DOTALL)
+_PART = 4096  # characters
+_CHARACTERS_THAT_COUNT = re.compile(r'["{}<]|\\.', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -48,45 +47,35 @@ class Tool:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return an answer's text without its calls, and the calls. A call that is malformed or cut off stays text."""
-    content, calls, end = "", [], 0
-    while (start := text.find(OPEN, end)) >= 0:
-        content += text[end:start]
-        call, after = _call_at(text, start + len(OPEN))
-        if call is None:
-            end = start + len(OPEN)
-            content += OPEN
-        else:
-            calls.append(call)
-            content, end = content.rstrip(), _SPACE.match(text, after).end()
-    return content + text[end:], calls
-
-
-def _call_at(text: str, start: int) -> tuple[ToolCall | None, int]:
-    """Return the call whose JSON begins at `start`, and where it ends; None if there is none."""
-    head = _HEAD.match(text, start)
-    try:
-        begin = (head or _SPACE.match(text, start)).end()
-        value, end = json.JSONDecoder().raw_decode(text, begin)
-        name, arguments = (head[1], text[begin:end]) if head else _members(value)
-    except (ValueError, RecursionError):
-        return None, start
-    closing = (_END if head else _CLOSE).match(text, end)
-    return (ToolCall(name, arguments), closing.end()) if closing else (None, start)
-
-
-def _members(value: object) -> tuple[str, str]:
-    """Return name and arguments of a call with its members in another order.
+    """Return an answer's text without its calls, and the calls, as `ToolCallStream` finds them.
 
     Raises:
-        ValueError: it is no call.
+        UserError: it is not text.
     """
-    if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
-        raise ValueError
-    name, arguments = value["name"], value["arguments"]
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError
-    return name, json.dumps(arguments, ensure_ascii=False)
+    check_text(text, "the answer")
+    stream, content, calls = ToolCallStream(), "", []
+    # In parts, because each step copies what is held.
+    pieces = [piece for start in range(0, len(text), _PART) for piece in stream.add(text[start : start + _PART])]
+    for piece in (*pieces, *stream.finish()):
+        match piece:
+            case Content():
+                content += piece.text
+            case CallStart():
+                calls.append(ToolCall(piece.name, ""))
+            case Arguments():
+                calls[-1] = ToolCall(calls[-1].name, calls[-1].arguments + piece.text)
+    return content, calls
+
+
+def _call_of(text: str) -> ToolCall | None:
+    """Return the call that an object in JSON describes, with its members in any order; None if it describes none."""
+    try:
+        match json.loads(text):
+            case {"name": str(name), "arguments": dict(arguments), **others} if not others:
+                return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 @dataclass(frozen=True)
@@ -113,19 +102,48 @@ class Arguments:
 Piece = Content | CallStart | Arguments
 
 
+class _ObjectScan:
+    """Finds the end of an object in JSON that comes piece by piece. Outside of strings it counts braces only."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+
+    def end(self, text: str, start: int) -> tuple[int, bool]:
+        """Scan what follows `start`; return how far the text was read, and whether the object ends there: with its last
+        brace, or before a "<" outside of a string, where a mark of a call begins.
+        """
+        position = start
+        for match in _CHARACTERS_THAT_COUNT.finditer(text, start):
+            position = match.end()
+            if match[0] == '"':
+                self._is_string = not self._is_string
+            elif not self._is_string and match[0] == "<":
+                return match.start(), True
+            elif not self._is_string and match[0] in "{}":
+                self._depth += 1 if match[0] == "{" else -1
+                if self._depth == 0:
+                    return position, True
+        # A backslash belongs to the character after it.
+        return len(text) - text.endswith("\\", position), False
+
+
 class ToolCallStream:
     """Finds the calls in an answer that comes piece by piece, and gives out their arguments as they come.
 
-    All pieces together are what `parse_tool_calls` finds, but for a call whose arguments turn out to be malformed or
-    cut off: the beginning of such a call has been given out already.
+    What it finds does not depend on the pieces. A call begins where its name has been read and its arguments begin:
+    then it is one even if its arguments turn out to be malformed or are cut off, or `CLOSE` is missing. Anything else
+    behind `OPEN` is text, but for a whole object with these members in another order.
     """
 
     def __init__(self) -> None:
         self._held = ""
+        self._is_whole = False  # whether nothing follows what is held
         self._step = self._in_text
         self._space = ""  # before the call that has begun
-        self._depth = 0
-        self._is_string = False
+        self._object = _ObjectScan()
+        self._scanned = 0  # characters of what is held
+        self._may_have_brace = False  # the call's own, behind its arguments
         self._follows_call = False
 
     def add(self, text: str) -> list[Piece]:
@@ -138,80 +156,73 @@ class ToolCallStream:
 
     def finish(self) -> list[Piece]:
         """Return what was held back; call it when nothing follows."""
-        held, self._held = self._held, ""
-        if self._step == self._in_arguments:
-            return [Arguments(held)] if held else []
-        if self._step == self._after_arguments and f"}}{CLOSE}".startswith("".join(held.split())):
-            return []
-        if self._step == self._in_call:
-            held = self._space + OPEN + held
-        if self._follows_call:
-            held = held.lstrip()
-        return [Content(held)] if held else []
+        self._is_whole = True
+        return self.add("")
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
-    # Each step returns what it found, or None if it needs more text.
+    # Each step returns what it found, or None if it needs more text. What it decides is certain with any text that may
+    # follow, and is decided at the first character that makes it so.
 
     def _in_text(self) -> list[Piece] | None:
         if self._follows_call:
             self._held = self._held.lstrip()
         at = self._held.find(OPEN)
         if at < 0:
-            # Space before a call is no part of the text.
-            certain = self._held[: len(self._held) - possible_start(self._held, [OPEN])].rstrip()
+            certain = self._held
+            if not self._is_whole:
+                # Space before a call is no part of the text.
+                certain = certain[: len(certain) - possible_start(certain, [OPEN])].rstrip()
             if not certain:
                 return None
             self._follows_call = False
             return [Content(self._take(len(certain)))]
         text = self._take(at + len(OPEN))[:at]
         self._follows_call = self._follows_call and not text
-        self._step, self._space = self._in_call, text[len(text.rstrip()) :]
+        self._space = text[len(text.rstrip()) :]
+        self._step, self._object, self._scanned = self._in_call, _ObjectScan(), 0
         return [Content(text.rstrip())]
 
     def _in_call(self) -> list[Piece] | None:
         head = _HEAD.match(self._held)
         if head:
             self._take(head.end())
-            self._step, self._depth, self._is_string = self._in_arguments, 0, False
+            self._step, self._object = self._in_arguments, _ObjectScan()
             return [CallStart(head[1])]
-        at = self._held.find(CLOSE)
-        if at < 0:
-            return None
-        self._step = self._in_text
-        body = self._take(at + len(CLOSE))
-        call, end = _call_at(body, 0)
-        if call is None or end < len(body):
-            self._held, self._follows_call = body + self._held, False
-            return [Content(self._space + OPEN)]
-        self._follows_call = True
-        return [CallStart(call.name), Arguments(call.arguments)]
+        begin = self._held.lstrip()[:1]
+        if begin in ("", "{"):
+            self._scanned, has_ended = self._object.end(self._held, self._scanned)
+            if not has_ended and not self._is_whole:
+                return None
+            if has_ended and (call := _call_of(self._held[: self._scanned])) is not None:
+                self._take(self._scanned)
+                self._step, self._may_have_brace = self._after_call, False
+                return [CallStart(call.name), Arguments(call.arguments)]
+        self._step, self._follows_call = self._in_text, False
+        return [Content(self._space + OPEN)]
 
     def _in_arguments(self) -> list[Piece] | None:
-        for match in _CHARACTERS_THAT_COUNT.finditer(self._held):
-            if match[0] == '"':
-                self._is_string = not self._is_string
-            elif not self._is_string and match[0] in "{}":
-                self._depth += 1 if match[0] == "{" else -1
-                if self._depth == 0:
-                    self._step = self._after_arguments
-                    return [Arguments(self._take(match.end()))]
-        # A backslash belongs to the character after it.
-        is_open = len(self._held) - len(self._held.rstrip("\\"))
-        text = self._take(len(self._held) - is_open % 2)
-        return [Arguments(text)] if text else None
-
-    def _after_arguments(self) -> list[Piece] | None:
-        end = _END.match(self._held)
-        if not end and CLOSE not in self._held:
+        length, has_ended = self._object.end(self._held, 0)
+        if has_ended or (self._is_whole and not self._held):
+            self._step, self._may_have_brace = self._after_call, True
+        elif self._is_whole:
+            length = len(self._held)
+        elif not length:
             return None
+        return [Arguments(self._take(length))]
+
+    def _after_call(self) -> list[Piece] | None:
+        self._held = self._held.lstrip()
+        if self._may_have_brace and self._held.startswith("}"):
+            self._may_have_brace, self._held = False, self._held[1:].lstrip()
+        is_part = CLOSE.startswith(self._held) and self._held != CLOSE
+        if is_part and not self._is_whole:
+            return None
+        self._held = "" if is_part else self._held.removeprefix(CLOSE)
         self._step, self._follows_call = self._in_text, True
-        if end:
-            self._take(end.end())
-            return []
-        return [Content(self._take(self._held.index(CLOSE) + len(CLOSE)))]
+        return []
 
 
 def calls_grammar(
