@@ -7,6 +7,7 @@ import json
 from typing import ClassVar, Literal
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
@@ -16,9 +17,10 @@ jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not install
 
 from pydantic import BaseModel, Field
 
+from granite4_neuron import load
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.serving.protocol import ChatBody
-from test.support.serving import MODEL
+from test.support.serving import MODEL, serving
 
 USER = {"role": "user", "content": "What is the weather in Rome?"}
 CITY = {
@@ -324,6 +326,29 @@ class TestScripted:
             functions = [call.function for call in choice.message.tool_calls or ()]
             assert [(each.name, each.arguments) for each in functions] == [("time", '{"a": [1, "}"]}')] * calls
 
+    def test_a_call_that_is_cut_off_is_the_same_whole_and_streamed(self, post, say):
+        answer = "Hm. " + spelled("time", {"a": "b"}).replace(CLOSE, "") + spelled("time", {})
+        say(answer)
+        seen = set()
+        for length in (*range(1, len(answer), 5), len(answer) + 1):
+            body = dict(tools=[TIME], max_tokens=length)
+            [whole] = post(**body).json()["choices"]
+            lines = post(**body, stream=True).text.splitlines()
+            chunks = [json.loads(line[6:])["choices"][0] for line in lines if line[6:7] == "{"]
+            content, calls = "", []
+            for delta in (chunk["delta"] for chunk in chunks):
+                content += delta.get("content", "")
+                for piece in delta.get("tool_calls", ()):
+                    if "id" in piece:
+                        calls.append([piece["function"]["name"], ""])
+                    calls[piece["index"]][1] += piece["function"]["arguments"]
+            functions = [call["function"] for call in whole["message"].get("tool_calls", ())]
+            assert [[each["name"], each["arguments"]] for each in functions] == calls
+            assert (whole["message"]["content"] or "") == content
+            assert whole["finish_reason"] == chunks[-1]["finish_reason"]
+            seen.add((len(calls), whole["finish_reason"]))
+        assert seen == {(0, "length"), (1, "length"), (2, "length"), (2, "tool_calls")}
+
     def test_without_tools_a_call_is_text(self, client, say):
         text = f'{OPEN}\n{{"name": "time", "arguments": {{}}}}\n{CLOSE}'
         say(text)
@@ -362,6 +387,37 @@ class TestLangChain:
 
         answer = model.with_structured_output(Weather, method="function_calling", strict=strict).invoke("Rome?")
         assert isinstance(answer, Weather)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Serve the bundled model."""
+    with serving(*load(dtype=torch.float32)) as server:
+        yield server.address
+
+
+class TestATemplateThatShowsNone:
+    @pytest.mark.parametrize("choice", ["auto", None, "allowed_tools"])
+    def test_tools_would_be_ignored(self, plain, choice):
+        choice = allowed("time") if choice == "allowed_tools" else choice
+        body = dict(messages=[USER], tools=[TIME], tool_choice=choice)
+        for path in ("v1/chat/completions", "tokenize"):
+            fields = body if path != "tokenize" else dict(messages=[USER], tools=[TIME])
+            error = httpx.post(f"{plain}/{path}", json=fields, timeout=60).json()["error"]
+            assert error["param"] == "tools" and "chat template does not show tools to the model" in error["message"]
+
+    def test_documents_would_be_ignored(self, plain):
+        body = dict(messages=[USER], documents=[{"text": "It rains."}])
+        answer = httpx.post(f"{plain}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 400 and "does not show documents" in answer.json()["error"]["message"]
+
+    def test_a_call_that_is_required_follows_the_grammar(self, plain):
+        body = dict(messages=[USER], tools=[TIME], max_tokens=200)
+        answer = httpx.post(f"{plain}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=60)
+        [call] = answer.json()["choices"][0]["message"]["tool_calls"][:1]
+        assert call["function"]["name"] == "time" and json.loads(call["function"]["arguments"]) == {}
+        answer = httpx.post(f"{plain}/v1/chat/completions", json={**body, "tool_choice": "none"}, timeout=60)
+        assert answer.status_code == 200
 
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}

@@ -115,6 +115,15 @@ class ConversationEncoder:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return self._encode_rendered(text, mark)
 
+    def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the chat template shows the "tools" or "documents" that it gets.
+
+        Raises:
+            UserError: as `encode`.
+        """
+        messages = [{"role": "user", "content": "a message"}]
+        return self.encode(messages, **{name: objects}) != self.encode(messages)
+
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
         self._renderer.close()

@@ -145,6 +145,11 @@ class ConversationBody(Strict):
         """The tools that the chat template gets."""
         return self.tools
 
+    @property
+    def must_be_shown(self) -> list[str]:
+        """Which of tools and documents would be ignored by a chat template that does not show them."""
+        return [name for name in ("tools", "documents") if getattr(self, name)]
+
     def template_variables(self) -> dict[str, Any]:
         """Return what the chat template gets, as arguments of `ConversationEncoder.encode`."""
         begins_answer = self.add_generation_prompt
@@ -272,6 +277,12 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
     def shown_tools(self) -> list[Tool]:
         """See `ConversationBody.shown_tools`."""
         return self.tools if self.may_call_tools else []
+
+    @property
+    def must_be_shown(self) -> list[str]:
+        """See `ConversationBody.must_be_shown`. A grammar sees to calls that are required."""
+        is_free = self.tool_choice.mode == "auto"
+        return [name for name in super().must_be_shown if name != "tools" or is_free]
 
     @property
     def num_logprobs(self) -> int | None:

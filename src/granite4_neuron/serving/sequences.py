@@ -23,6 +23,11 @@ from granite4_neuron.serving.protocol import ChatBody, CompletionBody, Conversat
 from granite4_neuron.serving.structured import Structure, structure_of
 from granite4_neuron.serving.tools import structure_of_calls
 
+# To see whether a chat template shows such objects.
+_OBJECTS = {
+    "tools": [{"type": "function", "function": {"name": "f", "description": "a tool", "parameters": {}}}],
+    "documents": [{"doc_id": 1, "title": "a title", "text": "a text"}],
+}
 _LONG = "the prompt is too long"
 
 # New tokens of a completion that does not say how many, as with OpenAI.
@@ -75,6 +80,7 @@ class SequenceMaker:
         self._stop_token_ids = end_of_sequence_tokens(tokenizer, runtime.generation_config)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._marks_calls_specially = {OPEN, CLOSE} <= special
+        self._shown: dict[str, bool] = {}  # by the name of such objects
         self.adapters = tuple(runtime.adapters)
         self.limits = limits
         # In characters. None if a normalizer could make a text shorter.
@@ -168,11 +174,13 @@ class SequenceMaker:
         """Encode a conversation.
 
         Raises:
-            RequestError, UserError: it is too long, or the chat template does not take it.
+            RequestError, UserError: it is too long, or the chat template does not take all of it.
         """
         parts = body.template_variables()
         for name, part in parts.items():
             self._check_characters(name, "".join(texts_of(part)))
+        for name in body.must_be_shown:
+            self._check_shown(name)
         return self._encoder.encode(**parts)
 
     def _check_number(self, asked: int) -> None:
@@ -188,6 +196,13 @@ class SequenceMaker:
         """
         if self._longest_token is not None and len(text) > self.limits.max_length * self._longest_token:
             raise self._too_long(f"{_LONG}: {which} has {len(text)} characters, which are more tokens than fit", which)
+
+    def _check_shown(self, name: str) -> None:
+        if name not in self._shown:
+            self._shown[name] = self._encoder.shows(name, _OBJECTS[name])
+        if not self._shown[name]:
+            message = f"{name}: this checkpoint's chat template does not show {name} to the model; leave them out."
+            raise RequestError(400, message, name)
 
     def _too_long(self, what: str, field: str) -> RequestError:
         # Clients look for the code, or for these words or `_LONG`, to tell this error from others.
