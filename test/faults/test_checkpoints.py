@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from granite4_neuron import UserError, chat, generate, load
 from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model, save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.generation import chat_prompt
 from granite4_neuron.generation.loading import load_tokenizer
 
 CONFIG = "config.json"
@@ -393,6 +395,57 @@ def test_a_damaged_checkpoint(folder, refuses, damage, message):
     said = refuses("generate", "--model", folder, "--max-tokens", 1, "x")
     assert message in said
     assert len(said) < 2000 and said.isprintable()
+
+
+BACKTRACKING = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+
+
+class TestATokenizerThatGivesUp:
+    """Its regular expression takes more steps than the library allows, which then panics: no Exception in Python."""
+
+    TEXT = "x" * 60
+    SENTENCE = "the tokenizer fails at this text"
+
+    @pytest.fixture
+    def model(self, folder):
+        tokenizer_with(pre_tokenizer=BACKTRACKING)(folder)
+        return folder
+
+    @pytest.mark.parametrize("command", ["generate", "generate --chat", "check", "evaluate"])
+    def test_commands(self, model, refuses, tmp_path, command):
+        (tmp_path / "text").write_text(self.TEXT)
+        words = {"check": ("--prompt", self.TEXT), "evaluate": (tmp_path / "text",)}
+        name, *options = command.split()
+        assert self.SENTENCE in refuses(name, *options, "--model", model, *words.get(name, (self.TEXT,)))
+
+    def test_functions(self, model):
+        runtime, tokenizer = load(model)
+        messages = [{"role": "user", "content": self.TEXT}]
+        hidden = [{"role": "user", "content": self.TEXT + "<|bos|>"}]  # which is encoded in parts
+        for prompt in (self.TEXT, ["a", self.TEXT], messages, hidden):
+            with pytest.raises(UserError, match=self.SENTENCE):
+                generate(runtime, tokenizer, prompt, max_tokens=1)
+        for ask in (chat, chat_prompt):
+            with pytest.raises(UserError, match=self.SENTENCE):
+                ask(*((runtime, tokenizer, messages) if ask is chat else (tokenizer, self.TEXT)))
+        assert generate(runtime, tokenizer, "a", max_tokens=1) is not None, "it still works"
+
+    def test_the_server(self, model):
+        pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
+        httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+        from test.support.serving import serving
+
+        messages = [{"role": "user", "content": self.TEXT}]
+        with serving(*load(model)) as server:
+            for path, body in (
+                ("v1/completions", {"prompt": self.TEXT}),
+                ("v1/completions", {"prompt": self.TEXT, "split_special_tokens": True}),
+                ("v1/chat/completions", {"messages": messages}),
+                ("tokenize", {"prompt": self.TEXT}),
+            ):
+                answer = httpx.post(f"{server.address}/{path}", json=body, timeout=60)
+                assert answer.status_code == 400 and self.SENTENCE in answer.json()["error"]["message"]
+            assert httpx.post(f"{server.address}/v1/completions", json={"prompt": "a"}, timeout=60).status_code == 200
 
 
 def test_sharded_as_it_should_be_is_read(folder, capsys):

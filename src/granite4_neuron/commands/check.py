@@ -74,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
     from granite4_neuron.evaluation import accuracy, layers
     from granite4_neuron.evaluation.reference import readable_by_transformers
+    from granite4_neuron.generation.tokenizing import encode
 
     folder = model_folder(options)
     if (stored := quantization_of(folder)) is not None:
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             f"check the original with --quantize {' or '.join(QUANTIZATIONS)}."
         )
     runtime, tokenizer = load_runtime(options, folder)
-    prompts = [tokenizer.encode(text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
+    prompts = [encode(tokenizer, text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     logging.disable_progress_bar()  # of transformers' weights

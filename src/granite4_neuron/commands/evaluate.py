@@ -112,10 +112,11 @@ def run(options: argparse.Namespace) -> int:
         )
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import perplexity
+    from granite4_neuron.generation.tokenizing import encode
 
     loaded = [load_runtime(_options_of(options, name), folder) for name in formats]
     runtimes, tokenizer = [runtime for runtime, _ in loaded], loaded[0][1]
-    tokens = tokenizer.encode(text)
+    tokens = encode(tokenizer, text)
     windows = _windows(options, runtimes[0].config, len(tokens))
     with ProgressBar("text", "tokens") as progress:
         scores = perplexity.measure(runtimes, tokens, windows, progress)

@@ -81,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
     runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
+    from granite4_neuron.generation.tokenizing import encode
 
     prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
     names = list(adapters) or [None]
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         raise failed
     if options.prompt_cache is not None:
-        save_prompt(options, cache, prompts[0] if options.chat else tokenizer.encode(prompts[0]))
+        save_prompt(options, cache, prompts[0] if options.chat else encode(tokenizer, prompts[0]))
     if options.verbose:
         _print_stats(stats, cache)
         for fallback in runtime.fallbacks:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.tokenizing import encode
 from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Runtime
 
@@ -182,7 +183,7 @@ def default_prompts(tokenizer) -> list[list[int]]:
         "An assignment statement evaluates the expression list and assigns the single resulting object to each target.",
         "Deletion of a target list recursively deletes each target, from left to right. " * 6,
     )
-    return [tokenizer.encode(text) for text in texts]
+    return [encode(tokenizer, text) for text in texts]
 
 
 def longest_of(prompts: Sequence[Sequence[int]], new_tokens: int, runtime: Runtime) -> int:

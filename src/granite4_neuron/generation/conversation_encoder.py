@@ -14,6 +14,7 @@ from granite4_neuron import chat_template
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation.tokenizing import encode, encode_beside_others
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000
 _MOST_LEVELS = 100  # of lists and objects
@@ -59,12 +60,12 @@ class ConversationEncoder:
             split_special_tokens: take the spelling of a control token as ordinary text.
 
         Raises:
-            UserError: it is not text.
+            UserError: it is not text, or the tokenizer fails.
         """
         check_text(text, "the prompt")
         if split_special_tokens:
-            return self._encode_as_text(text, add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(encode_beside_others(self._as_text, text, add_special_tokens))
+        return encode(self._tokenizer, text, add_special_tokens)
 
     def encode(
         self,
@@ -90,7 +91,7 @@ class ConversationEncoder:
         Raises:
             UserError: the tokenizer has no chat template; the template refuses the messages or fails, or leaves out the
                 message to be continued; it takes too much time or memory; a further variable has the name of one that
-                is set here; or something is nested too deeply.
+                is set here; something is nested too deeply; or the tokenizer fails.
         """
         for message in messages:
             check_text(message.get("content"), "the message")
@@ -112,7 +113,7 @@ class ConversationEncoder:
                 raise UserError("this checkpoint's chat template does not write the last message's end.")
             text = text if after.startswith(" ") else text.rstrip()
         if not self._control_pattern.search(texts):
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return encode(self._tokenizer, text, add_special_tokens=False)
         return self._encode_rendered(text, mark)
 
     def shows(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
@@ -128,11 +129,6 @@ class ConversationEncoder:
         """End the template's process; it starts again when it is needed."""
         self._renderer.close()
 
-    def _encode_as_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A batch, because `encode` lets no other thread run.
-        [encoding] = self._as_text.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
-
     def _hide(self, content: str, mark: str) -> str:
         """Replace the spelling of control tokens, so that it differs from the template's own control tokens."""
         return self._control_pattern.sub(lambda match: f"{mark}{self._control_tokens.index(match[0])}{mark}", content)
@@ -143,7 +139,7 @@ class ConversationEncoder:
         for match in (*self._control_pattern.finditer(text), None):
             between = text[end : match.start() if match else None]
             shown = re.sub(f"{mark}([0-9]+){mark}", lambda hidden: self._control_tokens[int(hidden[1])], between)
-            tokens += self._encode_as_text(shown, add_special_tokens=False)
+            tokens += encode_beside_others(self._as_text, shown, add_special_tokens=False)
             if match:
                 tokens.append(self._tokenizer.convert_tokens_to_ids(match[0]))
                 end = match.end()

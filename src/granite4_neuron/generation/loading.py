@@ -32,6 +32,7 @@ from granite4_neuron.config.json_files import read_object
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
+from granite4_neuron.generation.tokenizing import encode
 from granite4_neuron.model.adapters import MERGE_INSTEAD
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH
@@ -253,7 +254,7 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         # A tokenizer_config.json may name another file, which has not been checked.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file))
         check_growth(tokenizer.backend_tokenizer, str(file))
-        tokenizer.encode("a")
+        encode(tokenizer, "a")
     except UserError:
         raise
     except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from granite4_neuron.engine.request import check_text, check_tokens
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
+from granite4_neuron.generation import tokenizing
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 
 Messages = Sequence[Mapping[str, str]]
@@ -104,7 +105,7 @@ class PromptEncoder:
         """
         if isinstance(prompt, str):
             check_text(prompt, which)
-            return self._tokenizer.encode(prompt)
+            return tokenizing.encode(self._tokenizer, prompt)
         if not _is_conversation(prompt):
             return prompt
         if not all(map(_is_message, prompt)):

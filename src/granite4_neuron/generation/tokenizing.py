@@ -1,0 +1,44 @@
+"""The one place where texts become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from granite4_neuron.errors import UserError
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Return the tokens of a text, which may have the spelling of control tokens.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    with _failures():
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def encode_beside_others(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Sequence[int]:
+    """Return the tokens of a text by a tokenizer of the tokenizers library. Other threads run meanwhile.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    with _failures():
+        # A batch, because `encode` lets no other thread run.
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn a panic of the library into an error: its regular expressions have a limit of steps."""
+    try:
+        yield
+    except BaseException as error:  # a panic is no Exception, and its class has no name that could be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer fails at this text ({error}).") from None
