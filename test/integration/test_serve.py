@@ -23,7 +23,7 @@ from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
 from granite4_neuron.serving.no_effect import FieldsWithoutEffect
-from granite4_neuron.serving.protocol import CompletionBody, GenerationBody
+from granite4_neuron.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from test.support.serving import MODEL, serving
 
 PROMPT = "An assignment statement"
@@ -197,6 +197,15 @@ class TestSampling:
         assert GenerationBody.model_fields.keys() - others <= SAMPLING_OPTIONS.keys(), "others would be ignored"
         assert first.stop == ("a", "b") and first.stop_token_ids == {1} and first.prompt_logprobs is None
 
+    def test_minus_one(self, server, tiny):
+        """It is what other servers take for no limit, and for no seed."""
+        maker, length = server.service.maker, len(tiny[1].encode("x"))
+        [request] = maker.completion_requests(CompletionBody(prompt="x", top_k=-1, seed=-1, max_tokens=-1))
+        assert (request.top_k, request.seed, request.max_tokens) == (0, None, 512 - length)
+        for name in ("max_tokens", "max_completion_tokens"):
+            [chat] = maker.chat_requests(ChatBody(messages=[{"role": "user", "content": "x"}], **{name: -1}))
+            assert chat.max_tokens == 512 - len(chat.tokens)
+
 
 class TestChat:
     MESSAGES = ({"role": "system", "content": "be brief"}, {"role": "user", "content": QUESTION})
@@ -245,6 +254,30 @@ class TestChat:
             for content in (QUESTION, parts)
         ]
         assert answers[0].message == answers[1].message
+
+    def test_fields_of_other_servers_change_nothing(self, server):
+        plain = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+            {"role": "tool", "content": "y", "tool_call_id": "a"},
+            {"role": "assistant", "content": "z"},
+            {"role": "user", "content": "x"},
+        ]
+        other = json.loads(json.dumps(plain))
+        other[0]["content"] = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+        other[1]["tool_calls"][0].update(index=0, type="function")
+        other[1] |= {"content": None, "refusal": None, "reasoning_content": "Hm."}
+        other[2] |= {"name": "f", "cache_control": {"type": "ephemeral"}}
+        other[3] |= {"annotations": [], "reasoning": "Hm.", "audio": None, "function_call": None, "tool_calls": []}
+        tokens = []
+        for messages in (plain, other):
+            for arguments in ("", "{}", None, {}):
+                messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+                body = ChatBody.model_validate_json(json.dumps({"messages": messages, "top_logprobs": 0}))
+                assert body.messages[1].described()["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+                assert "index" not in body.messages[1].described()["tool_calls"][0]
+                tokens += [list(request.tokens) for request in server.service.maker.chat_requests(body)]
+        assert tokens == tokens[:1] * 8
 
     def test_control_tokens_are_text(self, client, tiny):
         def prompt_tokens(content):

@@ -53,6 +53,35 @@ class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     add_special_tokens: _only(False) = None
 
 
+# What messages of a history have from other servers' answers. The family's templates write none of it.
+
+
+class MessageFieldsWithoutEffect(BaseModel):
+    """Of messages."""
+
+    name: str | None = None
+    annotations: list[Any] | None = None  # OpenAI's: the sources of an answer
+    reasoning: str | None = None  # vLLM's
+    reasoning_content: str | None = None  # llama-server's, and vLLM's older name
+    cache_control: dict[str, Any] | None = None  # Anthropic's
+
+
+class ToolCallFieldsWithoutEffect(BaseModel):
+    """Of the calls in a message."""
+
+    index: int | None = None  # of a stream
+
+
+class ToolFieldsWithoutEffect(BaseModel):
+    """Of tools."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+# Of the parts of a message's content.
+PART_FIELDS_WITHOUT_EFFECT = frozenset({"cache_control"})
+
+
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
     """Of completions."""
 

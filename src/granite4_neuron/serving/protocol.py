@@ -23,7 +23,12 @@ from pydantic_core import ErrorDetails
 from granite4_neuron.engine.sampling_params import MAX_LOGPROBS, SAMPLING_OPTIONS, is_whole
 from granite4_neuron.errors import UserError
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.no_effect import ChatFieldsWithoutEffect, CompletionFieldsWithoutEffect
+from granite4_neuron.serving.no_effect import (
+    PART_FIELDS_WITHOUT_EFFECT,
+    ChatFieldsWithoutEffect,
+    CompletionFieldsWithoutEffect,
+    MessageFieldsWithoutEffect,
+)
 from granite4_neuron.serving.strict import Conflict, Strict
 from granite4_neuron.serving.tools import MAX_DOCUMENTS, MAX_TOOLS, Tool, ToolCall, ToolChoice, ToolChoiceField
 
@@ -35,7 +40,17 @@ MAX_STOP_TOKENS = 128
 MAX_STOP_LENGTH = 1000  # characters
 MAX_PARTS = 2**15  # lists, objects, names and texts of a body
 
+AS_MANY_AS_FIT = -1  # llama-server's word for no limit of new tokens
+
 TextOrTokens = str | list[int]
+
+
+def _for_minus_one(meaning: int | None) -> BeforeValidator:
+    """Return a validator that reads -1 as what other servers mean by it."""
+    return BeforeValidator(lambda value: meaning if is_whole(value) and value == -1 else value)
+
+
+NewTokens = Annotated[int | None, _for_minus_one(None)]
 
 
 def _stop(value: Any) -> list[str]:
@@ -76,7 +91,7 @@ def _role(value: Any) -> Any:
 
 
 def _is_text_part(part: Any) -> bool:
-    is_right = isinstance(part, dict) and part.keys() == {"type", "text"}
+    is_right = isinstance(part, dict) and part.keys() - PART_FIELDS_WITHOUT_EFFECT == {"type", "text"}
     return is_right and part["type"] == "text" and isinstance(part["text"], str)
 
 
@@ -98,12 +113,11 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
 
 
-class Message(Strict):
+class Message(MessageFieldsWithoutEffect, Strict):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_content)] = ""
     tool_calls: Annotated[list[ToolCall], FailFast()] = Field([], max_length=MAX_TOOLS)
     tool_call_id: str | None = None
-    name: str | None = None  # the family's templates do not write it
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -118,7 +132,7 @@ class Message(Strict):
     def described(self) -> dict[str, Any]:
         """Return it as the chat template gets it."""
         more = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        calls = {"tool_calls": [call.model_dump() for call in self.tool_calls]} if self.tool_calls else {}
+        calls = {"tool_calls": [call.described() for call in self.tool_calls]} if self.tool_calls else {}
         return {"role": self.role, "content": self.content, **calls, **more}
 
 
@@ -167,16 +181,16 @@ class GenerationBody(Strict):
     """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: NewTokens = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int | None, _for_minus_one(0)] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field({})
-    seed: int | None = None
+    seed: Annotated[int | None, _for_minus_one(None)] = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[str], BeforeValidator(_stop)] = Field([])
     stop_token_ids: Annotated[list[int], FailFast()] = Field([], max_length=MAX_STOP_TOKENS)
@@ -191,7 +205,8 @@ class GenerationBody(Strict):
     @field_validator(*(SAMPLING_OPTIONS.keys() - {"logit_bias", "logprobs"}), check_fields=False)
     @classmethod
     def _check_sampling_option(cls, value: Any, info: ValidationInfo) -> Any:
-        SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
+        if value is not None:
+            SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
         return value
 
     @model_validator(mode="after")
@@ -219,7 +234,7 @@ class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
     """
 
     prompt: Annotated[list[TextOrTokens], BeforeValidator(_prompts)]
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=AS_MANY_AS_FIT)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
@@ -245,13 +260,13 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
 
     tool_choice: ToolChoiceField = ToolChoice("auto")
     parallel_tool_calls: bool = True
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: NewTokens = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _fit_together(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Conflict("top_logprobs", "it is only for logprobs: true.")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise Conflict("max_tokens", "it is the old name of max_completion_tokens; give one of them.")

@@ -19,7 +19,7 @@ from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.limited_process import Stop
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import ChatBody, CompletionBody, ConversationBody, GenerationBody
+from granite4_neuron.serving.protocol import AS_MANY_AS_FIT, ChatBody, CompletionBody, ConversationBody, GenerationBody
 from granite4_neuron.serving.structured import Structure, structure_of
 from granite4_neuron.serving.tools import structure_of_calls
 
@@ -109,9 +109,10 @@ class SequenceMaker:
         structure = structure_of(body.response_format, body.structured_outputs)
         options = self._options(body, structure)
         requests: list[Request] = []
+        asked = (None, None) if body.max_tokens == AS_MANY_AS_FIT else (body.max_tokens, DEFAULT_COMPLETION_TOKENS)
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
-            max_tokens = self._max_tokens(len(tokens), which, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+            max_tokens = self._max_tokens(len(tokens), which, *asked)
             reports = dict(prompt_logprobs=body.num_logprobs if body.echo else None)
             requests += self._requests(Request(tokens, max_tokens, **options, **reports), which, body.n)
         return Prepared(requests, structure)

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tool_calls
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.no_effect import ToolCallFieldsWithoutEffect, ToolFieldsWithoutEffect
 from granite4_neuron.serving.strict import Strict
 from granite4_neuron.serving.structured import Structure
 
@@ -28,7 +29,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 def _arguments(value: Any) -> dict[str, Any]:
     try:
-        arguments = from_json(value) if isinstance(value, str) else None
+        arguments = from_json(value or "{}") if isinstance(value, str) else value
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
@@ -43,7 +44,7 @@ class Function(Strict):
     strict: bool = False
 
 
-class Tool(Strict):
+class Tool(ToolFieldsWithoutEffect, Strict):
     type: Literal["function"]
     function: Function
 
@@ -56,13 +57,17 @@ class Tool(Strict):
 
 class FunctionCall(Strict):
     name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field({})
 
 
-class ToolCall(Strict):
+class ToolCall(ToolCallFieldsWithoutEffect, Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    def described(self) -> dict[str, Any]:
+        """Return it as the chat template gets it."""
+        return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
 
 
 @dataclass(frozen=True)
