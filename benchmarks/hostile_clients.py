@@ -18,7 +18,8 @@ _STREAM = {"prompt": "An assignment statement", "max_tokens": 300, "ignore_eos":
 
 
 def _request(path: str, body: bytes) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def _many(item: str, times: int, field: str) -> bytes:

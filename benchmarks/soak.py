@@ -42,6 +42,7 @@ from granite4_neuron.serving.sequences import Limits, SequenceMaker
 
 MAX_LENGTH, NUM_SEQUENCES, MAX_QUEUE = 512, 4, 64
 DISCONNECT_SHARE, MALFORMED_SHARE = 0.1, 0.05
+JSON = {"Content-Type": "application/json"}
 TOLERANCE = 0.05
 
 Body = dict[str, Any]
@@ -227,7 +228,7 @@ async def _client(
         if way < MALFORMED_SHARE:
             report.malformed += 1
             path, content = chance.choice(MALFORMED)
-            report.statuses[(await client.post(path, content=content)).status_code] += 1
+            report.statuses[(await client.post(path, content=content, headers=JSON)).status_code] += 1
         elif way < MALFORMED_SHARE + DISCONNECT_SHARE:
             report.disconnected += 1
             await _go_away(client, path, body, chance.random() * 0.2)

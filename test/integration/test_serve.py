@@ -66,8 +66,7 @@ def post(server):
     """Return a function that posts a body to a path and returns the response."""
 
     def send(path, body):
-        content = json.dumps(body)
-        return httpx.post(f"{server.address}/v1/{path}", content=content, timeout=60)
+        return httpx.post(f"{server.address}/v1/{path}", json=body, timeout=60)
 
     return send
 
@@ -462,7 +461,10 @@ class TestLoad:
     def test_a_client_that_goes_away_within_its_request(self, tiny, capfd):
         with serving(*tiny) as server:
             with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+                    b"Content-Type: application/json\r\n\r\n{"
+                )
             answered = 'http_requests_total{path="/v1/completions",status="499"} 1.0'
             until(lambda: answered in httpx.get(f"{server.address}/metrics").text, seconds=20)
         assert "Traceback" not in capfd.readouterr().err

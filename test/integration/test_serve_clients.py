@@ -1,7 +1,6 @@
 """What clients send besides the prompt, and look for in answers."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
-import json
 import logging
 import re
 
@@ -54,7 +53,7 @@ def ask(server):
     """Return a function that posts a body to a path and returns the answer's JSON."""
 
     def send(path, **body):
-        answer = httpx.post(server.address + path, content=json.dumps(body), timeout=60)
+        answer = httpx.post(server.address + path, json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -205,7 +204,7 @@ class TestTokens:
         ],
     )
     def test_refusals(self, server, path, body, message):
-        answer = httpx.post(f"{server.address}/{path}", content=json.dumps(body))
+        answer = httpx.post(f"{server.address}/{path}", json=body)
         assert answer.status_code in (400, 413) and message in answer.json()["error"]["message"]
 
 
@@ -287,7 +286,7 @@ class TestLog:
         with caplog.at_level(logging.INFO, "granite4_neuron"):
             httpx.post(f"{server.address}/v1/completions", json=BODY, headers=headers)
             httpx.post(f"{server.address}/v1/completions", json={**BODY, "stream": True, "n": 2, "seed": 1})
-            httpx.post(f"{server.address}/v1/completions", json={"prompt": PROMPT, "max_tokens": -1})
+            httpx.post(f"{server.address}/v1/completions", json={"prompt": PROMPT, "max_tokens": -2})
         first, second, third = (record.getMessage() for record in caplog.records)
         tokens = r"prompt_tokens=\d+ cached_tokens=\d+ completion_tokens"
         times = r"first_token=\d+\.\d{3}s, \d+\.\d{3} s"

@@ -18,7 +18,9 @@ from granite4_neuron import load
 from granite4_neuron.serving import connection
 from test.support.serving import serving
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 # Its stream is some hundred kilobytes long.
 LONG = dict(prompt="An assignment statement", max_tokens=400, ignore_eos=True, stream=True, logprobs=20)
 

@@ -16,6 +16,7 @@ from granite4_neuron import load
 from granite4_neuron.serving.answers import CompletionAnswer
 from test.support.serving import serving
 
+JSON = {"Content-Type": "application/json"}
 LONGEST_WAIT = 2  # in seconds; the server should answer within a tenth, and without limits it took 3 to 60
 
 
@@ -113,7 +114,7 @@ def check_others(server, ask):
 def test_others_are_answered_meanwhile(server, path, body, message):
     content, answers = body if isinstance(body, bytes) else json.dumps(body).encode(), []
     url = f"{server.address}/v1/{path}"
-    check_others(server, lambda: answers.append(httpx.post(url, content=content, timeout=300)))
+    check_others(server, lambda: answers.append(httpx.post(url, content=content, headers=JSON, timeout=300)))
     assert answers[0].status_code == 400 and message in answers[0].json()["error"]["message"]
 
 
@@ -126,7 +127,8 @@ def test_others_are_answered_while_a_long_text_is_encoded(server):
 
 def test_others_are_answered_during_a_body_of_single_bytes(server):
     """h11 takes seconds for as many chunks as fit into one read of a socket."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Content-Type: application/json\r\n\r\n"
     content = b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
     port, answers = int(server.address.rpartition(":")[2]), []
 

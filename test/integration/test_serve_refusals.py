@@ -18,6 +18,8 @@ from granite4_neuron import load
 from granite4_neuron.serving.protocol import ChatBody, CompletionBody
 from test.support.serving import serving
 
+JSON = {"Content-Type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -36,7 +38,7 @@ def post(server):
 
     def send(path, body):
         content = body if isinstance(body, bytes) else json.dumps(body)
-        return httpx.post(f"{server.address}/v1/{path}", content=content, timeout=60)
+        return httpx.post(f"{server.address}/v1/{path}", content=content, headers=JSON, timeout=60)
 
     return send
 
@@ -178,6 +180,79 @@ def test_hosts(server):
             assert answer.status_code == 403 and f"host is {host}, and must be" in answer.json()["error"]["message"]
 
 
+def page(server, origin, site=None):
+    """Return the headers of a browser's request for a page of this origin."""
+    headers = {"Origin": origin.replace("PORT", server.address.rpartition(":")[2])} if origin else {}
+    return headers | ({"Sec-Fetch-Site": site} if site else {})
+
+
+FOREIGN = [
+    ("https://elsewhere.example", None),
+    ("http://127.0.0.1:1", None),
+    ("http://localhost:PORT", None),
+    ("http://127.0.0.1", None),
+    ("null", None),
+    ("https://elsewhere.example", "cross-site"),
+    ("http://127.0.0.1:PORT", "cross-site"),
+    ("http://127.0.0.1:1", "same-site"),
+    (None, "cross-site"),
+    (None, "same-site"),
+]
+
+
+@pytest.mark.parametrize("origin, site", FOREIGN)
+def test_pages_of_other_origins(server, origin, site):
+    """A browser sends such requests without asking the server, and a page need not read the answer to do harm."""
+    headers = page(server, origin, site)
+    for kind in ("application/json", "text/plain"):
+        for path in ("v1/completions", "v1/chat/completions", "tokenize", "detokenize"):
+            every = {**headers, "Content-Type": kind}
+            answer = httpx.post(f"{server.address}/{path}", content=b'{"prompt": "x"}', headers=every)
+            assert answer.status_code == 403 and "--allowed-origins" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.address}/", headers=headers).status_code == 200, "a link leads to the page"
+
+
+@pytest.mark.parametrize(
+    "origin, site",
+    [
+        (None, None),
+        ("http://127.0.0.1:PORT", None),
+        ("http://127.0.0.1:PORT", "same-origin"),
+        ("https://chat.example", "same-origin"),  # through a proxy that replaces Host
+        (None, "none"),
+    ],
+)
+def test_the_own_page_and_programs_that_are_no_browsers(server, origin, site):
+    body = {"prompt": "x", "max_tokens": 1}
+    answer = httpx.post(f"{server.address}/v1/completions", json=body, headers=page(server, origin, site), timeout=60)
+    assert answer.status_code == 200
+
+
+def test_pages_of_allowed_origins(tiny):
+    body = {"prompt": "x", "max_tokens": 1}
+    for allowed, statuses in ((["https://chat.example", "null"], [200, 200, 403]), (["*"], [200, 200, 200])):
+        with serving(*tiny, allowed_origins=allowed) as server:
+            url = f"{server.address}/v1/completions"
+            for origin, status in zip(("https://chat.example", "null", "https://other.example"), statuses, strict=True):
+                headers = page(server, origin, "cross-site")
+                assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == status
+                plain = {**headers, "Content-Type": "text/plain"}
+                answer = httpx.post(url, content=json.dumps(body), headers=plain)
+                assert answer.status_code == (415 if status == 200 else 403)
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_a_body_that_is_not_declared_as_json(server, kind):
+    """As another origin's page may send it without being asked for."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    answer = httpx.post(f"{server.address}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 415 and "it must be application/json" in answer.json()["error"]["message"]
+    for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        headers = {"Content-Type": kind}
+        answer = httpx.post(f"{server.address}/v1/completions", content=b'{"max_tokens": 0}', headers=headers)
+        assert answer.status_code == 400
+
+
 def test_a_chat_template_that_makes_half_a_character(server, post, monkeypatch, capfd):
     monkeypatch.setattr(server.service.maker._encoder._tokenizer, "chat_template", r"{{ '\ud800' }}")
     answer = post("chat/completions", {"messages": [{"role": "user", "content": "x"}]})
@@ -193,7 +268,7 @@ def test_a_long_body(post):
         for _ in range(40):
             yield b"x" * 2**15
 
-    assert httpx.post(str(post("completions", {}).request.url), content=pieces()).status_code == 413
+    assert httpx.post(str(post("completions", {}).request.url), content=pieces(), headers=JSON).status_code == 413
 
 
 def test_a_text_that_cannot_fit_is_not_encoded(post, server, monkeypatch):

@@ -189,8 +189,13 @@ class _Routes:
         """Read the body.
 
         Raises:
-            RequestError: 413 if it is longer than `max_body`.
+            RequestError: 413 if it is longer than `max_body`; 415 if it is not declared as JSON. A browser declares a
+                body as JSON for another origin's page only if the server allows that.
         """
+        kind = http.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            given = f"the body's Content-Type is {kind}" if kind else "the body has no Content-Type"
+            raise RequestError(415, f"{given}; it must be application/json.")
         body = bytearray()
         async for part in http.stream():
             body += part

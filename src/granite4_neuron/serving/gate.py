@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from granite4_neuron.serving.address import without_port
 from granite4_neuron.serving.errors import RequestError
+from granite4_neuron.serving.origin import refusal_of_page
 from granite4_neuron.serving.request_log import HEADER, RequestLog
 from granite4_neuron.serving.service import Service
 
@@ -24,8 +25,8 @@ LOG = "granite4_neuron.log"  # a request's `RequestLog` in its scope
 
 
 class Gate:
-    """Runs before all routes: checks host and API key, gives each request an id, and counts and logs responses by path
-    and status.
+    """Runs before all routes: checks host, web page and API key, gives each request an id, and counts and logs
+    responses by path and status.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -59,6 +60,8 @@ class Gate:
         host = headers.get(b"host", b"").decode("latin-1")
         if host and hosts is not None and without_port(host) not in hosts:
             return RequestError(403, f"the request's host is {host}, and must be {' or '.join(sorted(hosts))}.")
+        if scope["method"] == "POST" and (refusal := refusal_of_page(headers, self._service.allowed_origins)):
+            return refusal
         if self._service.is_ending and scope["method"] == "POST":
             return RequestError(
                 503, "the server is ending, and takes no new requests.", headers={"Connection": "close"}
