@@ -128,6 +128,84 @@ def test_who_takes_its_time_with_each_part_is_served(server, monkeypatch):
     assert answer.count(b"data: ") == 401
 
 
+def answers_of(content: bytes) -> list[bytes]:
+    """Return the responses in what a server sent, without those that are to be ignored."""
+    return [each for each in content.split(b"HTTP/1.1 ") if each and not each.startswith(b"100 ")]
+
+
+SHORT = {"prompt": "An assignment statement", "max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "close"])
+def test_a_client_that_has_nothing_more_to_send_gets_its_answer(server, monkeypatch, stream, more):
+    """Also if the answer takes longer than the server waits before it asks whether the client is still there."""
+    monkeypatch.setattr(connection, "PROBE_SECONDS", 0.001)
+    request = request_of({**SHORT, "stream": stream}).replace(b"Host:", more + b"Host:")
+    with connect(server) as client:
+        client.sendall(request)
+        client.shutdown(socket.SHUT_WR)
+        [answer] = answers_of(everything(client))
+    assert answer.startswith(b"200 ")
+    expected = httpx.post(f"{server.address}/v1/completions", json=SHORT, timeout=60).json()["choices"][0]["text"]
+    if stream:
+        events = [line[6:] for line in answer.splitlines() if line.startswith(b"data: {")]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    else:
+        text = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+    assert text == expected
+    until(lambda: not server.server_state.connections)
+
+
+def test_each_of_several_requests_before_the_end_is_answered(server):
+    with connect(server) as client:
+        client.sendall(request_of(SHORT) + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + request_of(SHORT))
+        client.shutdown(socket.SHUT_WR)
+        assert [each[:4] for each in answers_of(everything(client))] == [b"200 "] * 3
+
+
+@pytest.mark.parametrize(
+    "start", [b"", HEAD[:40], HEAD % 100 + b"{"], ids=["nothing", "half the headers", "half a body"]
+)
+def test_half_a_request_is_not_waited_for(server, start):
+    with connect(server) as client:
+        client.sendall(start)
+        client.shutdown(socket.SHUT_WR)
+        everything(client)
+    until(lambda: not server.server_state.connections, seconds=5)
+
+
+@pytest.mark.parametrize("way", ["closed", "reset", "ended and closed"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_is_gone_is_noticed(tiny, monkeypatch, way, stream):
+    """Also while its request waits: neither an answer nor a part of one has been written then."""
+    monkeypatch.setattr(connection, "PROBE_SECONDS", 0.01)
+    endless = dict(prompt="An assignment statement", ignore_eos=True, max_tokens=8000)
+    with serving(*tiny, num_sequences=1, max_length=8192) as server, connect(server) as running:
+        running.sendall(request_of({**endless, "stream": True}))
+        until(lambda: server.engine.num_running)
+        with connect(server) as client:
+            client.sendall(request_of({**endless, "stream": stream}))
+            until(lambda: server.engine.num_waiting)
+            if way == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if way == "ended and closed":
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(100).startswith(b"HTTP/1.1 100 Continue\r\n")
+        until(lambda: not server.engine.num_waiting)
+        assert server.engine.num_running, "the other request still runs"
+
+
+def test_a_client_of_http_1_0_is_gone_at_its_end(server):
+    """Nothing may be written to it before the answer."""
+    with connect(server) as client:
+        client.sendall(request_of({**LONG, "stream": False}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        until(lambda: server.engine.num_running)
+        client.shutdown(socket.SHUT_WR)
+        assert everything(client) == b""
+        until(lambda: not server.engine.has_work)
+
+
 @pytest.mark.parametrize("start", [HEAD % 100 + b"{", request_of(LONG)], ids=["half a body", "a stream"])
 def test_the_end_does_not_wait_for_a_client(tiny, monkeypatch, start):
     monkeypatch.setattr(connection, "ENDING_SECONDS", 0.5)

@@ -15,6 +15,9 @@ HEADERS, BODY, READER = "headers", "body", "reader"
 SECONDS = {HEADERS: 10, BODY: 60, READER: 60}
 ENDING_SECONDS = 5  # for each of them, once the server is ending
 
+# How long after a client's end of sending the server first makes sure that the client still reads; then ten times that.
+PROBE_SECONDS = 0.05
+
 READ_BYTES = 4096  # at a time: h11 takes a hundredth of a second for that many in chunks of one byte
 
 
@@ -23,12 +26,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     A connection is closed if a request's headers or body do not come in time, or if the client does not read what the
     server sends: if nothing can be sent although much is waiting, or the rest of the last answer cannot be sent.
+
+    A client that has sent its request may end its own side of the connection and read on. What the server receives is
+    the same if the client is gone, but then writing fails. So until the answer begins, the server writes responses that
+    clients must ignore (RFC 9110, 15.2).
     """
 
     _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
     _waits_for: tuple[str, float] | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_ending = False
+    _has_all = False  # whether the client sends nothing more
+    _prober: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -44,8 +53,20 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         self._watch()
 
+    def eof_received(self) -> bool:
+        """Return whether the connection stays open."""
+        # HTTP/1.0 has no responses to ignore.
+        if not self._is_answering or self.scope["http_version"] == "1.0":
+            return False
+        if not self._has_all:
+            self._has_all = True
+            self._probe(PROBE_SECONDS)
+        return True
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._has_all and not self._is_answering:
+            self.transport.close()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -68,6 +89,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._wait_for(None)
+        if self._prober is not None:
+            self._prober.cancel()
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request has come and its response has not been written."""
+        return self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.cycle.response_complete
+
+    def _probe(self, seconds: float) -> None:
+        if not self.cycle.response_started:
+            ignored = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(ignored))
+        self._prober = self.loop.call_later(seconds, self._probe, 10 * seconds)
 
     def _watch(self) -> None:
         """Check what the server waits for now; restart the time limit if that has changed."""
