@@ -4,12 +4,13 @@
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -59,6 +60,48 @@ def test_a_signal_finishes_what_runs_and_refuses_what_is_new(number):
             httpx.post(f"{address}/v1/completions", json=LONG)
         assert process.wait(200) == (130 if number == signal.SIGINT else 0)
         assert "Traceback" not in process.stderr.read()
+
+
+@contextmanager
+def connections(address, number):
+    """Open connections that send nothing; yield those that the server leaves open. They are accepted in order."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    with ExitStack() as at_end:
+        made = [at_end.enter_context(socket.create_connection((host, int(port)), 60)) for _ in range(number)]
+        waiting = select.poll()
+        waiting.register(made[-1], select.POLLIN)
+        assert waiting.poll(60_000), "it is closed"
+        for each in made:
+            waiting.register(each, select.POLLIN)
+        closed = {descriptor for descriptor, _ in waiting.poll(0)}
+        is_open = [each.fileno() not in closed for each in made]
+        assert is_open == sorted(is_open, reverse=True)
+        yield made[: is_open.count(True)]
+
+
+def limits(soft, hard):
+    """Return the words before a command that give it limits of descriptors."""
+    return ["bash", "-c", f'ulimit -S -n {soft} && ulimit -H -n {hard} && exec "$@"', "bash"]
+
+
+def test_connections_leave_some_descriptors():
+    """Each further one is closed at once, with one line in the log a minute, and the server works on."""
+    with serve_process(before=limits(200, 300)) as (process, address):
+        with connections(address, 400) as first:
+            assert 200 < len(first) < 300 - 64, "the limit is the hard one"
+            first[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert first[0].recv(100).startswith(b"HTTP/1.1 200 OK")
+            schema = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"json": {}}}  # takes files and a process
+            content = json.dumps(schema).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            first[1].sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            assert first[1].recv(100).startswith(b"HTTP/1.1 200 OK")
+        assert httpx.get(f"{address}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        said = process.stderr.read().splitlines()
+    assert len(said) == 2 and said[0].startswith("Using the small model")
+    assert said[1].startswith("Connections are closed as soon as they are made, 1 since the last such line")
 
 
 def test_it_outlives_its_terminal_under_nohup():

@@ -133,9 +133,11 @@ def run(options: argparse.Namespace) -> int:
     max_body, key, adapters = num_bytes(options.max_body), _api_key(options), adapters_of(options)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.serving.address import bind, in_url, is_for_this_machine, own_names
+    from granite4_neuron.serving.listener import raise_descriptor_limit
     from granite4_neuron.serving.sequences import Limits
     from granite4_neuron.serving.server import Server
 
+    raise_descriptor_limit()
     with ExitStack() as at_end:
         listener = at_end.enter_context(bind(options.host, options.port))
         is_open = not is_for_this_machine(listener)

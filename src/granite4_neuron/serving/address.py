@@ -6,11 +6,12 @@ import socket
 from ipaddress import ip_address
 
 from granite4_neuron.errors import UserError
+from granite4_neuron.serving.listener import Listener
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> Listener:
     """Return a socket bound to this address; it does not listen yet.
 
     Raises:
@@ -47,8 +48,8 @@ def without_port(host: str) -> str:
     return (host[:end] if end >= 0 else host).lower()
 
 
-def _listener(family: socket.AddressFamily, address: tuple) -> socket.socket:
-    listener = socket.socket(family)
+def _listener(family: socket.AddressFamily, address: tuple) -> Listener:
+    listener = Listener(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -20,6 +20,7 @@ from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.app import make_app
 from granite4_neuron.serving.connection import Connection
 from granite4_neuron.serving.engine_thread import EngineThread
+from granite4_neuron.serving.listener import Listener
 from granite4_neuron.serving.metrics import Metrics
 from granite4_neuron.serving.sequences import Limits, SequenceMaker
 from granite4_neuron.serving.service import Service
@@ -74,9 +75,11 @@ class Server(uvicorn.Server):
         self._has_failed = self._is_interrupted = False
         # It warns about each mistake of a client.
         quiet = dict(log_level="error", use_colors=False, access_log=False, server_header=False)
-        super().__init__(uvicorn.Config(make_app(self.service), http=Connection, lifespan="on", ws="none", **quiet))
+        # asyncio's own event loop calls `Listener.accept`.
+        how = dict(loop="asyncio", http=Connection, lifespan="on", ws="none")
+        super().__init__(uvicorn.Config(make_app(self.service), **how, **quiet))
 
-    def serve_on(self, listener: socket.socket) -> bool:
+    def serve_on(self, listener: Listener) -> bool:
         """Serve until a signal, or until the engine fails; return false if it failed.
 
         Raises:
