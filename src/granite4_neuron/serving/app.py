@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ from granite4_neuron.serving.work_queue import WorkQueue
 
 Result = TypeVar("Result")
 
+_PART = 2**16  # bytes
 _MODEL = "/v1/models/{name:path}"
 
 
@@ -207,28 +208,25 @@ class _Routes:
         self, http: HTTPRequest, body: GenerationBody, answer: Answer, requests: Sequence[Request]
     ) -> Response:
         """Return the whole response, or a stream that starts with the first token."""
-        generation = self._service.engine.submit(requests)
-        log = http.scope[LOG]
-        log.generation, log.answer = generation, answer
-        is_handed_on = False
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(self._service.prompt_logprobs.hold(requests))
+            generation = self._service.engine.submit(requests)
+            at_end.callback(self._service.engine.end, generation)
+            log = http.scope[LOG]
+            log.generation, log.answer = generation, answer
             if not body.stream:
-                return await _unless_gone(http.receive, self._whole(generation, answer))
+                text = await _unless_gone(http.receive, self._whole(generation, answer))
+                return _LongText(text, on_end=at_end.pop_all().close)
             batches = aiter(generation)
             first = await _unless_gone(http.receive, anext(batches))
             _raise_errors(first)
-            is_handed_on = True
-            events = _events(first, batches, answer, body)
-            return _EventStream(events, on_end=lambda: self._service.engine.end(generation))
-        finally:
-            if not is_handed_on:
-                self._service.engine.end(generation)
+            return _EventStream(_events(first, batches, answer, body), on_end=at_end.pop_all().close)
 
-    async def _whole(self, generation: Generation, answer: Answer) -> Response:
+    async def _whole(self, generation: Generation, answer: Answer) -> str:
         async for batch in generation:
             _raise_errors(batch)
             answer.add(batch)
-        return await asyncio.to_thread(lambda: json_response(answer.whole()))
+        return await asyncio.to_thread(lambda: to_json(answer.whole()))
 
 
 async def _events(
@@ -266,6 +264,26 @@ def _raise_errors(batch: Batch) -> None:
     for _, output in batch:
         if output.error is not None:
             raise RequestError(400 if output.is_requests_fault else 500, output.error)
+
+
+class _LongText(Response):
+    """JSON that is sent part by part, each when there is room for it: the client may be slow."""
+
+    media_type = "application/json"
+
+    def __init__(self, text: str, on_end: Callable[[], None]):
+        super().__init__(text)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(self.body), _PART):
+                part = self.body[start : start + _PART]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._on_end()
 
 
 class _EventStream(Response):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import islice
 
 from starlette.responses import Response
 
 _LONGEST_MESSAGE = 500  # characters
 RETRY_AFTER_SECONDS = 1
+_PIECES = 4096
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -65,5 +67,6 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 def to_json(value: object) -> str:
     """Encode as JSON in ASCII, because a message may quote invalid text."""
-    # Piece by piece, because `dumps` lets no other thread run.
-    return "".join(json.JSONEncoder().iterencode(value))
+    # Piece by piece, because `dumps` lets no other thread run. Several together, because each is a text of its own.
+    pieces = json.JSONEncoder().iterencode(value)
+    return "".join(iter(lambda: "".join(islice(pieces, _PIECES)), ""))

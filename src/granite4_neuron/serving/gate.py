@@ -54,6 +54,7 @@ class Gate:
         finally:
             if scope["method"] == "POST":
                 log.write(status)
+            del scope[LOG]  # a connection keeps its last scope, and a log the whole answer
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers, hosts = dict(scope["headers"]), self._service.hosts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from granite4_neuron.serving.answers import TokenTexts
 from granite4_neuron.serving.engine_thread import EngineThread
 from granite4_neuron.serving.metrics import Metrics
+from granite4_neuron.serving.prompt_logprobs import PromptLogprobs
 from granite4_neuron.serving.sequences import SequenceMaker
 from granite4_neuron.serving.work_queue import Preparation
 
@@ -23,6 +24,7 @@ class Service:
     allowed_origins: web pages that may use the server; "*" for all.
     has_page: whether there is a chat for people at /.
     is_ending: whether new requests are refused.
+    prompt_logprobs: those that requests in flight hold.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Service:
     allowed_origins: Sequence[str] = ()
     has_page: bool = True
     is_ending: bool = False
+    prompt_logprobs: PromptLogprobs = field(default_factory=PromptLogprobs)
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -1,0 +1,48 @@
+"""A joint limit of the log-probabilities of prompts, which come all at once and stay until their answer is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from granite4_neuron.engine import Request
+from granite4_neuron.serving.errors import RequestError, too_many_requests
+
+MOST = 2**21  # log-probabilities: some 0.4 GiB while an answer is written
+
+
+class PromptLogprobs:
+    """Counts those that the requests in flight hold. It belongs to the event loop.
+
+    number: of them.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def hold(self, requests: Sequence[Request]) -> Callable[[], None]:
+        """Count those of a request to the server; return what to call once its answer is sent.
+
+        Raises:
+            RequestError: 400 if it alone asks for too many; 429 if there are too many together with others.
+        """
+        asked = sum(
+            len(request.tokens) * (1 + request.prompt_logprobs)
+            for request in requests
+            if request.prompt_logprobs is not None
+        )
+        if asked > MOST:
+            message = (
+                f"the request asks for {asked} log-probabilities of prompts, and may ask for {MOST}; give fewer or "
+            )
+            raise RequestError(400, f"{message}shorter prompts, or a smaller logprobs.", "logprobs")
+        if self.number + asked > MOST:
+            message = (
+                f"the requests that run have {self.number} log-probabilities of prompts, of {MOST} that they may have"
+            )
+            raise too_many_requests(f"{message}; try again later.")
+        self.number += asked
+
+        def release() -> None:
+            self.number -= asked
+
+        return release
