@@ -180,7 +180,8 @@ class StepContract:
             tensor[1:] = 0.1 * torch.randn(tensor[1:].shape, generator=generator)
         backend.poison(states[1])
         for slot, length in begun.items():
-            ours.restore(states[1], [cpu.snapshot(states[0], slot, length)], slot)
+            snapshot = cpu.snapshot(states[0], slot, length)
+            ours.restore(states[1], [replace(snapshot, fingerprint=ours.fingerprint)], slot)
         tokens, lengths = random_tokens(config.vocab_size, len(begun) + 1, 200).tolist(), dict(begun)
 
         def step(*counts, accepted=None):

@@ -201,7 +201,7 @@ class TestTheSame:
         assert len(digests) == 3
 
     @needs_compiler
-    @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=str)
+    @pytest.mark.parametrize("format", [None, *FORMATS.values()], ids=["plain", *FORMATS])
     @pytest.mark.parametrize("shape", [(33, 97), (3, 5, 32)], ids=str)
     def test_packed_weights_have_no_byte_that_is_left_as_it_was(self, format, shape):
         weight = torch.randn(shape, dtype=torch.bfloat16)

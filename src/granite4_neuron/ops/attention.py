@@ -98,7 +98,7 @@ class RunningSoftmax:
 
 def slot_rows(cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
     """Return each sequence's part of a cache [slots, ...]: [batch, ...]. Without slots it is a view."""
-    return cache[1:] if slots is None else cache.index_select(0, slots)
+    return cache[1:] if slots is None else cache.index_select(0, _indices_of(cache, slots))
 
 
 def block_length(tokens: int, kv_length: int) -> int:
@@ -118,11 +118,19 @@ def write_cache(
         values: [batch, tokens, kv_heads, head_dim].
         positions, lengths, slots: as in `cached_attention`.
     """
-    rows, at = (index[:, None] for index in cache_places(positions, lengths, slots))
+    rows, at = (_indices_of(cache, index)[:, None] for index in cache_places(positions, lengths, slots))
     # With an index for every axis but the last a compiler writes in place; with a slice among them it would transpose,
     # which is to copy, the whole cache.
     heads = torch.arange(cache.shape[1], dtype=rows.dtype, device=cache.device)[:, None]
     cache[rows, heads, at] = values.transpose(1, 2)
+
+
+def _indices_of(cache: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return indices of a cache, in 64 bits if a GPU's compiler needs them: inductor multiplies an index by its stride
+    in the index's own dtype.
+    """
+    is_large = cache.shape[0] * cache.stride(0) > torch.iinfo(torch.int32).max  # it may be a part of a cache
+    return indices.long() if cache.is_cuda and is_large else indices
 
 
 def cache_places(
