@@ -334,7 +334,7 @@ class Fuzz:
                     self._cancel(running)
                 if self._chance.random() < 0.005:
                     running.clear()
-                    self._engine = self._new_engine()
+                    self._engine, self._faults.may_end = self._new_engine(), 0
                     gc.collect()  # some requests bring code that knows their engine
                     self._check(self._cache.stats.in_use == 0, "an engine that is gone holds snapshots")
         while self._engine.has_work:
@@ -358,11 +358,12 @@ class Fuzz:
         """Run a step in which something may fail, and compare what has ended."""
         if self._chance.random() < 0.3:
             self._faults.arm()
-        outputs: Sequence[Output] = []
-        may_have_ended, self._faults.may_end = self._faults.may_end, 0
+        outputs: Sequence[Output] | None = None
         with suppress(KeyboardInterrupt), self._sometimes_interrupted(0.1):
             outputs = self._engine.step()
         self._faults.disarm()
+        if outputs is None:  # what has ended is for the next step to say
+            return
         errors = []
         for output in outputs:
             run = running.get(output.id)
@@ -372,7 +373,7 @@ class Fuzz:
             if output.finish_reason is not None:
                 self._compare(running.pop(output.id))
                 errors += [output.error] if output.error is not None and not run.fails else []
-        most = may_have_ended + self._faults.may_end
+        most, self._faults.may_end = self._faults.may_end, 0
         self._check(len(errors) <= most, f"{len(errors)} sequences ended, and {most} may: {errors}")
 
     def _compare(self, run: _Run) -> None:

@@ -1,8 +1,11 @@
 """Prompt caches and conversation files that are damaged or were made to do harm."""
 
+import io
 import json
 import os
 import socket
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from granite4_neuron.commands.chat_session import Session
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import Conversation, ConversationEncoder
 from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.terminal import guard_streams
 
 PROMPT = "A text of some length"
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -215,6 +219,12 @@ def damaged(saved, damage, file):
     return file
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    """Chats here have the input of a test in place of a terminal's."""
+    monkeypatch.setattr("granite4_neuron.commands.chat_session.keys_are_kept", nullcontext)
+
+
 def is_a_sentence(error):
     return str(error).endswith(".") and str(error).isprintable() and len(str(error)) < 2000
 
@@ -353,9 +363,19 @@ def test_a_link_is_written_where_it_points_to(conversation, tmp_path):
     assert sorted(os.listdir(tmp_path / "there")) == ["new", "old"]
 
 
-def test_what_a_file_says_does_not_reach_the_terminal_raw(conversation, capsys):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_a_file_says_does_not_reach_the_terminal_raw(conversation, monkeypatch):
     "".join(conversation.ask("\x1b[31mHello"))
     conversation.system = "\x1b]0;title\x07Be brief."
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Terminal())
+    guard_streams()
     assert Session(conversation, Lines("/system", "/undo"), is_terminal=True).run() == 0
-    output, said = capsys.readouterr()
-    assert "Be brief." in output and "Hello" in said and "\x1b" not in output + said
+    shown = sys.stdout.getvalue() + sys.stderr.getvalue()
+    for mark in ("\x1b[?2004h", "\x1b[?2004l"):  # of the chat itself, for pasted text
+        shown = shown.replace(mark, "")
+    assert "Be brief." in shown and "Hello" in shown and "\x1b" not in shown

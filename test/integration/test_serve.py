@@ -199,10 +199,10 @@ class TestSampling:
     def test_minus_one(self, server, tiny):
         """It is what other servers take for no limit, and for no seed."""
         maker, length = server.service.maker, len(tiny[1].encode("x"))
-        [request] = maker.completion_requests(CompletionBody(prompt="x", top_k=-1, seed=-1, max_tokens=-1))
+        [request] = maker.completion_requests(CompletionBody(prompt="x", top_k=-1, seed=-1, max_tokens=-1)).requests
         assert (request.top_k, request.seed, request.max_tokens) == (0, None, 512 - length)
         for name in ("max_tokens", "max_completion_tokens"):
-            [chat] = maker.chat_requests(ChatBody(messages=[{"role": "user", "content": "x"}], **{name: -1}))
+            [chat] = maker.chat_requests(ChatBody(messages=[{"role": "user", "content": "x"}], **{name: -1})).requests
             assert chat.max_tokens == 512 - len(chat.tokens)
 
 
@@ -275,7 +275,7 @@ class TestChat:
                 body = ChatBody.model_validate_json(json.dumps({"messages": messages, "top_logprobs": 0}))
                 assert body.messages[1].described()["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
                 assert "index" not in body.messages[1].described()["tool_calls"][0]
-                tokens += [list(request.tokens) for request in server.service.maker.chat_requests(body)]
+                tokens += [list(request.tokens) for request in server.service.maker.chat_requests(body).requests]
         assert tokens == tokens[:1] * 8
 
     def test_control_tokens_are_text(self, client, tiny):

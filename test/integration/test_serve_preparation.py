@@ -117,7 +117,10 @@ def test_beyond_the_queue(server, grammars, pool):
 def left_waiting(server, body, number):
     """Send a request some times; let the clients go away once all of them wait for the grammar."""
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
     port = int(server.address.rpartition(":")[2])
     with ExitStack() as clients:
         for _ in range(number):
@@ -178,7 +181,7 @@ def test_a_full_server_does_no_work_for_a_request(server, monkeypatch):
         lines = stream.iter_lines()
         next(lines)
         prompts = Blocked(monkeypatch, server.service.maker, "completion_requests")
-        answer = httpx.post(url, content=b"{", timeout=60)
+        answer = httpx.post(url, content=b"{", headers={"Content-Type": "application/json"}, timeout=60)
         assert answer.status_code == 429 and not prompts.calls
         assert post(server, "/tokenize", prompt="x").status_code == 200
     until(lambda: metric(server, "num_requests_running") == 0)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron import UserError, limited_process
+from granite4_neuron import UserError
 from granite4_neuron.chat_template import Renderer, TemplateFailed
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
+from granite4_neuron.limited_process import LimitedProcess
 
 TALK = [
     {"role": "system", "content": "be brief"},
@@ -117,12 +118,12 @@ def test_closing_does_not_wait_for_a_template(is_late, monkeypatch):
     processes, failures = [], []
 
     class Late(Renderer):
-        def _ask(self, question):
+        def _ask(self, question, stop):
             self._process.wait()
-            return super()._ask(question)
+            return super()._ask(question, stop)
 
-    def start(*limits):
-        processes.append(start_process(*limits))
+    def start(process):
+        processes.append(start_process(process))
         return processes[-1]
 
     def render():
@@ -130,8 +131,8 @@ def test_closing_does_not_wait_for_a_template(is_late, monkeypatch):
             renderer.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
         failures.append(failure)
 
-    start_process = limited_process._start
-    monkeypatch.setattr(limited_process, "_start", start)
+    start_process = LimitedProcess._start
+    monkeypatch.setattr(LimitedProcess, "_start", start)
     with closing(Renderer()) as renderer:
         renderer.render("x", {})
         if is_late:

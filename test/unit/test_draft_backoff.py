@@ -106,7 +106,7 @@ def test_sequences_of_a_batch_pause_each_on_its_own(model, request_, text):
     class Both:
         def propose(self, requests):
             return [
-                (right if request.id == 0 else wrong)._propose(len(request.tokens), request.most)
+                (right if request.id == ids[0] else wrong)._propose(len(request.tokens), request.most)
                 for request in requests
             ]
 
