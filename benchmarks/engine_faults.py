@@ -263,6 +263,7 @@ class Fuzz:
 
     def __init__(self, folder: Path, seed: int):
         self.report = Report()
+        self._ended: set[int] = set()  # ids of sequences that have had their last output
         self._chance = random.Random(seed)
         self._faults = Faults(self._chance, self.report.faults)
         checkpoint = bundled_checkpoint()
@@ -367,6 +368,9 @@ class Fuzz:
         errors = []
         for output in outputs:
             run = running.get(output.id)
+            self._check(output.id not in self._ended, "a sequence has an output after its last one")
+            if output.finish_reason is not None:
+                self._ended.add(output.id)
             if run is None:  # an interrupted `add` has not said that it was added
                 continue
             run.outputs.append(output)

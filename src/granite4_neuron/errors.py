@@ -28,7 +28,10 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 def described(error: Exception) -> str:
     """Return what an exception says, with its type where that is not for users: a part of a sentence."""
-    said = str(error).strip().rstrip(".")
+    try:
+        said = str(error).strip().rstrip(".")
+    except Exception:  # a foreign exception may be unable to say anything
+        said = ""
     if isinstance(error, UserError):
         return said
     return printable(f"{type(error).__name__}: {said}" if said else type(error).__name__)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+import pickle
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from granite4_neuron import UserError, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.generation import loop
 from test.support.engines import (
@@ -67,6 +69,11 @@ def returning(value):
     return lambda *arguments: value
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
 WRONG_SCORES = {
     "an exception": (raising(ZeroDivisionError("by zero")), r"failed \(ZeroDivisionError: by zero\)\."),
     "an exception without words": (raising(MemoryError()), r"failed \(MemoryError\)\."),
@@ -74,12 +81,15 @@ WRONG_SCORES = {
     "an array": (returning(np.zeros((1, VOCAB))), "must return a tensor"),
     "more columns": (
         returning(torch.zeros(1, 2 * VOCAB)),
-        r"a tensor \[1, 320\] of torch.float32 on cpu, and must .* \[1, 160\]",
+        r"a tensor \[1, 320\] of torch.float32 on cpu and must .* \[1, 160\]",
     ),
     "fewer columns": (returning(torch.zeros(1, 3)), r"a tensor \[1, 3\]"),
     "no axis": (returning(torch.tensor(1.0)), r"a tensor \[\]"),
-    "another dtype": (returning(torch.zeros(1, VOCAB, dtype=torch.float64)), "of torch.float64 on cpu, and must"),
-    "another device": (returning(torch.zeros(1, VOCAB, device="meta")), "on meta, and must"),
+    "another dtype": (returning(torch.zeros(1, VOCAB, dtype=torch.float64)), "of torch.float64 on cpu and must"),
+    "sparse ones": (lambda tokens, scores: scores.to_sparse(), "torch.sparse_coo, and must"),
+    "not numbers": (lambda tokens, scores: scores * np.nan, r"failed \(it returned NaN\)"),
+    "an exception that cannot say anything": (raising(Mute()), r"failed \(Mute\)"),
+    "another device": (returning(torch.zeros(1, VOCAB, device="meta")), "on meta and must"),
 }
 
 
@@ -121,6 +131,9 @@ class TestWhatARequestBrings:
             *((place, raising(ValueError("no"))) for place in ("fork", "mask", "accept", "count_allowed")),
             ("mask", returning(None)),
             ("mask", returning(torch.zeros(3))),
+            ("mask", returning(torch.full([VOCAB], -np.inf))),
+            ("mask", returning(torch.full([VOCAB], np.nan))),
+            ("fork", returning(None)),
             ("count_allowed", returning("a")),
             ("count_allowed", returning(-1)),
             ("count_allowed", returning(99)),
@@ -152,14 +165,16 @@ class TestWhatARequestBrings:
         others = {engine.add(Request(PROMPTS[number], NEW)): number for number in (1, 2)}
         request = Request(PROMPTS[0], NEW, constraint=constraint)
         if place == "fork":
-            with pytest.raises(UserError, match=r"^the request's constraint failed \(ValueError: no\)\.$"):
+            with pytest.raises(
+                UserError, match=r"^the request's constraint failed \((ValueError: no|its fork is None, .*)\)\.$"
+            ):
                 engine.add(request)
         else:
             bad = engine.add(request)
         outputs = run(engine)
         if place != "fork":
             last = outputs[bad][-1]
-            assert last.error.startswith("the request's constraint failed (") and last.is_requests_fault
+            assert "the request's constraint" in last.error and last.is_requests_fault
         assert {number: tokens_of(outputs[id]) for id, number in others.items()} == {1: alone(1), 2: alone(2)}
         check_goes_on(engine, alone)
 
@@ -224,6 +239,7 @@ class TestTheRuntime:
         monkeypatch.setattr(runtime, "allocate", raising(UserError("there is no room.")))
         engine.add(Request(PROMPTS[0], NEW))
         assert [output.error for output in engine.step()] == ["there is no room."]
+        assert engine.failed_steps == 2, "whoever watches over the engine sees that nothing works"
         monkeypatch.undo()
         check_goes_on(engine, alone)
         assert engine.failed_steps == 0
@@ -239,6 +255,87 @@ class TestTheRuntime:
         before = engine._slots.state
         generate_one(engine, Request(PROMPTS[0], NEW))
         assert engine._slots.state is not before
+
+    def test_prefixes_in_slots_do_not_outlive_a_state_that_may_be_lost(self, model, alone, monkeypatch):
+        """A runtime that keeps its state itself gives none, and so no other one."""
+        runtime = ChunkRuntime(model)
+        cache = SlotPrefixCache(runtime, (4, 5))
+        engine = Engine(runtime, 3, prefix_cache=cache)
+        assert generate_one(engine, Request(PROMPTS[1], NEW)) == alone(1)
+        monkeypatch.setattr(runtime, "step", raising(RuntimeError("the device is lost")))
+        engine.add(Request(PROMPTS[0], NEW))
+        assert engine.step()[-1].finish_reason == "error"
+        monkeypatch.undo()
+        engine.add(Request(PROMPTS[1], NEW))
+        engine._slots.renew()
+        [first, *_] = [output for _ in range(4) for output in engine.step()]
+        assert first.prompt.cached_tokens == 0 and cache._state is engine._slots.state
+
+    def test_prefixes_in_slots_are_forgotten_before_another_state_is_used(self, model, monkeypatch):
+        runtime = ChunkRuntime(model)
+        cache = SlotPrefixCache(runtime, (2, 3))
+        first, second = runtime.allocate(3, 60), runtime.allocate(3, 60)
+        cache.keep(PROMPTS[1], first, 1, torch.zeros(VOCAB))
+        monkeypatch.setattr(cache, "_forget", raising(MemoryError()))
+        with pytest.raises(MemoryError):
+            cache.attach(second)
+        monkeypatch.undo()
+        cache.attach(second)
+        assert cache.find(PROMPTS[1]) is None
+
+    def test_a_state_whose_logits_are_not_finite_is_not_kept(self, model, alone, monkeypatch):
+        runtime = ChunkRuntime(model)
+        engine, step, calls = engine_of(runtime), runtime.step, itertools.count()
+        monkeypatch.setattr(runtime, "step", lambda *given: step(*given) * (np.nan if next(calls) == 0 else 1))
+        generate_one(engine, Request(PROMPTS[2], NEW))  # in the middle of whose prompt nobody sees them
+        monkeypatch.undo()
+        check_goes_on(engine, alone)
+
+    @pytest.mark.parametrize("brings", ["a processor", "a constraint"])
+    def test_a_model_whose_logits_are_not_finite_is_to_blame(self, model, brings, monkeypatch):
+        runtime = ChunkRuntime(model)
+        options = dict(logits_processors=[lambda tokens, scores: scores.nan_to_num()])
+        if brings == "a constraint":
+            options = dict(constraint=InPlace())
+        engine, step = engine_of(runtime), runtime.step
+        monkeypatch.setattr(runtime, "step", lambda *given: step(*given) * np.nan)
+        id = engine.add(Request(PROMPTS[0], NEW, **options))
+        [output] = run(engine)[id]
+        assert output.error == "no token can be chosen: the model's logits are not finite."
+        assert not output.is_requests_fault
+
+
+class InPlace:
+    """A constraint that forbids nothing and writes to what it is given."""
+
+    def fork(self):
+        return self
+
+    def mask(self, logits):
+        kept = logits.clone()
+        logits.fill_(7.0)
+        return kept
+
+    def accept(self, token):
+        pass
+
+    def count_allowed(self, tokens):
+        return len(tokens)
+
+
+def test_a_constraint_that_writes_to_logits_changes_nobody_elses(runtime, alone):
+    engine = engine_of(runtime)
+    for _ in range(3):
+        id = engine.add(Request(PROMPTS[1], NEW, constraint=InPlace()))
+        assert tokens_of(run(engine)[id]) == alone(1)
+    check_goes_on(engine, alone)
+
+
+def test_an_error_of_several_prompts_can_be_sent_to_another_process():
+    error = loop.GenerationError({1: "no.", 2: "neither."}, 3)
+    error.texts = ["a", "", ""]
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.errors, again.texts) == (str(error), error.errors, error.texts)
 
 
 class TestWhatOnlySavesTime:
@@ -262,7 +359,7 @@ class TestWhatOnlySavesTime:
             ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
             outputs = run(engine)
             assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
-        assert len(caplog.records) == 1 and "the prefix cache failed, and texts go on without it" in caplog.text
+        assert len(caplog.records) == 1 and "The prefix cache failed, and texts go on without it" in caplog.text
         caplog.clear()
         monkeypatch.undo()
         check_goes_on(engine, alone)

@@ -29,7 +29,7 @@ class DraftRequest:
     """A sequence to draft for.
 
     id: of the sequence, the same at each call.
-    tokens: prompt and accepted tokens; more of them at a later call.
+    tokens: prompt and accepted tokens; more of them at a later call. They are the engine's own, and not to be changed.
     most: the most drafts; may be 0.
     chooser: how its tokens are chosen.
     """
@@ -69,7 +69,7 @@ class NgramDrafter:
         """See `Drafter.end`."""
 
 
-def check_drafts(drafts: object, requests: Sequence[DraftRequest], vocab_size: int) -> Sequence[Sequence[int]]:
+def check_drafts(drafts: object, requests: Sequence[DraftRequest], vocab_size: int) -> list[list[int]]:
     """Return what a drafter has proposed.
 
     Raises:
@@ -82,4 +82,4 @@ def check_drafts(drafts: object, requests: Sequence[DraftRequest], vocab_size: i
             raise UserError(f"drafts are {reprlib.repr(its_drafts)}, and must be a list of at most {request.most}.")
         if not all(is_whole(token) and 0 <= token < vocab_size for token in its_drafts):
             raise UserError(f"drafts are {reprlib.repr(its_drafts)}; token ids are 0 to {vocab_size - 1}.")
-    return drafts
+    return [list(its_drafts) for its_drafts in drafts]

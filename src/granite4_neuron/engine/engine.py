@@ -26,7 +26,7 @@ from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.drafters import Drafter, DraftRequest, check_drafts
 from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
 from granite4_neuron.engine.request import GenerationStats, Output, Request, check_count, check_has
-from granite4_neuron.engine.sampling import RequestFault
+from granite4_neuron.engine.sampling import RequestFault, are_finite
 from granite4_neuron.engine.sampling_params import is_whole
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
@@ -77,7 +77,8 @@ class _For:
                 return False
             if not isinstance(error, UserError):
                 _LOGGER.error("A step of the engine failed.", exc_info=error)
-            self._engine._fail(self._sequences, sentence_of(error), isinstance(error, RequestFault))
+            failed = [sequence for sequence in self._sequences if sequence.id in self._engine._unfinished]
+            self._engine._fail(failed, sentence_of(error), isinstance(error, RequestFault))
         for id in self._new:
             self._engine._unfinished.pop(id, None)
         return True
@@ -227,16 +228,16 @@ class Engine:
         found = [self._running[id]] if id in self._running else [each for each in self._waiting if each.id == id]
         for sequence in found:
             self._end(sequence)
-        others = [output for output in self._outputs if output.id != id]
-        had_not_ended = bool(found) or len(others) < len(self._outputs)
-        self._outputs = others
-        return had_not_ended
+        outputs = [output for output in self._outputs if output.id == id]
+        if outputs:
+            self._outputs = [output for output in self._outputs if output.id != id]
+        return bool(found or outputs)
 
     @_one_at_a_time
     def finish(self, id: int) -> str:
         """End a running sequence as if it had reached its limit; return the text that was held back.
 
-        Unlike `cancel`, this keeps its state in the prefix cache.
+        Unlike `cancel`, this keeps its state in the prefix cache. Read the outputs of the last step before.
 
         Raises:
             UserError: no sequence of that id runs.
@@ -271,17 +272,23 @@ class Engine:
 
     def _start_waiting(self) -> None:
         """Start waiting sequences in order: one that does not fit yet holds back those after it."""
-        if self.failed_steps and not self._running:
-            self._slots.renew()  # a device's state may be lost with a step that failed
+        if self.failed_steps and not self._running:  # a device's state may be lost with a step that failed
+            if self._cache is not None:
+                self._cache.detach()
+            self._slots.renew()
         while self._waiting:
             sequence = self._waiting[0]
             with self._for(sequence):
+                self.failed_steps += 1  # unless there is a state
                 slot = self._slots.take(sequence.limit, [each.slot for each in self._running.values()])
+                self.failed_steps -= 1
                 if slot is None:
                     return
                 sequence.slot = slot
                 self._running[sequence.id] = sequence
                 self._waiting.popleft()
+            if sequence.id not in self._running:
+                return
 
     def _run_prompts(self, sequences: Sequence[RunningSequence]) -> None:
         """Run one chunk of the first prompt, together with those of others that fit into the padded step."""
@@ -327,7 +334,7 @@ class Engine:
         if self._cache is None or sequence.has_begun:
             return
         sequence.has_begun = True
-        with self._saving_time("the prefix cache"):
+        with self._saving_time("The prefix cache"):
             self._restore_prefix(sequence)
         if not sequence.is_prompt:
             logits = sequence.prefix.logits
@@ -366,7 +373,7 @@ class Engine:
             DraftRequest(each.id, each.tokens, each.most_drafts(most, interval), each.sampler) for each in sequences
         ]
         proposed: Sequence[Sequence[int]] = []
-        with self._saving_time("the drafter"):
+        with self._saving_time("The drafter"):
             proposed = check_drafts(self._drafter.propose(requests), requests, self.runtime.config.vocab_size)
         drafts = {}
         for sequence, its_drafts in zip(sequences, proposed, strict=False):
@@ -432,10 +439,11 @@ class Engine:
         reason = outputs[-1].finish_reason if outputs else None
         if reason is None:
             sequence.is_due = self._cache is not None and sequence.is_kept(self._cache.interval)
-            return
-        if reason != "error":
-            self._keep(sequence)
-        self._end(sequence)
+        else:
+            if reason != "error":
+                self._keep(sequence)
+            self._end(sequence)
+        self._unfinished.pop(sequence.id, None)
 
     def _keep_what_is_due(self) -> None:
         """Keep the snapshots of the last step; its new tokens have not waited for them."""
@@ -445,10 +453,10 @@ class Engine:
                 self._keep(sequence)
 
     def _keep(self, sequence: RunningSequence) -> None:
-        """Have the prefix cache, if there is one, keep a snapshot of a sequence."""
-        if self._cache is None:
+        """Have the prefix cache, if there is one, keep a snapshot of a sequence whose logits are finite."""
+        if self._cache is None or not are_finite(sequence.logits):
             return
-        with self._saving_time("the prefix cache"):
+        with self._saving_time("The prefix cache"):
             keys = sequence.keys[: sequence.stored]
             self._cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
             if not sequence.is_prompt:
@@ -481,9 +489,10 @@ class Engine:
     def _end(self, sequence: RunningSequence) -> None:
         """Forget a sequence. It may be interrupted and done again."""
         if sequence.prefix is not None:
-            self._cache.release(sequence.prefix)
+            with self._saving_time("The prefix cache"):
+                self._cache.release(sequence.prefix)
         if self._drafter is not None:
-            with self._saving_time("the drafter"):
+            with self._saving_time("The drafter"):
                 self._drafter.end(sequence.id)
         if sequence.id not in self._running or (self._waiting and self._waiting[0] is sequence):
             self._waiting.remove(sequence)

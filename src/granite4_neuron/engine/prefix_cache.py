@@ -160,6 +160,9 @@ class PrefixCache:
     def attach(self, state: HybridState | None) -> None:
         """Do nothing: snapshots do not depend on the state."""
 
+    def detach(self) -> None:
+        """Do nothing: snapshots do not depend on the state."""
+
     def restore(self, prefix: Prefix, state: HybridState | None, slot: int) -> None:
         """Copy a prefix into a slot."""
         self._runtime.restore(state, prefix.snapshots, slot)

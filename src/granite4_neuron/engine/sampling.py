@@ -80,11 +80,16 @@ class Sampler:
         Raises:
             NoTokenLeft: it forbids all.
             RequestFault: it fails.
+            UserError: the logits are not finite.
         """
         if self._constraint is None:
             return logits
+        _check_finite(logits)
         with _blamed_on(_CONSTRAINT):
-            return _checked(self._constraint.mask(logits), logits)
+            masked = _checked(self._constraint.mask(logits.clone()), logits)
+        if not are_finite(masked):
+            raise NoTokenLeft("no token can be chosen: the request's constraint allows none.")
+        return masked
 
     def allowed(self, drafts: Sequence[int]) -> Sequence[int]:
         """Return the first of some drafts, up to one that the constraint forbids.
@@ -122,8 +127,7 @@ class Sampler:
         scores = self._scores(logits, tokens)
         likeliest = _argmax(scores)
         if not math.isfinite(scores[likeliest]):
-            if not math.isfinite(logits[_argmax(logits)]):
-                raise UserError("no token can be chosen: the model's logits are not finite.")
+            _check_finite(logits)
             raise NoTokenLeft(
                 "no token can be chosen: under the request's sampling options the logits are not finite; a temperature "
                 "or repetition_penalty further from 0 would keep them so."
@@ -147,6 +151,7 @@ class Sampler:
         """Apply the options to logits [vocab_size]. A token is drawn from the softmax of the result."""
         if not self._processors:
             return logits
+        _check_finite(logits)  # here, or a processor would be blamed
         return self._processors(torch.tensor([tokens]), logits[None].clone() if self._copies else logits[None])[0]
 
 
@@ -165,7 +170,10 @@ class _RequestsProcessor(LogitsProcessor):
             RequestFault: it fails.
         """
         with _blamed_on(self._name):
-            return _checked(self._processor(input_ids, scores), scores)
+            result = _checked(self._processor(input_ids, scores), scores)
+            if math.isnan(result[0, _argmax(result[0])]):
+                raise UserError("it returned NaN")
+            return result
 
 
 class OccurrencePenaltyLogitsProcessor(LogitsProcessor):
@@ -209,7 +217,10 @@ def _fork(constraint: Constraint | None) -> Constraint | None:
     if constraint is None:
         return None
     with _blamed_on(_CONSTRAINT):
-        return constraint.fork()
+        forked = constraint.fork()
+        if not all(hasattr(forked, name) for name in ("fork", "mask", "accept", "count_allowed")):
+            raise UserError(f"its fork is {reprlib.repr(forked)}, and must be a constraint")
+        return forked
 
 
 def _checked(result: object, scores: torch.Tensor) -> torch.Tensor:
@@ -220,10 +231,21 @@ def _checked(result: object, scores: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(result, torch.Tensor):
         raise UserError(f"it returned {reprlib.repr(result)}, and must return a tensor")
-    if (result.shape, result.dtype, result.device) != (scores.shape, scores.dtype, scores.device):
+    if any(getattr(result, name) != getattr(scores, name) for name in ("shape", "dtype", "device", "layout")):
         found, right = (f"{list(each.shape)} of {each.dtype} on {each.device}" for each in (result, scores))
-        raise UserError(f"it returned a tensor {found}, and must return one {right}")
+        kind = "" if result.layout == scores.layout else f", {result.layout},"
+        raise UserError(f"it returned a tensor {found}{kind} and must return one {right}")
     return result.detach()
+
+
+def are_finite(logits: torch.Tensor) -> bool:
+    """Return whether a token can be chosen by logits [vocab_size]: the highest is a number, and none is NaN."""
+    return math.isfinite(logits[_argmax(logits)])
+
+
+def _check_finite(logits: torch.Tensor) -> None:
+    if not are_finite(logits):
+        raise UserError("no token can be chosen: the model's logits are not finite.")
 
 
 def _argmax(logits: torch.Tensor) -> int:

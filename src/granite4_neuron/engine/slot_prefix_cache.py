@@ -74,16 +74,21 @@ class SlotPrefixCache:
     def attach(self, state: HybridState | None) -> None:
         """Use this state; forget all prefixes if it is not the same as before."""
         if state is not self._state:
-            self._state = state
             self._forget()
+            self._state = state
+
+    def detach(self) -> None:
+        """Forget all prefixes, and the state: it may be lost."""
+        self._forget()
+        self._state = None
 
     def find(self, tokens: Sequence[int]) -> KeptSlot | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self._stats.queries += 1
-        found = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
-        if not found:
+        prefixes = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
+        if not prefixes:
             return None
-        longest = max(found, key=lambda kept: kept.length)
+        longest = max(prefixes, key=lambda kept: kept.length)
         self._kept.move_to_end(longest.tokens)
         self._stats.hit_tokens += longest.length
         found = replace(longest)

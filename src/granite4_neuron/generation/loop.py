@@ -58,6 +58,7 @@ class GenerationError(UserError):
     """One or more prompts could not be continued to their ends. All others were.
 
     errors: a sentence for each of those, by their indices.
+    num_prompts: how many there are in all.
     texts: from `generate` and `chat`, of all prompts; of those, as far as they came.
     """
 
@@ -67,7 +68,11 @@ class GenerationError(UserError):
             first if len(errors) == 1 else f"{len(errors)} of {num_prompts} prompts failed; the first: {first}"
         )
         self.errors = errors
+        self.num_prompts = num_prompts
         self.texts: Sequence[str] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors, self.num_prompts), {"texts": self.texts}
 
 
 def stream_generate(
@@ -110,7 +115,7 @@ def stream_generate(
             see `engine.SamplingParams`. Prompt number i uses seed + i.
 
     Raises:
-        UserError: an option is outside its range.
+        UserError: an option is outside its range, there is no such adapter, or something is no prompt at all.
         GenerationError: each prompt is empty, longer than the model's limit, or not what it must be. If others are
             right, after their last token. Then also if one of the prompts ended early, such as with logits that are not
             finite.

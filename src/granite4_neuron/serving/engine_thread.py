@@ -128,8 +128,14 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._engine.failed_steps < _MOST_FAILED_STEPS and self._take_in():
-                self._give_out(self._engine.step())
+            failed = 0
+            while max(failed, self._engine.failed_steps) < _MOST_FAILED_STEPS and self._take_in():
+                try:
+                    outputs, failed = self._engine.step(), 0
+                except MemoryError:  # beside what is done for sequences: the next step goes on
+                    failed += 1
+                else:
+                    self._give_out(outputs)
         finally:
             self._loop.call_soon_threadsafe(self._ended)
 
