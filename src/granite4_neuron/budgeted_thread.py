@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 # Explicit, because the default depends on `ulimit -s`.
 STACK_BYTES = 2**23
 _LOWEST_PRIORITY = 19
+_MOST_GIVEN_UP = 16  # pieces of work that still go on; with more, the processors would be theirs
+_STACK_LOCK = threading.Lock()
+
+Work = tuple["Future[Any]", Callable[[], Any]]
 
 
 class OverBudget(Exception):
@@ -26,7 +32,9 @@ class BudgetedThread:
     """Runs one piece of work at a time in a thread with a stack of 8 MiB. Several threads may share one.
 
     The thread starts with the first piece, and another one after a piece that was given up: that piece goes on at the
-    lowest priority until it ends by itself.
+    lowest priority until it ends by itself or the process does. While several go on, further work is refused.
+
+    The work must let other threads run: while it holds Python's lock, nobody can give it up.
 
     Args:
         name: of the thread.
@@ -35,7 +43,9 @@ class BudgetedThread:
     def __init__(self, name: str):
         self._name = name
         self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._given_up: list[threading.Thread] = []
 
     def run(self, work: Callable[[], Result], seconds: float) -> tuple[Result, float]:
         """Return the result of the work, and how much of the processor's time it took, in seconds.
@@ -44,15 +54,19 @@ class BudgetedThread:
             seconds: of the processor's time at most; the time in which the thread waits for a processor is free.
 
         Raises:
-            OverBudget: it takes more.
+            OverBudget: it takes more, or too much work goes on that was given up.
             BaseException: what the work raises.
         """
         with self._lock:
+            self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+            if len(self._given_up) >= _MOST_GIVEN_UP:
+                raise OverBudget
             if self._thread is None or not self._thread.is_alive():  # it is not alive in a forked process
                 self._start()
             clock = time.pthread_getcpuclockid(self._thread.ident)
             started = time.clock_gettime(clock)
-            future = self._executor.submit(work)
+            future: Future[Result] = Future()
+            self._work.put((future, work))
             try:
                 while not future.done():
                     left = seconds - (time.clock_gettime(clock) - started)
@@ -67,21 +81,37 @@ class BudgetedThread:
         return future.result(), used
 
     def _start(self) -> None:
-        self._executor = ThreadPoolExecutor(1, self._name)
+        self._work = queue.SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
+        # No process waits for its daemons to end.
+        self._thread = threading.Thread(target=_work, args=(self._work,), name=self._name, daemon=True)
         with with_stack():
-            self._thread = self._executor.submit(threading.current_thread).result()
+            self._thread.start()
 
     def _give_up(self) -> None:
         os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _LOWEST_PRIORITY)
-        self._executor.shutdown(wait=False)
+        self._work.put(None)
+        self._given_up.append(self._thread)
         self._thread = None
+
+
+def _work(pieces: queue.SimpleQueue[Work | None]) -> None:
+    """Do one piece of work after another, until there is None."""
+    while (piece := pieces.get()) is not None:
+        future, work = piece
+        try:
+            future.set_result(work())
+        except BaseException as error:  # it is whoever waits for the result that it concerns
+            future.set_exception(error)
+        del piece, future, work
 
 
 @contextmanager
 def with_stack() -> Iterator[None]:
     """Give the threads that start within the block a stack of `STACK_BYTES`."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+    with _STACK_LOCK:  # the size is the whole process's
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

@@ -1,6 +1,8 @@
 """Work that is given up once it has had its share of the processor's time."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -63,3 +65,25 @@ def test_the_thread_ends_with_its_owner():
     del thread
     inner.join(60)
     assert not inner.is_alive()
+
+
+def test_the_process_does_not_wait_for_work_that_was_given_up():
+    program = """
+import time
+from granite4_neuron.budgeted_thread import BudgetedThread, OverBudget
+thread = BudgetedThread("test")
+try:
+    thread.run(lambda: [sum(range(1000)) for _ in range(10**9)], 0.05)
+except OverBudget:
+    print("given up")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
+
+
+def test_too_much_work_that_was_given_up_lets_no_more_begin(thread, busy):
+    for _ in range(16):
+        with pytest.raises(OverBudget):
+            thread.run(busy, 0.001)
+    with pytest.raises(OverBudget):
+        thread.run(lambda: 7, 5)

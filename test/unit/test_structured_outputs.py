@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from granite4_neuron import UserError, generate, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.limited_process import Stop, Stopped
 from granite4_neuron.runtime.cpu import CPURuntime
@@ -326,6 +327,19 @@ def test_a_costly_grammar_ends_its_text_alone(runtime, tokenizer, grammars, kind
     for id, request in zip(ids[1:], requests[1:], strict=True):
         alone = Engine(runtime, 1)
         assert tokens_of(outputs[id]) == generate_one(alone, request)
+
+
+def test_what_was_given_up_is_not_begun_again(tokenizer, grammars):
+    constraint = grammars.constraint("grammar", AMBIGUOUS)
+    [token] = set(tokenizer.encode("aa", add_special_tokens=False))
+    with pytest.raises(NoTokenLeft, match="takes too much of the processor's time"):
+        for _ in range(60):
+            constraint.mask(torch.zeros(VOCAB))
+            constraint.accept(token)
+    assert constraint.count_allowed([token]) == 0
+    for forked in (constraint, constraint.fork()):
+        with pytest.raises(NoTokenLeft, match="takes too much of the processor's time"):
+            forked.mask(torch.zeros(VOCAB))
 
 
 def test_a_complete_structure_ends_a_text_before_min_tokens(runtime, tokenizer, grammars):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -47,6 +48,13 @@ examples:
 """
 
 
+def _origin(text: str) -> str:
+    """Parse an origin of web pages, as browsers send it."""
+    if text in ("*", "null") or re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#@\s]+", text):
+        return text.lower()
+    raise argparse.ArgumentTypeError(f"{text!r} is no origin, such as https://example.org:8080, null, or *")
+
+
 def add_parser(commands: argparse._SubParsersAction) -> None:
     serve = commands.add_parser(
         "serve",
@@ -75,9 +83,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     address.add_argument(
         "--allowed-origins",
         nargs="+",
+        type=_origin,
         default=[],
         metavar="ORIGIN",
-        help="web pages that may use the server from a browser, such as https://example.org; * for all",
+        help="web pages that may use the server from a browser, such as https://example.org; null for files, * for all",
     )
     address.add_argument("--no-page", action="store_true", help="do not show a chat at http://HOST:PORT/")
     limits = serve.add_argument_group("limits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
@@ -52,7 +53,8 @@ class GrammarConstraint:
     that is given up, and the next mask says so.
 
     Args:
-        thread: in which the matcher works, so that a single mask is given up too; None for the caller's.
+        thread: in which the matcher works, so that a single mask is given up too; None for the caller's. With one, no
+            drafts are allowed.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, thread: BudgetedThread | None):
@@ -63,7 +65,9 @@ class GrammarConstraint:
 
     def fork(self) -> GrammarConstraint:
         """See `Constraint.fork`."""
-        forked = GrammarConstraint(self._matcher.deep_copy(), self._thread)
+        # A matcher whose work was given up is still busy, and is not asked again.
+        matcher = self._matcher if math.isinf(self._seconds_left) else self._matcher.deep_copy()
+        forked = GrammarConstraint(matcher, self._thread)
         forked._seconds_left = self._seconds_left
         forked._accepted = list(self._accepted)
         return forked
@@ -89,6 +93,8 @@ class GrammarConstraint:
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """See `Constraint.count_allowed`."""
+        if self._thread is not None:
+            return 0  # the matcher would hold Python's lock, and an ambiguous grammar takes seconds for some tokens
         return self._run(lambda: self._matcher.validate_tokens(list(tokens)), 0)
 
     def _run(self, work: Callable[[], Result], otherwise: Result) -> Result:
@@ -110,7 +116,7 @@ class GrammarConstraint:
         try:
             result, seconds = self._thread.run(advance_and_work, self._seconds_left)
         except OverBudget:
-            self._seconds_left = 0
+            self._seconds_left = -math.inf
             return otherwise
         self._seconds_left -= seconds
         return result

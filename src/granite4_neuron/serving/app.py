@@ -142,6 +142,7 @@ class _Routes:
         with engine.preparing():
             body, prepared = await self._prepared(http, self._service.preparation.prompts, content, kind, make)
         requests = prepared.requests
+        self._service.prompt_logprobs.check(requests)
         if prepared.structure is not None:
             engine.check_room(len(requests))
             compiling = self._service.preparation.grammars.run(partial(self._service.maker.constrained, prepared))

@@ -130,14 +130,18 @@ class EngineThread:
         try:
             failed = 0
             while max(failed, self._engine.failed_steps) < _MOST_FAILED_STEPS and self._take_in():
-                try:
-                    outputs, failed = self._engine.step(), 0
-                except MemoryError:  # beside what is done for sequences: the next step goes on
-                    failed += 1
-                else:
-                    self._give_out(outputs)
+                failed = 0 if self._step() else failed + 1
         finally:
             self._loop.call_soon_threadsafe(self._ended)
+
+    def _step(self) -> bool:
+        """Run a step and give out what it returns; false if there was too little memory even to begin it."""
+        try:
+            outputs = self._engine.step()
+        except MemoryError:  # beside what is done for sequences: the next step goes on
+            return False
+        self._give_out(outputs)
+        return True
 
     def _take_in(self) -> bool:
         """Run the commands that have come in, waiting for one if there is no work; false if the thread is to end."""

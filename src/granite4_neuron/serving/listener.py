@@ -32,6 +32,7 @@ class Listener(socket.socket):
         super().__init__(family)
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = MOST_DESCRIPTORS if limit == resource.RLIM_INFINITY else min(limit, MOST_DESCRIPTORS)
+        self._limit = limit
         self._most = max(limit - RESERVED_DESCRIPTORS, limit // 2)
         self._refused = 0  # since the last line in the log
         self._last_line: float | None = None
@@ -56,10 +57,11 @@ class Listener(socket.socket):
         if self._last_line is not None and now - self._last_line < SECONDS_BETWEEN_LINES:
             return
         _LOGGER.warning(
-            "Connections are closed as soon as they are made, %d since the last such line: %d descriptors are in use. "
-            "ulimit -n allows more, up to %d.",
+            "Connections are closed as soon as they are made, %d since the last such line: %d descriptors are in use, "
+            "of at most %d (ulimit -H -n, and %d).",
             self._refused,
             self._most,
+            self._limit,
             MOST_DESCRIPTORS,
         )
         self._refused, self._last_line = 0, now

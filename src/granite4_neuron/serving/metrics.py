@@ -94,7 +94,7 @@ class _PreparationCollector(Collector):
         tokenizing = self._preparation.prompts.num_requests + self._preparation.tokenize.num_requests
         yield _gauge("num_requests_waiting_for_tokenizing", "Requests being parsed and tokenized.", tokenizing)
         grammars = self._preparation.grammars.num_requests
-        yield _gauge("num_requests_waiting_for_grammar", "Requests whose grammar is being compiled.", grammars)
+        yield _gauge("num_requests_waiting_for_grammar", "Requests whose grammar waits or is being compiled.", grammars)
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

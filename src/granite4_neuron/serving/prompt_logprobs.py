@@ -19,22 +19,26 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self.number = 0
 
-    def hold(self, requests: Sequence[Request]) -> Callable[[], None]:
-        """Count those of a request to the server; return what to call once its answer is sent.
+    def check(self, requests: Sequence[Request]) -> None:
+        """Check a request to the server.
 
         Raises:
-            RequestError: 400 if it alone asks for too many; 429 if there are too many together with others.
+            RequestError: 400, it alone asks for too many.
         """
-        asked = sum(
-            len(request.tokens) * (1 + request.prompt_logprobs)
-            for request in requests
-            if request.prompt_logprobs is not None
-        )
+        asked = _number(requests)
         if asked > MOST:
             message = (
                 f"the request asks for {asked} log-probabilities of prompts, and may ask for {MOST}; give fewer or "
             )
             raise RequestError(400, f"{message}shorter prompts, or a smaller logprobs.", "logprobs")
+
+    def hold(self, requests: Sequence[Request]) -> Callable[[], None]:
+        """Count those of a request to the server that was checked; return what to call once its answer is sent.
+
+        Raises:
+            RequestError: 429, there are too many together with others.
+        """
+        asked = _number(requests)
         if self.number + asked > MOST:
             message = (
                 f"the requests that run have {self.number} log-probabilities of prompts, of {MOST} that they may have"
@@ -46,3 +50,12 @@ class PromptLogprobs:
             self.number -= asked
 
         return release
+
+
+def _number(requests: Sequence[Request]) -> int:
+    """Return how many log-probabilities of prompts requests ask for."""
+    return sum(
+        len(request.tokens) * (1 + request.prompt_logprobs)
+        for request in requests
+        if request.prompt_logprobs is not None
+    )
