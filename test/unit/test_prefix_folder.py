@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from granite4_neuron import UserError
@@ -340,11 +340,15 @@ def test_no_limit(place, runtime, caplog):
     assert process(place, runtime, TOKENS[:70], size=0)[1] == 70, "what is there is found with any limit"
 
 
-@given(data=st.data())
-def test_room_is_made_for_what_fits_by_removing_as_few_as_possible(data):
-    sizes = data.draw(st.lists(st.integers(0, 9), max_size=8))
-    spared = data.draw(st.sets(st.sampled_from(range(len(sizes))))) if sizes else set()
-    needed, limit = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 40))
+@given(
+    drawn=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=8),  # sizes, and whether they are spared
+    needed=st.integers(0, 12),
+    limit=st.integers(0, 40),
+)
+@example(drawn=[(5, True), (5, False)], needed=3, limit=8)
+def test_room_is_made_for_what_fits_by_removing_as_few_as_possible(drawn, needed, limit):
+    sizes = [size for size, _ in drawn]
+    spared = {number for number, (_, is_spared) in enumerate(drawn) if is_spared}
     files = [_File(number, number + 1, "0" * 64) for number in range(len(sizes))]
     folder = object.__new__(PrefixFolder)
     with tempfile.TemporaryDirectory() as name:
