@@ -179,7 +179,8 @@ class TestKeys:
         os.mkfifo(talk.folder / "pipe")
         num_turns, start = turns(talk), len(talk.written)
         talk.type(b"/read pipe\r")
-        talk.wait_for("\x1b[?2004l", start)
+        # The line editor has ended, and with it what it does at Ctrl-C, and the chat has pasted text marked again.
+        talk.wait_for(lambda written: "\x1b[?2004h" in written.partition("\x1b[?2004l")[2], start)
         talk.process.send_signal(signal.SIGINT)
         talk.wait_for("stopped.", start)
         assert turns(talk) == num_turns

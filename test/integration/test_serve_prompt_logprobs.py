@@ -86,10 +86,15 @@ def test_an_answer_counts_until_it_is_sent(held, server):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(server.address.rpartition(":")[2])))
         client.settimeout(60)
-        until(lambda: server.server_state.connections)
-        for each in server.server_state.connections:
-            each.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            each.transport.set_write_buffer_limits(1000)
+
+        def connection():  # others may still be open
+            transports = [each.transport for each in list(server.server_state.connections)]
+            return [each for each in transports if each and each.get_extra_info("peername") == client.getsockname()]
+
+        until(connection)
+        [transport] = connection()
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(1000)
         client.sendall(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
         until(lambda: held.number)
         until(lambda: not server.engine.has_work)
