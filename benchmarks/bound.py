@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import HEAD, Parameter, matmul_weights
-from granite4_neuron.model.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
 from granite4_neuron.ops import FORMATS, cpu
-from granite4_neuron.ops.large_memory import LargeMemory
+from granite4_neuron.state.sizes import FLOAT32_BYTES, sequence_bytes, token_bytes
+from granite4_neuron.system.large_memory import LargeMemory
 
 _PRODUCT_SIZES = ((512, 4096, 4096), (2048, 2048, 2048))
 _TRIAL_SIZE = 512  # of a product that shows which dtype is faster

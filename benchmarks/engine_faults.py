@@ -49,8 +49,8 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.generation.structured_outputs import Grammars
-from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state.snapshot import Snapshot
 
 MAX_LENGTH, NUM_SEQUENCES, NEW_TOKENS = 160, 4, 10
 _CACHE_BYTES, _FOLDER_BYTES = 2**24, 2**25

@@ -269,7 +269,7 @@ def require_emulator() -> None:
         import nki.emulation  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"the NKI emulator is not installed ({error}): install requirements-dev.txt, without the Neuron SDK."
+            f"the NKI emulator is not installed ({error}): install the extra dev, without the Neuron SDK."
         ) from None
 
 

@@ -17,12 +17,12 @@ from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_tree import Entries, Node
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.model.fingerprint import Fingerprint
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.neuron.analysis.roofline import minimum
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.state.fingerprint import Fingerprint
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.snapshot import Snapshot
 
 OURS, LRU, MARCONI = "this package", "LRU", "Marconi"
 _ALPHAS = [number / 10 for number in range(21)]

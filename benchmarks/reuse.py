@@ -13,8 +13,8 @@ from pathlib import Path
 
 from granite4_neuron.engine import Engine, GenerationStats, PrefixCache, Request
 from granite4_neuron.engine.drafters import Drafter
-from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state.snapshot import Snapshot
 
 AGAIN = 16  # fewer tokens would not tell which of several texts it is
 

@@ -31,7 +31,7 @@ from granite4_neuron.commands import (
 from granite4_neuron.commands.output import OutputError
 from granite4_neuron.commands.system_errors import as_user_errors
 from granite4_neuron.errors import UserError
-from granite4_neuron.terminal import guard_streams
+from granite4_neuron.system.terminal import guard_streams
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130

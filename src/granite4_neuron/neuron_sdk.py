@@ -21,7 +21,7 @@ ATTENTION_KERNELS = ("nxd", "torch")
 DRAFT_GRAPHS = "draft"
 PACKAGES = ("torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference")
 GUIDE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-inference/nxdi-setup.html"
-# As in requirements-xla.txt: other versions of torch have no torch_xla.
+# As in requirements/xla.txt: other versions of torch have no torch_xla.
 INSTALL_TORCH_XLA = (
     "install it, in an environment of its own, with: pip install 'torch==2.9.*' 'torch_xla==2.9.*' "
     "'transformers==4.57.*' 'jax==0.10.*'"

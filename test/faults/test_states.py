@@ -16,8 +16,8 @@ from granite4_neuron import UserError
 from granite4_neuron.commands.chat_session import Session
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.generation import Conversation, ConversationEncoder
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.terminal import guard_streams
+from granite4_neuron.state.snapshot import Snapshot
+from granite4_neuron.system.terminal import guard_streams
 
 PROMPT = "A text of some length"
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -262,7 +262,7 @@ def test_what_is_not_damaged_is_read(conversation, saved, tmp_path):
 
 
 def test_turns_that_would_take_more_than_the_memory(conversation, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("granite4_neuron.available_memory.available_bytes", lambda *_: 10**6)
+    monkeypatch.setattr("granite4_neuron.system.available_memory.available_bytes", lambda *_: 10**6)
     with pytest.raises(UserError, match=r"the turns in .* need 0.00 GB of memory, and 0.00 GB are available"):
         conversation.load(damaged(saved, longer_than_memory, tmp_path / "file"))
 
@@ -273,7 +273,7 @@ def test_a_tensor_larger_than_the_memory_is_not_read(texting, saved, tmp_path, m
     before = [name for name in saved[0] if name.endswith(".key")]
     assert before
     reads = []
-    monkeypatch.setattr("granite4_neuron.model.snapshot.replace", lambda *_, **__: reads.append(1))
+    monkeypatch.setattr("granite4_neuron.state.snapshot.replace", lambda *_, **__: reads.append(1))
     with pytest.raises(UserError, match="instead of"):
         Snapshot.load(file, texting[0])
     assert not reads

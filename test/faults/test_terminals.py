@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from granite4_neuron import terminal
 from granite4_neuron.cli import main
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.ops.cpu import build
+from granite4_neuron.system import terminal
 from test.support.pseudo_terminal import COMMAND, PseudoTerminal, foreign_controls, set_size, visible
 
 # The title, the clipboard, colours that rich does not write, a line up, C1, the direction of text, back to the start.

@@ -30,9 +30,9 @@ from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import EMBEDDING, parameters
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES, small_config
 
 SMALL = ("--prompt-length", "9", "20", "--output-length", "4", "--repeats", "2", "--warmup", "0", "--threads", "1")

@@ -15,9 +15,9 @@ from granite4_neuron import generate, load, stream_generate
 from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.generation import bundled_checkpoint, chat_prompt
-from granite4_neuron.model.state import KeyValueState, MambaState
 from granite4_neuron.ops import TORCH, rms_norm
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 PROMPTS = [
     "A *formatted string literal* or *f-string* is a string literal that is prefixed with",
@@ -181,7 +181,7 @@ def test_40000_tokens_of_prompt():
     program = """
 import pydoc_data.topics, resource, sys, torch
 from granite4_neuron import load, stream_generate
-from granite4_neuron.model.sizes import token_bytes
+from granite4_neuron.state.sizes import token_bytes
 length = int(sys.argv[1])
 runtime, tokenizer = load(dtype=torch.float32)
 text = "\\n\\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))

@@ -14,14 +14,14 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.binding import use
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.sizes import mamba_state_shapes
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.neuron.analysis.graphs import report
 from granite4_neuron.neuron.analysis.hlo_cost import count, hlo_proto, tracer
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
+from granite4_neuron.state.hybrid_state import MambaState
+from granite4_neuron.state.sizes import mamba_state_shapes
 from test.support.checkpoints import CASES, DENSE, small_config
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")

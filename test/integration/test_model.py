@@ -1,7 +1,7 @@
 """The model of NxD Inference at three levels. Each is skipped where its parts are absent:
 
 * TestCpuMode: logits, in NxD Inference's CPU mode. It comes with the Neuron SDK; elsewhere NXDI_SRC and NXD_SRC name
-  checkouts of neuronx-distributed-inference and neuronx-distributed (requirements-nxdi.txt).
+  checkouts of neuronx-distributed-inference and neuronx-distributed (requirements/nxdi.txt).
 * TestGraphs: the state aliases of a compiled graph and the graph that its compiler sees, without a device.
 * TestNeuronDevice: the compiled model on a Neuron device.
 """
@@ -27,9 +27,9 @@ from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.generation.loading import load_tokenizer
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.neuron.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
+from granite4_neuron.state.hybrid_state import HybridState
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
 from test.support import nxdi

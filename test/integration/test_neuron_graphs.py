@@ -183,7 +183,7 @@ def most_indices(graph, config):
 
 def needs_tools():
     for package in ("torch_mlir", "jax"):
-        pytest.importorskip(package, reason=f"{package} is not installed; requirements-dev.txt has it")
+        pytest.importorskip(package, reason=f"{package} is not installed; the extra dev has it")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig, fam
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support import nxdi
 from test.support.checkpoints import CASES
 

@@ -15,7 +15,7 @@ import torch.distributed
 import torch.multiprocessing
 from transformers import GenerationConfig
 
-from granite4_neuron import available_memory, load
+from granite4_neuron import load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
@@ -24,15 +24,16 @@ from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import stream_generate
-from granite4_neuron.model.fingerprint import facts_digest
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.bound_model import digest_of_weights
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.split import SplitRuntime
+from granite4_neuron.state.fingerprint import facts_digest
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot
+from granite4_neuron.system import available_memory
 from test.support.checkpoints import DENSE, small_config
 from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts

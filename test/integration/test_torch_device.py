@@ -14,7 +14,7 @@ from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.cli import main
 from granite4_neuron.engine import Engine, Request
 from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.ops.xla import GPU
+from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.runtime import torch_device
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row

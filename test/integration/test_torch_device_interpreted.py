@@ -10,7 +10,7 @@ import torch
 from torch.library import CustomOpDef
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.xla import GPU, gpu, gpu_token_feed_forward, gpu_token_mixer, token_layer
+from granite4_neuron.ops.gpu import GPU, functions, token_feed_forward, token_layer, token_mixer
 from granite4_neuron.runtime import torch_device
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import small_config
@@ -30,12 +30,12 @@ def kernels(monkeypatch):
     def noted(name, definition):
         def run(*arguments, **options):
             names.add(name)
-            return gpu.kernel_of(definition)(*arguments, **options)
+            return functions.kernel_of(definition)(*arguments, **options)
 
         return run
 
-    definitions = vars(gpu) | vars(gpu_token_mixer) | vars(gpu_token_feed_forward)
-    for name, operator in (vars(gpu) | vars(token_layer)).items():
+    definitions = vars(functions) | vars(token_mixer) | vars(token_feed_forward)
+    for name, operator in (vars(functions) | vars(token_layer)).items():
         if isinstance(operator, CustomOpDef):
             operator.register_kernel("cpu")(noted(name, definitions[name.lstrip("_")]))
     monkeypatch.setattr(torch_device, "LOOPS", GPU)

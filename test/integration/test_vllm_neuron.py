@@ -1,6 +1,6 @@
 """vLLM's engine with its NxD Inference plugin and this package's model, in NxD Inference's CPU mode.
 
-The tests are skipped where vLLM, the plugin or NxD Inference is absent (requirements-vllm-neuron.txt).
+The tests are skipped where vLLM, the plugin or NxD Inference is absent (requirements/vllm-neuron.txt).
 """
 
 import json

@@ -251,7 +251,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.xla import XLARuntime
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
 if sys.argv[1] == "drop":
     complete = HybridState.input_output_aliases

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.engine import Engine, PrefixCache
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import DENSE, small_config
 
 CHUNK = 16

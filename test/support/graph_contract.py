@@ -19,10 +19,10 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import HybridState, MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.graphs import SHORTEST_CACHE, GraphRuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import HybridState, MambaState
 from test.support.checkpoints import CASES, DENSE, small_config
 from test.support.engines import VOCAB, ChunkRuntime, engine_model, generate_one, run, tokens_of
 from test.support.stepping import random_tokens

@@ -10,7 +10,7 @@ import torch
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import NULL_SLOT, HybridState, MambaState
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 
 
 def poisoned_state(

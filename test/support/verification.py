@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from test.support.stepping import random_tokens
 
 LONGEST = 120

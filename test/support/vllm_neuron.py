@@ -28,7 +28,7 @@ def why_not_importable() -> str | None:
     """Return why vLLM cannot be used here with NxD Inference, or None if it can."""
     for package, name in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
-            return f"{name} is not installed (requirements-vllm-neuron.txt)"
+            return f"{name} is not installed (requirements/vllm-neuron.txt)"
     return nxdi.why_not_importable()
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from granite4_neuron.budgeted_thread import BudgetedThread, OverBudget
+from granite4_neuron.sandbox.budgeted_thread import BudgetedThread, OverBudget
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_thread_ends_with_its_owner():
 def test_the_process_does_not_wait_for_work_that_was_given_up():
     program = """
 import time
-from granite4_neuron.budgeted_thread import BudgetedThread, OverBudget
+from granite4_neuron.sandbox.budgeted_thread import BudgetedThread, OverBudget
 thread = BudgetedThread("test")
 try:
     thread.run(lambda: [sum(range(1000)) for _ in range(10**9)], 0.05)

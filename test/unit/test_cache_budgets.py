@@ -22,8 +22,8 @@ from granite4_neuron.engine import (
 from granite4_neuron.engine.drafters import DraftRequest
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED
 from granite4_neuron.engine.slots import Slots
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, cached_bytes, engine_model, generate_one, run
 from test.support.stepping import random_tokens
 

@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from granite4_neuron import UserError
-from granite4_neuron.chat_template import Renderer, TemplateFailed
 from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
-from granite4_neuron.limited_process import LimitedProcess
+from granite4_neuron.sandbox.chat_template import Renderer, TemplateFailed
+from granite4_neuron.sandbox.limited_process import LimitedProcess
 
 TALK = [
     {"role": "system", "content": "be brief"},

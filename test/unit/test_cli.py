@@ -570,7 +570,7 @@ def test_a_comparison_shows_progress(run, texting_folder, monkeypatch):
 
 
 def test_the_command_that_installs_torch_xla():
-    requirements = Path(__file__).parents[2] / "requirements-xla.txt"
+    requirements = Path(__file__).parents[2] / "requirements" / "xla.txt"
     for requirement in re.findall(r"'(.*?)'", neuron_sdk.INSTALL_TORCH_XLA):
         assert requirement in requirements.read_text().splitlines()
 

@@ -8,7 +8,7 @@ from transformers import GraniteMoeHybridConfig as ReferenceConfig
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import CASES, small_config
 
 # Parameters (as published where they are), state bytes per sequence and KV bytes per token in bfloat16.

@@ -12,7 +12,7 @@ from granite4_neuron import UserError, load
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.generation import Conversation, ConversationEncoder, generate
-from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import PoisonedPrefixCache, poison_engine
 
 END = 1  # <|end|>, the stop token

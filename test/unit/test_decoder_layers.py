@@ -8,8 +8,8 @@ import torch
 from granite4_neuron import ops
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.modeling_granite_moe_hybrid import step_of
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")

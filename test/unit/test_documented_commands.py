@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("httpx", reason="httpx is not installed; benchmark_serving.py needs it")
+pytest.importorskip("httpx", reason="httpx is not installed; benchmarks/serving.py needs it")
 
-import benchmark_serving
-from benchmarks import latency_options
+from benchmarks import latency_options, serving
 from benchmarks.probe.command import parser as probe_parser
 from granite4_neuron import UserError, cli
 
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PARSERS = {
     "granite4-neuron": cli.parser,
     "benchmark_latency.py": lambda: latency_options.parser(""),
-    "benchmark_serving.py": benchmark_serving._parser,
+    "benchmarks.serving": serving._parser,
     "benchmarks.probe": probe_parser,
 }
 VARIABLES = {"$WHERE", "$SIZES"}  # each holds several options

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.state import MambaState
+from granite4_neuron.state.hybrid_state import MambaState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.engines import CHUNK, ChunkRuntime, free_slots, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 

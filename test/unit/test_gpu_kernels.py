@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
-from granite4_neuron.ops.xla import gpu
+from granite4_neuron.ops.gpu import functions as gpu
 from test.unit.test_ops import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("torch finds no GPU here", allow_module_level=True)
-gpu_kernels = pytest.importorskip("granite4_neuron.ops.xla.gpu_kernels", reason="Triton is not installed")
+gpu_kernels = pytest.importorskip("granite4_neuron.ops.gpu.functions_kernels", reason="Triton is not installed")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 

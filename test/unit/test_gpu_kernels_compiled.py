@@ -11,12 +11,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
-from granite4_neuron.ops.xla import (  # noqa: E402
-    gpu_batch_feed_forward_kernels,
-    gpu_batch_programs,
-    gpu_kernels,
-    gpu_token_feed_forward_kernels,
-    gpu_token_mixer_kernels,
+from granite4_neuron.ops.gpu import (  # noqa: E402
+    batch_feed_forward_kernels,
+    batch_programs,
+    functions_kernels,
+    token_feed_forward_kernels,
+    token_mixer_kernels,
 )
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
@@ -28,11 +28,11 @@ EPS = 1e-5
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
 FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
 LAUNCHING = (
-    gpu_kernels,
-    gpu_token_mixer_kernels,
-    gpu_token_feed_forward_kernels,
-    gpu_batch_programs,
-    gpu_batch_feed_forward_kernels,
+    functions_kernels,
+    token_mixer_kernels,
+    token_feed_forward_kernels,
+    batch_programs,
+    batch_feed_forward_kernels,
 )
 
 
@@ -88,7 +88,7 @@ def config(request):
 
 @pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
 def test_decode(batch, kernels, expert_kernels, config, compiled):
-    mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
+    mixer, feed_forward = token_mixer_kernels, token_feed_forward_kernels
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
@@ -136,7 +136,7 @@ def test_sequences_are_rounded_alike(batch, dtype, compiled):
     hidden, heads, channels, experts = 64, 8, 160, 6
     x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
     convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
-    mixer, feed_forward = gpu_token_mixer_kernels, gpu_token_feed_forward_kernels
+    mixer, feed_forward = token_mixer_kernels, token_feed_forward_kernels
     weight = empty(128 + channels + heads, hidden, dtype=dtype)
     mixer.mixer_inputs(x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
     heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
@@ -159,20 +159,20 @@ def test_tokens_of_several_sequences(config, compiled):
     channels = heads * head_dim + 2 * d_state
     lengths = int32(batch)
     convolution = empty(batch, channels, 3), empty(channels, 4), empty(channels), lengths
-    gpu_kernels.convolve_token(empty(batch, 1, channels), *convolution)
+    functions_kernels.convolve_token(empty(batch, 1, channels), *convolution)
     groups = [float32(batch, 1, d_state) for _ in range(2)]
     steps = [float32(batch, heads) for _ in range(2)]
     state = float32(batch, heads, head_dim, d_state)
-    gpu_kernels.advance_token(empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
+    functions_kernels.advance_token(empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, 1, config.num_attention_heads, config.head_dim)
-    gpu_kernels.attend_token(query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    functions_kernels.attend_token(query, *caches, int32(batch, 1), lengths, 0.1, 1024)
     x = empty(batch, config.hidden_size)
-    gpu_kernels.multiply_rows(x, empty(100, config.hidden_size), None, False)
+    functions_kernels.multiply_rows(x, empty(100, config.hidden_size), None, False)
     if experts := config.num_local_experts:
-        gpu_kernels.choose_experts(float32(batch, experts), config.num_experts_per_tok)
+        functions_kernels.choose_experts(float32(batch, experts), config.num_experts_per_tok)
         w1 = empty(experts, 2 * config.intermediate_size, config.hidden_size)
-        gpu_kernels.multiply_rows(x, w1, int32(batch * config.num_experts_per_tok), True)
+        functions_kernels.multiply_rows(x, w1, int32(batch * config.num_experts_per_tok), True)
     assert len(compiled) == (7 if experts else 5)
     overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
     assert len(overlapping) == 2 and not reads_before_waiting(overlapping)

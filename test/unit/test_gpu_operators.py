@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from granite4_neuron.ops import TORCH, topk_softmax
-from granite4_neuron.ops.xla import GPU, gpu
+from granite4_neuron.ops.gpu import GPU
+from granite4_neuron.ops.gpu import functions as gpu
 from test.unit.test_ops import relative_error
 from test.unit.test_xla_moe import definition
 

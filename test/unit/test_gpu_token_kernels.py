@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops.xla import gpu
-from granite4_neuron.ops.xla import gpu_token_feed_forward as feed_forward
-from granite4_neuron.ops.xla import gpu_token_mixer as mixer
+from granite4_neuron.ops.gpu import functions as gpu
+from granite4_neuron.ops.gpu import token_feed_forward as feed_forward
+from granite4_neuron.ops.gpu import token_mixer as mixer
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.test_gpu_kernels import DEVICE, DTYPES, copied, random, seed
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
-gpu_token_programs = pytest.importorskip("granite4_neuron.ops.xla.gpu_token_programs", reason="Triton is not installed")
+gpu_token_programs = pytest.importorskip("granite4_neuron.ops.gpu.token_programs", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import FOLDER_VARIABLE
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import LaunchParameters, cpu, launch_parameters, mamba_kernels
 from granite4_neuron.ops.launch_parameters import (
     CHOICES,
@@ -23,6 +22,7 @@ from granite4_neuron.ops.launch_parameters import (
 from granite4_neuron.runtime import tuning
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
 
 SIZE = (16, 16, torch.float32)  # of small_config: head_dim, d_state, cache_dtype

@@ -16,7 +16,7 @@ MODULES = sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py") if 
 
 
 def part_of(module: str) -> str:
-    """Return "ops" for "granite4_neuron.ops.norm", and "state" for "granite4_neuron.model.state.NULL_SLOT"."""
+    """Return "ops" for "granite4_neuron.ops.norm", and "state" for "granite4_neuron.state.hybrid_state.NULL_SLOT"."""
     return module.split(".")[1]
 
 

@@ -12,11 +12,11 @@ from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.neuron.analysis import hlo_cost, plan
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES
 from granite4_neuron.neuron.analysis.plan import find_temporaries
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import small_config
 
 ROOT = Path(__file__).parents[2]

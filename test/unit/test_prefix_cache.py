@@ -11,9 +11,9 @@ import torch
 from granite4_neuron import UserError
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import (
     CHUNK,
     VOCAB,

@@ -18,7 +18,7 @@ from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, PrefixCache, PrefixFolder, Request
 from granite4_neuron.engine import prefix_folder as module
 from granite4_neuron.engine.prefix_folder import _File
-from granite4_neuron.model.snapshot import Snapshot
+from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import CHUNK, VOCAB, ChunkRuntime, engine_model, generate_one
 from test.support.stepping import random_tokens
 
@@ -246,7 +246,7 @@ def test_two_processes_at_once(place, runtime):
 
 KILLED = """
 import os, signal
-from granite4_neuron.model import snapshot
+from granite4_neuron.state import snapshot
 flushed = []
 def flush(file):
     flushed.append(file)
@@ -283,7 +283,7 @@ def test_a_full_disk(place, runtime, caplog, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("granite4_neuron.model.snapshot.save_file", full)
+    monkeypatch.setattr("granite4_neuron.state.snapshot.save_file", full)
     texts, _, logits = process(place, runtime, TOKENS[:45])
     assert is_as_alone(runtime, TOKENS[:45], texts, logits)
     assert len(caplog.messages) == 1 and "No space left on device" in caplog.messages[0] and not list(place.iterdir())

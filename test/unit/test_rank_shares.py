@@ -14,8 +14,8 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import parameter
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens, run_cuts
 

@@ -5,7 +5,7 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.engine import Engine, Request, SlotPrefixCache
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState
 from test.support.engines import VOCAB, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 

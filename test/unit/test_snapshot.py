@@ -12,11 +12,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.model.state import NULL_SLOT, MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import NULL_SLOT, MambaState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.snapshot import Snapshot
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
 
@@ -225,7 +225,7 @@ class TestRefused:
                 partial.write(b"half of it")
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("granite4_neuron.model.snapshot.save_file", interrupted)
+        monkeypatch.setattr("granite4_neuron.state.snapshot.save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             snapshot.save(file)
         assert file.read_bytes() == before and os.listdir(file.parent) == [file.name]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from granite4_neuron.engine import Engine, PrefixCache, Request
-from granite4_neuron.runtime import snapshot_memory
-from granite4_neuron.runtime.snapshot_memory import SnapshotMemory
+from granite4_neuron.state import snapshot_memory
+from granite4_neuron.state.snapshot_memory import SnapshotMemory
 from test.support.engines import VOCAB, ChunkRuntime, cached_bytes, generate_one
 from test.support.stepping import random_tokens
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; requirements-dev.txt has it")
-pytest.importorskip("jax", reason="jax is not installed; requirements-dev.txt has it")
+pytest.importorskip("torch_mlir", reason="torch_mlir is not installed; the extra dev has it")
+pytest.importorskip("jax", reason="jax is not installed; the extra dev has it")
 
 from granite4_neuron.neuron.analysis.torch_lowering import lower
 from test.support.stablehlo import findings, text_findings

@@ -8,11 +8,11 @@ from granite4_neuron import load
 from granite4_neuron.choices import BACKENDS
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import loading
-from granite4_neuron.model.sizes import sequence_bytes
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import MambaState
+from granite4_neuron.state.sizes import sequence_bytes
+from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import VOCAB, engine_model
 
 MODEL = engine_model()

@@ -19,12 +19,12 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import NULL_SLOT, HybridState, MambaState
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import mamba_kernels
 from granite4_neuron.runtime import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.verification import (
     LONGEST,

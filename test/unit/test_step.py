@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.state import MambaState
+from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import poisoned_state, random_tokens
 

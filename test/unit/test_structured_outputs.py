@@ -17,8 +17,8 @@ from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.generation.structured_outputs import Grammars
-from granite4_neuron.limited_process import Stop, Stopped
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.sandbox.limited_process import Stop, Stopped
 from test.support.checkpoints import save_byte_tokenizer
 from test.support.engines import engine_model, generate_one, run, tokens_of
 from test.support.schemas import SCHEMAS

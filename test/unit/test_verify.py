@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.verification import LONGEST, Round, poison, streams, verified_error
 

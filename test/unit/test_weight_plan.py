@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.loading import load_model, save_model
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.runtime.cpu import CPURuntime
+from granite4_neuron.system.large_memory import LargeMemory
 from test.support.checkpoints import DENSE, small_config
 
 LAYERS = dict(layer_types=("mamba", "attention"))

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from granite4_neuron.ops.gpu import functions as gpu
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum as definition_of_segment_sum
 from granite4_neuron.ops.selective_state_step import selective_state_step
-from granite4_neuron.ops.xla import gpu, mamba
+from granite4_neuron.ops.xla import mamba
 from granite4_neuron.ops.xla.mamba import segment_sum
 from test.unit.test_ops import relative_error
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from granite4_neuron.adapter_patterns import PatternsFailed, first_matches
 from granite4_neuron.checkpoint.names import part_of
 from granite4_neuron.checkpoint.stored_tensors import open_tensors
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -20,6 +19,7 @@ from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameters
+from granite4_neuron.sandbox.adapter_patterns import PatternsFailed, first_matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.terminal import bars_of_tqdm
+from granite4_neuron.system.terminal import bars_of_tqdm
 
 CONFIG = "config.json"
 

@@ -13,7 +13,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 
-from granite4_neuron import available_memory
 from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
 from granite4_neuron.checkpoint.gguf.kept import kept_weights, remark_on
 from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
@@ -32,8 +31,9 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
 from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
-from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.operators import TORCH, Operators
+from granite4_neuron.system import available_memory
+from granite4_neuron.system.large_memory import LargeMemory
 
 TOKENIZER_FILES = (
     "tokenizer.json",

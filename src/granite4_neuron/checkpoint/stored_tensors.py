@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from granite4_neuron import available_memory
 from granite4_neuron.checkpoint.folder import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, part_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, NORM, parameters
+from granite4_neuron.system import available_memory
 
 if TYPE_CHECKING:
     import torch

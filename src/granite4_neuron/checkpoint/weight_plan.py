@@ -12,8 +12,8 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import FORMATS, Format, Weight
-from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.operators import Operators
+from granite4_neuron.system.large_memory import LargeMemory
 
 _WIDE_ROW = torch.Size([1, 2**12])
 

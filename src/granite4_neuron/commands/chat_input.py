@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.commands.chat_survival import state_folder
 from granite4_neuron.errors import UserError, printable
-from granite4_neuron.terminal import unguarded
+from granite4_neuron.system.terminal import unguarded
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

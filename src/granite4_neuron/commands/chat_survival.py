@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from granite4_neuron.terminal import unguarded
+from granite4_neuron.system.terminal import unguarded
 
 if TYPE_CHECKING:
     from granite4_neuron.generation import Conversation

@@ -10,7 +10,7 @@ from granite4_neuron.commands.options import add_model, config_and_dtype, folder
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import parameters
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from granite4_neuron.terminal import guard_streams, unguarded, without_controls
+from granite4_neuron.system.terminal import guard_streams, unguarded, without_controls
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -85,7 +85,7 @@ def check_prompt_cache(file: Path | None) -> None:
         return
     check_folder_of(file)
     # Not at the top: --help does not need torch.
-    from granite4_neuron.model.snapshot import check_place
+    from granite4_neuron.state.snapshot import check_place
 
     check_place(file)
 
@@ -102,8 +102,8 @@ def prefix_cache(
         return None
     # Not at the top: --help does not need torch.
     from granite4_neuron.engine import PrefixCache
-    from granite4_neuron.model.snapshot import Snapshot
     from granite4_neuron.runtime.interface import require
+    from granite4_neuron.state.snapshot import Snapshot
 
     if options.prompt_cache is not None:
         require(runtime, "snapshot")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
+from granite4_neuron.system import available_memory
 
 
 @contextmanager

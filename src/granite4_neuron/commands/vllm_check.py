@@ -10,7 +10,7 @@ from pathlib import Path
 from granite4_neuron.commands.options import add_model, at_least, model_folder
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
-from granite4_neuron.terminal import bars_of_tqdm
+from granite4_neuron.system.terminal import bars_of_tqdm
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 
 EXIT_CHECK_FAILED = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.regular_files import read_bytes
+from granite4_neuron.system.regular_files import read_bytes
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -18,8 +18,10 @@ import torch
 from granite4_neuron.engine.prefix_folder import PrefixFolder
 from granite4_neuron.engine.prefix_tree import Entries, Node
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.snapshot import (
+from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+from granite4_neuron.state.snapshot import (
     LOGITS,
     Snapshot,
     cut_keys_and_values,
@@ -27,8 +29,6 @@ from granite4_neuron.model.snapshot import (
     padded_keys_and_values,
     recurrent_state,
 )
-from granite4_neuron.model.state import HybridState
-from granite4_neuron.runtime.interface import Runtime, require
 
 SHORTEST_SHARED = 16  # tokens that are worth a step and a snapshot of their own
 

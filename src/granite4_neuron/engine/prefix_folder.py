@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.snapshot import LOGITS, Snapshot, cut_keys_and_values, padded_keys_and_values
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.state.snapshot import LOGITS, Snapshot, cut_keys_and_values, padded_keys_and_values
 
 _LOGGER = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{1,9})-(\d{1,9})-([0-9a-f]{64})\.safetensors")

@@ -11,9 +11,9 @@ import torch
 
 from granite4_neuron.engine.prefix_cache import SHORTEST_SHARED, PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Runtime, require
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from granite4_neuron.available_memory import available_bytes
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.sizes import sequence_bytes, token_bytes
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.state.sizes import sequence_bytes, token_bytes
+from granite4_neuron.system.available_memory import available_bytes
 
 
 def slots_that_fit(runtime: Runtime, most: int, max_length: int, set_aside: Sequence[int] = ()) -> int:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from granite4_neuron.choices import FLOAT32_TOLERANCE
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.tokenizing import encode
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state.hybrid_state import HybridState
 
 COMPRESSED_AGREEMENT = 0.9  # of the top tokens, with less exact weights or states
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from granite4_neuron import available_memory
 from granite4_neuron.engine import Engine, GenerationStats, Output, PrefixCache, Request
 from granite4_neuron.engine.adapters import AppliedAdapter
 from granite4_neuron.engine.prefix_cache import PrefixCacheStats, common_length
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.regular_files import check_regular, read_bytes
+from granite4_neuron.state.snapshot import Snapshot
+from granite4_neuron.system import available_memory
+from granite4_neuron.system.regular_files import check_regular, read_bytes
 
 _POINTER_BYTES = 8  # per token in a list
 

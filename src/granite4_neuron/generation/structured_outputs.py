@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from granite4_neuron.budgeted_thread import BudgetedThread, OverBudget
 from granite4_neuron.engine.sampling import NoTokenLeft
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.schema_references import has_endless_reference
-from granite4_neuron.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
-from granite4_neuron.limited_process import Stop
+from granite4_neuron.sandbox.budgeted_thread import BudgetedThread, OverBudget
+from granite4_neuron.sandbox.grammar_process import GrammarFailed, GrammarProcess, error_of, new_matcher
+from granite4_neuron.sandbox.limited_process import Stop
 
 Result = TypeVar("Result")
 

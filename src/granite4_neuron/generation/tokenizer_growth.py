@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from granite4_neuron.config.json_files import without_duplicates
 from granite4_neuron.errors import UserError
-from granite4_neuron.regular_files import read_bytes
+from granite4_neuron.system.regular_files import read_bytes
 
 MOST = 100
 

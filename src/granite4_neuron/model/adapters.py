@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,3 +47,11 @@ class Adapter:
             if prompt[start] == self.invocation[0] and tuple(prompt[start : start + size]) == self.invocation:
                 return start
         return None
+
+
+def adapter_weights(adapters: Mapping[str, Adapter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the additions of all adapters by names of their own. An adapter is known by its number, not its name."""
+    for number, adapter in enumerate(adapters.values(), start=1):
+        for name, addition in adapter.additions.items():
+            yield f"adapter {number} {name} down", addition.down
+            yield f"adapter {number} {name} up", addition.up

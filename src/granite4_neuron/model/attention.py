@@ -10,9 +10,9 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.parallel import Parallel, RowParallelLinear
-from granite4_neuron.model.state import KeyValueState
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import apply_rotary
+from granite4_neuron.state.hybrid_state import KeyValueState
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 

@@ -11,9 +11,9 @@ from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import Attention, RotaryTables
 from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import CompactWeight, Operators
+from granite4_neuron.state.hybrid_state import HybridState
 
 if TYPE_CHECKING:
     from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer

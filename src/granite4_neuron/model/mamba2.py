@@ -11,9 +11,9 @@ from granite4_neuron.model.binding import Module
 from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import FusedMixer, MambaKernels, MixerConstants, Rounding
+from granite4_neuron.state.hybrid_state import MambaState
 
 
 class Mamba2(Module):

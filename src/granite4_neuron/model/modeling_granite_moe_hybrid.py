@@ -21,10 +21,10 @@ from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.moe import SharedMLP, SparseMoe
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
-from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
 from granite4_neuron.ops import Operators, Weight, is_quantized, rotary_tables
 from granite4_neuron.ops.operators import Pack
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 
 class GraniteMoeHybridForCausalLM(Module):

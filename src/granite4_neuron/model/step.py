@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from granite4_neuron.model.state import NULL_SLOT
+from granite4_neuron.state.hybrid_state import NULL_SLOT
 
 
 class Step(ABC):

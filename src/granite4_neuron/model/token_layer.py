@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from granite4_neuron.model.attention import RotaryTables
-from granite4_neuron.model.state import KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep, Step
+from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 if TYPE_CHECKING:
     from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer

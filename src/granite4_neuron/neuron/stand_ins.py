@@ -30,7 +30,7 @@ def why_not_importable() -> str | None:
         UserError: one of the variables `SOURCES` is set, and does not name a checkout.
     """
     if importlib.util.find_spec("torch_xla") is None:
-        return "torch_xla is not installed (requirements-nxdi.txt)"
+        return "torch_xla is not installed (requirements/nxdi.txt)"
     if importlib.util.find_spec("torch_neuronx") is None:
         if not all(os.environ.get(name) for name in SOURCES):
             return f"the Neuron SDK is not installed, and {' and '.join(SOURCES)} do not name NxD Inference's sources"

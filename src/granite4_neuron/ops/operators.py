@@ -49,7 +49,7 @@ class Operators:
     mamba_quadratic: used in place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
-    token_layer: `ops.xla.token_layer`, where decode of few sequences has operators that join products with what is
+    token_layer: `ops.gpu.token_layer`, where decode of few sequences has operators that join products with what is
         around them; None where it is computed as other steps are.
     launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: makes matrices of fewer bits, where weights are loaded.

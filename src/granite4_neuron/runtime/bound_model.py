@@ -9,12 +9,12 @@ from importlib import metadata
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.fingerprint import Fingerprint, adapter_weights, facts_digest, weights_digest
+from granite4_neuron.model.adapters import Adapter, adapter_weights
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import Layout
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops.cpu.build import library_key
+from granite4_neuron.state.fingerprint import Fingerprint, facts_digest, weights_digest
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Layout
 
 
 class BoundModel:

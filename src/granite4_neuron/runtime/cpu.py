@@ -10,12 +10,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from granite4_neuron import available_memory
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import Snapshot, check_chain, recurrent_state
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
@@ -29,7 +26,10 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     step_inputs,
 )
-from granite4_neuron.runtime.snapshot_memory import SnapshotMemory
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot, check_chain, recurrent_state
+from granite4_neuron.state.snapshot_memory import SnapshotMemory
+from granite4_neuron.system import available_memory
 
 
 class CPURuntime(BoundModel):

@@ -18,8 +18,6 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.ops import Operators
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.interface import (
@@ -30,6 +28,8 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     step_inputs,
 )
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot, check_chain, cut_keys_and_values, padded_keys_and_values
 
 PREFILL_BUCKETS = (128, 512, 2048)
 VERIFY_BUCKETS = (4, 8, 16)

@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.fingerprint import Fingerprint
-from granite4_neuron.model.snapshot import Layout, Snapshot
-from granite4_neuron.model.state import HybridState
+from granite4_neuron.state.fingerprint import Fingerprint
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "copy", "snapshot"]
 

@@ -27,11 +27,11 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.snapshot import Snapshot
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Verification
 from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
-from granite4_neuron.terminal import guard_streams
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot
+from granite4_neuron.system.terminal import guard_streams
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
 _SIGNALS_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

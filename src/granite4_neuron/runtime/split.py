@@ -24,12 +24,12 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.loading import check_memory_of_ranks
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.fingerprint import facts_digest
-from granite4_neuron.model.snapshot import Layout, Snapshot, check_chain
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
 from granite4_neuron.runtime.ranks import Job, Others, check_devices, listen
 from granite4_neuron.runtime.torch_device import TorchRuntime
+from granite4_neuron.state.fingerprint import facts_digest
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Layout, Snapshot, check_chain
 
 _SECONDS_TO_END = 10  # ranks need less, unless they wait within a step or still load
 

@@ -22,10 +22,10 @@ from transformers import GenerationConfig
 from granite4_neuron.choices import DEVICES, GRAPHS, KV_WRITES
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer, GraniteMoeHybridForCausalLM, last_tokens
-from granite4_neuron.model.state import NULL_SLOT, HybridState, KeyValueState, MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
-from granite4_neuron.ops.xla import GPU, LOOPS, write_cache_as
+from granite4_neuron.ops.gpu import GPU
+from granite4_neuron.ops.xla import LOOPS, write_cache_as
 from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     PREFILL_BUCKETS,
@@ -36,6 +36,7 @@ from granite4_neuron.runtime.graphs import (
     graph_inputs,
 )
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueState, MambaState
 
 COMPILERS = {"cpu": "inductor", "cuda": "inductor", "neuron": "neuron"}
 

@@ -14,11 +14,11 @@ from transformers import GenerationConfig
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.model.state import HybridState
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors
+from granite4_neuron.state.hybrid_state import HybridState
 
 try:
     import torch_xla

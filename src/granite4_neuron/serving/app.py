@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
-from granite4_neuron.limited_process import Stop
+from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from granite4_neuron.budgeted_thread import with_stack
 from granite4_neuron.engine import Engine, Output, Request
+from granite4_neuron.sandbox.budgeted_thread import with_stack
 from granite4_neuron.serving.errors import RequestError, too_many_requests
 from granite4_neuron.serving.metrics import Metrics
 

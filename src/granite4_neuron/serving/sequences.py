@@ -16,8 +16,8 @@ from granite4_neuron.generation.conversation_encoder import texts_of
 from granite4_neuron.generation.loop import end_of_sequence_tokens
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.generation.tool_calls import CLOSE, OPEN
-from granite4_neuron.limited_process import Stop
 from granite4_neuron.runtime.interface import Runtime
+from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 from granite4_neuron.serving.protocol import AS_MANY_AS_FIT, ChatBody, CompletionBody, ConversationBody, GenerationBody
 from granite4_neuron.serving.structured import Structure, structure_of

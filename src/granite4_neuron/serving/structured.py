@@ -8,7 +8,7 @@ from typing import Any
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation.structured_outputs import GrammarConstraint, Grammars, Kind
-from granite4_neuron.limited_process import Stop
+from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 
 _ANY_OBJECT = {"type": "object"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from granite4_neuron.errors import UserError
-from granite4_neuron.regular_files import check_regular
+from granite4_neuron.system.regular_files import check_regular
 
 if TYPE_CHECKING:
     import gguf

@@ -16,7 +16,6 @@ from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM, step_of
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.state import HybridState, KeyValueState, MambaState
 from granite4_neuron.neuron.analysis import hlo_lint
 from granite4_neuron.neuron.analysis.hlo_cost import (
     Cost,
@@ -29,6 +28,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
 )
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
 from granite4_neuron.ops.xla import XLA
+from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState
 
 # The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"

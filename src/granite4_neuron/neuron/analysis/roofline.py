@@ -9,7 +9,7 @@ import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import HEAD, matmul_weights
-from granite4_neuron.model.sizes import mamba_state_shapes, sequence_bytes, token_bytes
+from granite4_neuron.state.sizes import mamba_state_shapes, sequence_bytes, token_bytes
 
 
 @dataclass(frozen=True)

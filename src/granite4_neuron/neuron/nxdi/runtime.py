@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.snapshot import Snapshot
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.interface import (
     Ability,
@@ -21,6 +20,7 @@ from granite4_neuron.runtime.interface import (
     check_verification,
     require,
 )
+from granite4_neuron.state.snapshot import Snapshot
 
 
 class NeuronRuntime:

@@ -10,10 +10,10 @@ from neuronx_distributed_inference.modules.kvcache.kv_cache_manager import KVCac
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.model.sizes import mamba_state_shapes
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
+from granite4_neuron.state.hybrid_state import MambaState
+from granite4_neuron.state.sizes import mamba_state_shapes
 
 
 class NeuronStep(DenseStep):

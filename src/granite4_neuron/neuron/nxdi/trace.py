@@ -23,10 +23,10 @@ from neuronx_distributed_inference.utils.compile_env import set_compile_env_vars
 from torch_xla.core.xla_builder import create_placeholder_tensor
 
 from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.state import MambaState
 from granite4_neuron.neuron.nxdi import sdk_custom_calls
 from granite4_neuron.neuron.nxdi.application import NeuronGraniteMoeHybridForCausalLM
 from granite4_neuron.neuron.nxdi.state import NeuronStep
+from granite4_neuron.state.hybrid_state import MambaState
 
 # Modules of the traced model that are counted on their own: the mixers and the feed-forward parts of each layer, and
 # modules that are there once.

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from granite4_neuron.terminal import unguarded
+from granite4_neuron.system.terminal import unguarded
 
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))

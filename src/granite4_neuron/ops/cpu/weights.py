@@ -9,8 +9,8 @@ import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.cpu.build import formats, kernel
-from granite4_neuron.ops.large_memory import LargeMemory
 from granite4_neuron.ops.weight import Format, QuantizedWeight, Weight
+from granite4_neuron.system.large_memory import LargeMemory
 
 _PLAIN = "plain"
 

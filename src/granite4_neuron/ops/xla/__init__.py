@@ -6,7 +6,6 @@ What has no form of its own here is the plain definition.
 from dataclasses import replace
 
 from granite4_neuron.ops.operators import Operators
-from granite4_neuron.ops.xla import gpu, token_layer
 from granite4_neuron.ops.xla.attention import cached_attention, write_cache_as
 from granite4_neuron.ops.xla.mamba import CHUNKED, QUADRATIC, SINGLE_TOKEN
 from granite4_neuron.ops.xla.moe import expert_path, fused_experts
@@ -21,18 +20,5 @@ XLA = Operators(
 )
 # For compilers that make one loop of several element-wise operations, and do not update operands of products in place.
 LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
-GPU = replace(
-    XLA,
-    linear=gpu.linear,
-    mlp=gpu.mlp,
-    router_logits=gpu.router_logits,
-    topk_softmax=gpu.topk_softmax,
-    fused_experts=gpu.fused_experts,
-    cached_attention=gpu.cached_attention,
-    mamba_prefill=gpu.CHUNKED,
-    mamba_quadratic=gpu.QUADRATIC,
-    mamba_decode=gpu.SINGLE_TOKEN,
-    token_layer=token_layer,
-)
 
-__all__ = ["GPU", "LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]
+__all__ = ["LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
 
-from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.ops import Weight
 
 _PIECE = 2**24  # bytes that a thread takes at a time
@@ -78,14 +77,6 @@ def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str
         for first, share in enumerate(shares):
             digests[first::threads] = share
     return xxhash.xxh3_128_hexdigest("\n".join(about).encode() + b"".join(digests))
-
-
-def adapter_weights(adapters: Mapping[str, Adapter]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the additions of all adapters by names of their own. An adapter is known by its number, not its name."""
-    for number, adapter in enumerate(adapters.values(), start=1):
-        for name, addition in adapter.additions.items():
-            yield f"adapter {number} {name} down", addition.down
-            yield f"adapter {number} {name} up", addition.up
 
 
 def _parts(weight: Weight) -> tuple[str | None, Mapping[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """Triton kernels of a mixer's token of several sequences: products with what follows them, and norms before.
 
-Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_mixer`, on a GPU.
+Each function has the arguments and results of the operator of its name in `ops.gpu.token_mixer`, on a GPU.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla.gpu_batch_programs import multiply_vectors, normed_rows, padded, shape_of_product
-from granite4_neuron.ops.xla.gpu_token_programs import let_next_begin, wait
+from granite4_neuron.ops.gpu.batch_programs import multiply_vectors, normed_rows, padded, shape_of_product
+from granite4_neuron.ops.gpu.token_programs import let_next_begin, wait
 
 
 def mixer_inputs(

@@ -1,6 +1,6 @@
 """Triton kernels of a token of each sequence, where a compiler makes several loops, or reads or copies too much.
 
-Each function has the arguments and results of the operator of its name in `ops.xla.gpu`, on a GPU.
+Each function has the arguments and results of the operator of its name in `ops.gpu.functions`, on a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla.gpu_token_programs import WARPS_OF_SMALL_PARTS, launch_options, let_next_begin, wait
+from granite4_neuron.ops.gpu.token_programs import WARPS_OF_SMALL_PARTS, launch_options, let_next_begin, wait
 
 # Of the cache of keys and values: entries that a program reads together. Where there would be more programs or parts
 # than these, a program reads several such blocks, one after another.

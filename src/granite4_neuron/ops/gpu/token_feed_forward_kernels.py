@@ -1,7 +1,7 @@
 """Triton kernels of a feed-forward part's one token: products with what precedes and follows them.
 
-Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_feed_forward`, on a GPU.
-Those of several sequences are in `ops.xla.gpu_batch_feed_forward_kernels`. `ops.xla.gpu_token_programs` says when a
+Each function has the arguments and results of the operator of its name in `ops.gpu.token_feed_forward`, on a GPU.
+Those of several sequences are in `ops.gpu.batch_feed_forward_kernels`. `ops.gpu.token_programs` says when a
 kernel may read and write.
 """
 
@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla import gpu_batch_feed_forward_kernels as batch
-from granite4_neuron.ops.xla.gpu_kernels import expert_of, largest_keys, load_choice_keys, without_largest
-from granite4_neuron.ops.xla.gpu_token_programs import (
+from granite4_neuron.ops.gpu import batch_feed_forward_kernels as batch
+from granite4_neuron.ops.gpu.functions_kernels import expert_of, largest_keys, load_choice_keys, without_largest
+from granite4_neuron.ops.gpu.token_programs import (
     WARPS_OF_SMALL_PARTS,
     launch_options,
     let_next_begin,

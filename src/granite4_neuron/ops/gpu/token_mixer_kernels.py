@@ -1,7 +1,7 @@
 """Triton kernels of a mixer's one token: products with what precedes and follows them.
 
-Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_mixer`, on a GPU.
-Products of several sequences are in `ops.xla.gpu_batch_mixer_kernels`. `ops.xla.gpu_token_programs` says when a kernel
+Each function has the arguments and results of the operator of its name in `ops.gpu.token_mixer`, on a GPU.
+Products of several sequences are in `ops.gpu.batch_mixer_kernels`. `ops.gpu.token_programs` says when a kernel
 may read and write.
 """
 
@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla import gpu_batch_mixer_kernels as batch
-from granite4_neuron.ops.xla.gpu_kernels import convolve_channels, load_convolution, shift_window
-from granite4_neuron.ops.xla.gpu_token_programs import (
+from granite4_neuron.ops.gpu import batch_mixer_kernels as batch
+from granite4_neuron.ops.gpu.functions_kernels import convolve_channels, load_convolution, shift_window
+from granite4_neuron.ops.gpu.token_programs import (
     WARPS_OF_SMALL_PARTS,
     launch_options,
     let_next_begin,

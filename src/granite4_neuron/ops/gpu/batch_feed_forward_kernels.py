@@ -1,6 +1,6 @@
-"""Triton kernels of a feed-forward part's token of several sequences; those of mixers are in `gpu_batch_mixer_kernels`.
+"""Triton kernels of a feed-forward part's token of several sequences; those of mixers are in `batch_mixer_kernels`.
 
-Each function has the arguments and results of the operator of its name in `ops.xla.gpu_token_feed_forward`, on a GPU.
+Each function has the arguments and results of the operator of its name in `ops.gpu.token_feed_forward`, on a GPU.
 The weights of an expert are read once for all sequences that chose it, and not at all if none did. Idle sequences, of
 length 0, choose none.
 """
@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla.gpu_batch_programs import (
+from granite4_neuron.ops.gpu.batch_programs import (
     multiply_gated,
     multiply_vectors,
     normed_rows,
     padded,
     shape_of_product,
 )
-from granite4_neuron.ops.xla.gpu_kernels import choice_keys, largest_keys, load_choice_keys
-from granite4_neuron.ops.xla.gpu_token_programs import (
+from granite4_neuron.ops.gpu.functions_kernels import choice_keys, largest_keys, load_choice_keys
+from granite4_neuron.ops.gpu.token_programs import (
     WARPS_OF_SMALL_PARTS,
     launch_options,
     let_next_begin,

@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import granite4_neuron.limited_process as p; p.main()"
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from granite4_neuron.sandbox import limited_process; limited_process.main()"
+)
 
 
 class ProcessEnded(Exception):
@@ -68,7 +71,8 @@ class LimitedProcess:
     Several threads may share one.
 
     Args:
-        module: of this package; its function `answer` gets a question, an object in JSON, and returns another.
+        module: of `granite4_neuron.sandbox`; its function `answer` gets a question, an object in JSON, and returns
+            another.
         seconds: of the processor's time for one question.
         memory_bytes: of the process.
         stack_bytes: of its main thread; None for what `ulimit -s` says.
@@ -152,7 +156,7 @@ def main() -> None:
     standard output.
     """
     name, (seconds, memory_bytes, stack_bytes) = sys.argv[2], map(int, sys.argv[3:6])
-    module = importlib.import_module(f"granite4_neuron.{name}")
+    module = importlib.import_module(f"granite4_neuron.sandbox.{name}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if stack_bytes:

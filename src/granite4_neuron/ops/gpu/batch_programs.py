@@ -1,4 +1,4 @@
-"""Programs of the Triton kernels of decode of several sequences, as `ops.xla.gpu_token_programs` has those of one.
+"""Programs of the Triton kernels of decode of several sequences, as `ops.gpu.token_programs` has those of one.
 
 A program multiplies some rows of a matrix with the vectors of all sequences, some columns at a time, so that tensor
 cores work on some while the next ones are on their way. Vectors are normalised before, by a kernel of its own. Kernels
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from granite4_neuron.ops.xla.gpu_token_programs import launch_options, let_next_begin, load_row, load_rows, normed, wait
+from granite4_neuron.ops.gpu.token_programs import launch_options, let_next_begin, load_row, load_rows, normed, wait
 
 _WARPS_OF_NORM = 8
 _MULTIPROCESSORS = 132  # of an H200

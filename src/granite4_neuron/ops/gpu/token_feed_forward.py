@@ -1,6 +1,6 @@
-"""A layer's feed-forward part for a token of each sequence, as `ops.xla.gpu_token_mixer` is its mixer.
+"""A layer's feed-forward part for a token of each sequence, as `ops.gpu.token_mixer` is its mixer.
 
-These are kernels in Triton, `ops.xla.gpu_token_feed_forward_kernels`, on a GPU.
+These are kernels in Triton, `ops.gpu.token_feed_forward_kernels`, on a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import moe, norm
-from granite4_neuron.ops.xla import gpu, topk
+from granite4_neuron.ops.gpu import functions
+from granite4_neuron.ops.xla import topk
 
 
 def activate(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,7 +62,7 @@ def activate_experts(
         ([batch, width of the shared MLP], [batch * top_k, width of an expert]) in the weights' dtype.
     """
     ids = topk.topk_softmax(router_logits, top_k)[1].flatten()
-    return moe.silu_and_mul(F.linear(normed, weight)), gpu.multiply_rows(normed, w1, ids, True)
+    return moe.silu_and_mul(F.linear(normed, weight)), functions.multiply_rows(normed, w1, ids, True)
 
 
 def add_feed_forward(
@@ -86,5 +87,5 @@ def add_feed_forward(
     """
     topk_weights, ids = topk.topk_softmax(router_logits, len(expert_activated) // len(activated))
     residual = norm.residual_add(residual, F.linear(activated, weight), alpha)
-    y = gpu.multiply_rows(expert_activated, w2, ids.flatten(), False).view(*ids.shape, -1)
+    y = functions.multiply_rows(expert_activated, w2, ids.flatten(), False).view(*ids.shape, -1)
     return norm.residual_add(residual, (y * topk_weights[..., None]).sum(1).to(y.dtype), alpha)

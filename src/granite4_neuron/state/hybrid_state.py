@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.model.sizes import mamba_state_shapes
+from granite4_neuron.state.sizes import mamba_state_shapes
 
 NULL_SLOT = 0
 

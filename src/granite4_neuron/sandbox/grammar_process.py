@@ -14,7 +14,7 @@ from typing import Any
 
 import llguidance
 
-from granite4_neuron.limited_process import LimitedProcess, ProcessEnded, Stop
+from granite4_neuron.sandbox.limited_process import LimitedProcess, ProcessEnded, Stop
 
 _SECONDS = 2
 _MEMORY_BYTES = 2**29

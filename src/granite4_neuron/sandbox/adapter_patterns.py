@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from granite4_neuron.limited_process import LimitedProcess, ProcessEnded
+from granite4_neuron.sandbox.limited_process import LimitedProcess, ProcessEnded
 
 _SECONDS = 3
 _MEMORY_BYTES = 2**30

@@ -2,7 +2,7 @@
 
 A graph of such tokens takes as long as its number of kernels says, where they are few. So the kernels are few: a norm
 of one sequence is computed by every program of the product behind it, a residual is added by the product before it.
-They are kernels in Triton, `ops.xla.gpu_token_mixer_kernels`, on a GPU; weights are not quantized, and have one dtype.
+They are kernels in Triton, `ops.gpu.token_mixer_kernels`, on a GPU; weights are not quantized, and have one dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from granite4_neuron.ops import norm
-from granite4_neuron.ops.xla import gpu
+from granite4_neuron.ops.gpu import functions
 
 
 def mixer_inputs(
@@ -40,7 +40,7 @@ def mixer_inputs(
     projected = F.linear(norm.rms_norm(x, norm_weight, eps), weight)
     channels = conv_state.shape[1]
     gate, xBC, dt = projected.split([len(weight) - channels - num_heads, channels, num_heads], 1)
-    convolved = gpu.convolve_token(xBC[:, None], conv_state, conv_weight, conv_bias, lengths)[:, 0]
+    convolved = functions.convolve_token(xBC[:, None], conv_state, conv_weight, conv_bias, lengths)[:, 0]
     return torch.cat([gate.float(), convolved, dt.float()], 1)
 
 
@@ -72,7 +72,7 @@ def advance_mixer(
     dt = F.softplus(dt + dt_bias.float()).clamp(lowest_dt, highest_dt).masked_fill((lengths == 0)[:, None], 0.0)
     B, C = (values.unflatten(1, (-1, d_state)) for values in (B, C))
     log_decay = dt * -torch.exp(A_log.float())
-    y = gpu.advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, ssm_state)
+    y = functions.advance_token(x.unflatten(1, (num_heads, head_dim)), dt, log_decay, B, C, D, ssm_state)
     return y.flatten(1) * F.silu(gate)
 
 

@@ -1,23 +1,23 @@
-"""The operators of `ops.xla.gpu_token_mixer` and `ops.xla.gpu_token_feed_forward`, as nodes of a graph."""
+"""The operators of `ops.gpu.token_mixer` and `ops.gpu.token_feed_forward`, as nodes of a graph."""
 
 from __future__ import annotations
 
 import torch
 
-from granite4_neuron.ops.xla import gpu_token_feed_forward, gpu_token_mixer
-from granite4_neuron.ops.xla.gpu import kernel
+from granite4_neuron.ops.gpu import token_feed_forward, token_mixer
+from granite4_neuron.ops.gpu.functions import kernel
 
-# With so many these take less time than what a compiler makes of `ops.xla.gpu`; more were not measured.
+# With so many these take less time than what a compiler makes of `ops.gpu.functions`; more were not measured.
 MOST_SEQUENCES = 32
 
-mixer_inputs = kernel(gpu_token_mixer.mixer_inputs, mutates=("conv_state",))
-advance_mixer = kernel(gpu_token_mixer.advance_mixer, mutates=("ssm_state",))
-project_heads = kernel(gpu_token_mixer.project_heads)
-add_product = kernel(gpu_token_mixer.add_product)
-activate = kernel(gpu_token_feed_forward.activate)
-route = kernel(gpu_token_feed_forward.route)
-activate_experts = kernel(gpu_token_feed_forward.activate_experts)
-add_feed_forward = kernel(gpu_token_feed_forward.add_feed_forward)
+mixer_inputs = kernel(token_mixer.mixer_inputs, mutates=("conv_state",))
+advance_mixer = kernel(token_mixer.advance_mixer, mutates=("ssm_state",))
+project_heads = kernel(token_mixer.project_heads)
+add_product = kernel(token_mixer.add_product)
+activate = kernel(token_feed_forward.activate)
+route = kernel(token_feed_forward.route)
+activate_experts = kernel(token_feed_forward.activate_experts)
+add_feed_forward = kernel(token_feed_forward.add_feed_forward)
 
 
 @mixer_inputs.register_fake

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from granite4_neuron.ops.large_memory import HUGE_PAGE, LargeMemory, padded_bytes
+from granite4_neuron.system.large_memory import HUGE_PAGE, LargeMemory, padded_bytes
 
 
 class _Place(NamedTuple):

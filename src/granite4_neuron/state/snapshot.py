@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.fingerprint import Fingerprint
-from granite4_neuron.regular_files import check_regular
+from granite4_neuron.state.fingerprint import Fingerprint
+from granite4_neuron.system.regular_files import check_regular
 
 # Shape and dtype of tensors by their names; a dtype that no state has is there by its name in safetensors.
 Layout = Mapping[str, tuple[torch.Size, torch.dtype | str]]

@@ -1,6 +1,6 @@
-"""Operators of graphs on a GPU. For a token of each sequence they are kernels in Triton, `ops.xla.gpu_kernels`.
+"""Operators of graphs on a GPU. For a token of each sequence they are kernels in Triton, `ops.gpu.kernels`.
 
-Decode of few sequences has further ones, `ops.xla.token_layer`.
+Decode of few sequences has further ones, `ops.gpu.token_layer`.
 """
 
 from __future__ import annotations

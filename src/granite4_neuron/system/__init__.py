@@ -1,0 +1,1 @@
+"""Memory, files and the terminal, as the operating system has them."""
