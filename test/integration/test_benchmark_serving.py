@@ -1,4 +1,4 @@
-"""benchmark_serving.py against a server of ours, and its results for known times."""
+"""benchmarks/serving.py against a server of ours, and its results for known times."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("fastapi", reason="granite4-neuron[serve] is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
-import benchmark_serving
+from benchmarks import serving as benchmark
 from benchmarks.load import Answer, Lengths, Run, questions
 from granite4_neuron import UserError, load
 from test.support.serving import serving
@@ -25,7 +25,7 @@ def measure(server, tmp_path, *options):
     """Run the benchmark and return its exit status and its numbers."""
     file = tmp_path / "numbers.json"
     arguments = [f"a={server.address}/v1", f"b={server.address}/v1/", "--json", str(file), *options]
-    return benchmark_serving.main(arguments), json.loads(file.read_text())
+    return benchmark.main(arguments), json.loads(file.read_text())
 
 
 def test_two_servers_in_turns(server, tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_statistics_of_known_times():
     ]
     slow = Answer(started=0.0, chunk_times=[2.0], tokens=1, prompt_tokens=10)
     runs = [Run([*answers, slow], 10.0), Run([*answers, Answer(0.0, error="status 500")], 5.0), Run(answers, 2.0)]
-    result = benchmark_serving._result("x", runs, {"first_token_ms": 600.0, "per_token_ms": 200.0})
+    result = benchmark._result("x", runs, {"first_token_ms": 600.0, "per_token_ms": 200.0})
     assert (result.requests, result.errors, result.output_tokens) == (29, 1, 27 * 4 + 1)
     assert result.first_token_ms == pytest.approx([500 + 1500 / 28, 500, 500, 2000])
     assert result.per_token_ms == pytest.approx([400 / 3] * 4)
@@ -78,7 +78,7 @@ def test_statistics_of_known_times():
     assert result.output_tokens_per_second == pytest.approx(36 / 5)
     assert result.requests_per_second == pytest.approx(9 / 5)
     assert result.goodput_requests_per_second == pytest.approx(9 / 5)
-    assert math.isnan(benchmark_serving._statistics([])[0])
+    assert math.isnan(benchmark._statistics([])[0])
 
 
 def test_lengths():
@@ -111,5 +111,5 @@ def test_lengths():
 def test_bad_input(capsys, arguments, message):
     if "x.docx" in arguments:
         pytest.importorskip("matplotlib")
-    assert benchmark_serving.main(arguments) == 2
+    assert benchmark.main(arguments) == 2
     assert message in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """Load on OpenAI-compatible servers: this package's, vLLM's, llama.cpp's.
 
     granite4-neuron serve --port 8000
-    python benchmark_serving.py http://127.0.0.1:8000/v1 --concurrency 8
-    python benchmark_serving.py ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompt-length 512 \\
+    python -m benchmarks.serving http://127.0.0.1:8000/v1 --concurrency 8
+    python -m benchmarks.serving ours=http://127.0.0.1:8000/v1 theirs=http://127.0.0.1:8001/v1 --prompt-length 512 \\
         --output-length 128 --num-requests 32 --repeats 3 --goodput first-token:2000 per-token:100
 
 Prompts are random token ids. Answers are greedy and have exactly the requested number of tokens. With several addresses
