@@ -16,9 +16,9 @@ FP8 = ROOT / "test" / "support" / "fp8"
 # Besides fp8's own checks, run those of every format.
 TESTS = (
     FP8 / "fp8_checks.py",
-    "test/unit/test_quantization.py",
-    "test/unit/test_cpu_kernels.py",
-    "test/unit/test_decoder_layers.py",
+    "test/unit/ops/test_quantization.py",
+    "test/unit/ops/cpu/kernels/test_kernels.py",
+    "test/unit/ops/cpu/test_layers.py",
 )
 
 

@@ -262,7 +262,7 @@ class SlotContract:
 
 
 class VerifyContract:
-    """These are the checks that test/unit/test_verify.py makes on the CPU."""
+    """These are the checks that test/unit/runtime/test_cpu.py makes on the CPU."""
 
     ROUNDS = (
         Round((5, 3, 5, 1), (0, 0, 0, 0)),

@@ -1,4 +1,4 @@
-// Products of bfloat16 in AMX's order, as functions of C: test/unit/test_tile_products.py compiles this.
+// Products of bfloat16 in AMX's order, as functions of C: test/unit/ops/cpu/kernels/test_tile_products.py compiles this.
 #include "products.cpp"
 
 #include "formats.h"

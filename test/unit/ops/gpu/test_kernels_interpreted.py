@@ -1,0 +1,31 @@
+"""Tests of the Triton kernels where there is no GPU: in processes of their own, which interpret them."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here runs them"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "chosen"),
+    [
+        ("unit/ops/gpu/test_kernels.py", ""),
+        ("unit/ops/gpu/test_token_kernels.py", "experts"),
+        ("unit/ops/gpu/test_token_kernels.py", "not experts"),
+        ("integration/test_torch_device_interpreted.py", ""),
+    ],
+)
+def test_kernels(module, chosen):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parents[3] / module]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([*command, "-k", chosen], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
