@@ -14,120 +14,6 @@ from test.support.nki_emulator import provide_nki
 
 provide_nki()
 
-# These tests do not depend on the versions of torch and transformers, so one environment is enough.
-ONCE = (
-    "test/faults/",
-    "test/integration/test_adapters.py::TestEngine",
-    "test/integration/test_adapters.py::test_beside_others_and_in_any_steps",
-    "test/integration/test_adapters.py::test_verified_tokens_are_those_of_decode",
-    "test/integration/test_benchmark",
-    "test/integration/test_bundled.py::test_40000_tokens_of_prompt",
-    "test/integration/test_bundled.py::test_a_planted_bug_changes_tokens",
-    "test/integration/test_compile.py",
-    "test/integration/test_compressed_tensors.py",
-    "test/integration/test_int8.py",
-    "test/integration/test_logits.py::test_bfloat16_error_is_not_above_that_of_transformers",
-    "test/integration/test_long_context.py::TestErrors::test_of_torch",
-    "test/integration/test_long_context.py::TestMoreThan32Bits",
-    "test/integration/test_long_context.py::test_",
-    "test/integration/test_new_format.py",
-    "test/integration/test_one_text.py",
-    "test/integration/test_other_processors.py",
-    "test/integration/test_quantized_checkpoints.py",
-    "test/integration/test_serve.py",
-    "test/integration/test_serve_adapters.py",
-    "test/integration/test_serve_clients.py",
-    "test/integration/test_serve_connections.py",
-    "test/integration/test_serve_hostile.py",
-    "test/integration/test_serve_page.py",
-    "test/integration/test_serve_process.py",
-    "test/integration/test_serve_refusals.py",
-    "test/integration/test_serve_structured.py",
-    "test/integration/test_serve_tools.py",
-    "test/integration/test_soak.py",
-    "test/integration/test_tensor_parallel.py",
-    "test/integration/test_torch_device.py",
-    "test/integration/test_tune.py",
-    "test/unit/engine/test_cache_budgets.py",
-    "test/unit/checkpoint/test_loading.py::test_peak_memory_is_near_the_size_of_the_model",
-    "test/unit/test_cli",
-    "test/unit/commands/",
-    "test/unit/engine/test_constraint.py",
-    "test/unit/ops/cpu/kernels/test_kernels.py",
-    "test/unit/test_documented_commands.py",
-    "test/unit/checkpoint/test_loading.py::test_a_write_that_fails_leaves_nothing",
-    "test/unit/engine/test_backoff.py",
-    "test/unit/engine/test_engine.py::test_every_sequence_is_what_it_is_alone",
-    "test/unit/ops/cpu/kernels/test_checks.py",
-    "test/unit/neuron/analysis/test_latency.py",
-    "test/unit/ops/test_launch_parameters.py",
-    "test/unit/test_layering.py",
-    "test/unit/ops/nki/",
-    "test/unit/support/test_nki_",
-    "test/unit/benchmarks/test_kernels.py",
-    "test/unit/ops/cpu/kernels/test_paged",
-    "test/unit/evaluation/test_perplexity.py",
-    "test/unit/neuron/analysis/test_plan.py",
-    "test/unit/engine/test_prefix_cache.py",
-    "test/unit/engine/test_prefix_folder.py",
-    "test/unit/vllm/test_rejection_sampler.py",
-    "test/unit/engine/test_slot_prefix_cache.py",
-    "test/unit/engine/test_speculation.py",
-    "test/unit/ops/test_stochastic_rounding.py",
-    "test/unit/generation/test_structured_outputs.py",
-    "test/unit/engine/test_text.py",
-    "test/unit/ops/cpu/kernels/test_tile_products.py",
-    "test/unit/generation/test_tokenizer_growth.py",
-    "test/unit/generation/test_tool_calls.py",
-    "test/unit/vllm/test_operators.py",
-    "test/unit/checkpoint/test_weight_plan.py",
-)
-
-# Each compiles many graphs, starts several processes, or takes many steps, of kinds that other tests have too.
-_DEVICE = "test/integration/test_torch_device.py::"
-_CPU_LOGITS = f"{_DEVICE}TestSteps::test_logits_equal_the_cpu_runtimes[cpu-"
-_XLA_LOGITS = "test/integration/test_xla.py::TestSteps::test_logits_equal_the_cpu_runtimes"
-_SPLIT = "test/integration/test_tensor_parallel.py::TestSplitRuntime::"
-_RANKS = "test/integration/test_tensor_parallel.py::test_every_rank_has_the_whole_models_logits"
-SLOW = (
-    *(f"{_CPU_LOGITS}{case.name}]" for case in CASES if case.name != "moe"),
-    f"{_DEVICE}TestSteps::test_a_sequence_of_nan_stays_alone[cpu]",
-    f"{_DEVICE}TestSteps::test_a_step_leaves_other_slots_alone[cpu-dtype0]",
-    f"{_DEVICE}TestSteps::test_all_logits[cpu]",
-    f"{_DEVICE}TestSlots::test_snapshots_are_those_of_the_cpu[cpu]",
-    f"{_DEVICE}TestVerify::test_whatever_is_accepted[cpu-dense]",
-    f"{_DEVICE}TestVerify::test_a_verification_changes_no_recurrent_state[cpu]",
-    f"{_DEVICE}TestEngine::test_a_hit_gives_the_logits_of_a_run_without[cpu]",
-    f"{_DEVICE}TestEngine::test_both_add_a_constant_number_of_graphs[cpu]",
-    f"{_DEVICE}TestEngine::test_speculation_prints_the_cpus_texts[cpu-same model]",
-    f"{_DEVICE}TestEngine::test_speculation_prints_the_cpus_texts[cpu-other model]",
-    f"{_DEVICE}TestOneGraphOfTheModel::",
-    f"{_DEVICE}TestKernels::test_logits[ssd-aot_eager]",
-    f"{_DEVICE}TestGraphs::test_warming_up[model]",
-    f"{_DEVICE}test_every_form_of_state_gives_the_same[moe",
-    f"{_DEVICE}test_every_form_of_state_gives_the_same[attention_only_rope-index",
-    f"{_RANKS}[groups split, biases, rope]",
-    *(f"{_XLA_LOGITS}[{case.name}]" for case in CASES if case.name not in ("moe", "rope", "mamba_only")),
-    "test/integration/test_xla.py::test_the_end_of_a_context_of_131072_tokens",
-    "test/integration/test_long_context.py::TestErrors::test_of_torch[device-attention-bfloat16]",
-    "test/integration/test_long_context.py::TestErrors::test_of_xla[attention-bfloat16]",
-    f"{_DEVICE}TestKernels::test_verification",
-    "test/integration/test_compile.py::test_each_kind_of_step_is_one_graph[two_groups]",
-    f"{_SPLIT}test_steps[cpu]",
-    f"{_SPLIT}test_a_second_state_beside_the_first[cpu]",
-    f"{_SPLIT}test_texts_with_drafts[cpu]",
-    f"{_SPLIT}test_what_every_rank_refuses[cpu]",
-    f"{_RANKS}[untied dense]",
-    f"{_RANKS}[kv heads replicated, 4 ranks]",
-    "test/integration/test_bundled.py::test_40000_tokens_of_prompt",
-    "test/integration/test_benchmark.py::TestLlamaCpp::test_its_failure_is_reported",
-    "test/integration/test_other_processors.py::test_the_kernels_compile[x86 without AVX]",
-    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 with bfloat16]",
-    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 without bfloat16]",
-    "test/integration/test_other_processors.py::test_the_kernels_compile[AVX-512 with permutations of bytes]",
-    "test/unit/ops/test_stochastic_rounding.py::test_states_of_slow_heads_do_not_drift",
-)
-
 # The same examples on every machine, without a limit of time.
 settings.register_profile("package", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("package")
@@ -143,14 +29,6 @@ def pytest_configure(config):
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
             os.environ.setdefault(variable, "1")
         cpu.has_fused_kernels()  # Compile them once, before the workers start.
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid.startswith(ONCE):
-            item.add_marker("once")
-        if item.nodeid.startswith(SLOW):
-            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter):

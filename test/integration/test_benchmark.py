@@ -126,6 +126,7 @@ class TestLlamaCpp:
         assert theirs["first_token_ms"] == 1000 and theirs["token_ms_p50"] == pytest.approx(10)
         assert [sample["token_ms"] for sample in theirs["samples"]] == pytest.approx([10, 10])
 
+    @pytest.mark.slow
     def test_its_failure_is_reported(self, programs):
         options = ("--compare", "llama.cpp", "--llama-cpp", programs, "--gguf", programs / "model.gguf")
         done = run(*SMALL, "--prompt-length", "7", *options)

@@ -50,6 +50,7 @@ def expected(bundled):
     return greedy(*bundled)
 
 
+@pytest.mark.versions
 def test_greedy_tokens_are_those_of_transformers(bundled, expected):
     reference = Reference.from_pretrained(bundled_checkpoint(), dtype=torch.float32).eval()
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
@@ -60,12 +61,14 @@ def test_greedy_tokens_are_those_of_transformers(bundled, expected):
         assert output[0, ids.shape[1] :].tolist() == tokens
 
 
+@pytest.mark.versions
 def test_bfloat16_gives_the_same_tokens(bundled, expected):
     runtime, tokenizer = load()
     assert runtime.dtype == torch.bfloat16
     assert greedy(runtime, tokenizer) == expected
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_int8_gives_nearly_the_same_tokens(expected, kernels):
     """Most tokens of most prompts are the same. A sequence that differs at one token continues from there."""
@@ -80,6 +83,7 @@ def test_int8_gives_nearly_the_same_tokens(expected, kernels):
     assert text.startswith(" evaluates the expression list")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_passes_the_check(dtype):
     runtime, tokenizer = load(dtype=dtype, quantize="int8")
@@ -88,6 +92,7 @@ def test_int8_passes_the_check(dtype):
     assert 1e-3 < report.overall().mean < 0.15
 
 
+@pytest.mark.versions
 def test_text_reads_like_text(bundled):
     text = generate(*bundled, "An assignment statement", max_tokens=60)
     assert text.startswith(
@@ -95,6 +100,7 @@ def test_text_reads_like_text(bundled):
     )
 
 
+@pytest.mark.versions
 def test_chat_answers_and_stops(bundled):
     runtime, tokenizer = bundled
     prompt = chat_prompt(tokenizer, "What is the assert statement?")
@@ -176,6 +182,7 @@ def test_a_planted_bug_changes_tokens(monkeypatch, expected, plant):
     assert sum(count > 0 for count in changed) >= 3
 
 
+@pytest.mark.slow
 def test_40000_tokens_of_prompt():
     """Memory grows by the cache of the attention layers and no more, and the text continues."""
     program = """

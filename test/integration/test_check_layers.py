@@ -15,6 +15,8 @@ from granite4_neuron.evaluation.layers import compare_layers
 from granite4_neuron.ops import cpu
 from test.support.checkpoints import save_byte_tokenizer, small_config
 
+pytestmark = pytest.mark.versions
+
 PROMPTS = [[5], list(range(20, 90))]
 TOKENS = 3
 KERNELS = [

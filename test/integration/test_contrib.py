@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from test.integration.test_model import free_port
 from test.support import nxdi
+
+pytestmark = pytest.mark.versions
 
 FOLDER = Path(__file__).parents[2] / "contrib" / "models" / "granite-4.0-h"
 # What NxD Inference's contrib/CONTRIBUTING.md asks of a README.

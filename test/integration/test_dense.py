@@ -23,6 +23,8 @@ from test.support.checkpoints import save_byte_tokenizer, save_dense
 from test.support.compressed_tensors import Scheme, compress
 from test.support.stepping import random_tokens, run_cuts
 
+pytestmark = pytest.mark.versions
+
 TOLERANCE = 1e-4
 CASES = {
     "grouped heads, tied": dict(tie_word_embeddings=True, rope_theta=1e7),

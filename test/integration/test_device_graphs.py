@@ -13,6 +13,8 @@ from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
+pytestmark = pytest.mark.versions
+
 # Each model, and the model it stands for. Each has one layer of every kind in that model.
 MODELS = {"h-small": "experts", "h-micro": "dense", "micro": "attention only"}
 CONTEXT_BUCKETS, CACHE_BUCKETS = [128, 512], [1024, 2048]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "first-device-run.md"
 ENVIRONMENT, NVME = "/opt/aws_neuronx_venv_pytorch_2_9_nxd_inference", "/opt/dlami/nvme"

@@ -30,6 +30,8 @@ from test.support.checkpoints import CASES, save_dense, small_config
 from test.support.gguf_files import in_type, is_small, rewritten, written
 from test.support.stepping import random_tokens, reference_logits, run_cuts
 
+pytestmark = pytest.mark.versions
+
 # GGUF has no place for these: biases of Mamba's projections, and limits of time steps.
 HELD = [case for case in CASES if case.name not in ("projection_bias", "time_step_limit")]
 WITHOUT_EFFECT = {"mamba_chunk_size"}

@@ -24,6 +24,8 @@ from granite4_neuron.state.hybrid_state import MambaState
 from granite4_neuron.state.sizes import mamba_state_shapes
 from test.support.checkpoints import CASES, DENSE, small_config
 
+pytestmark = pytest.mark.versions
+
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; graphs are traced with torch 2.9")
 pytest.importorskip("jax", reason="jax is not installed; it counts the graphs")
 

@@ -46,6 +46,7 @@ def tokens(case_model):
     return random_tokens(case_model.config.vocab_size, 2, 300)
 
 
+@pytest.mark.versions
 def test_prefill_equals_transformers(request, case_folder, case_model, tokens):
     skip_if_not_in_reference(case_folder.name)
     expected = reference_logits(case_folder, tokens)
@@ -53,28 +54,33 @@ def test_prefill_equals_transformers(request, case_folder, case_model, tokens):
     assert (run_cuts(case_model, tokens, [300]) - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS.keys())
 def test_any_cut_gives_the_uncut_logits(case_model, tokens, cuts):
     uncut = run_cuts(case_model, tokens, [300])
     assert (run_cuts(case_model, tokens, cuts) - uncut).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 def test_token_by_token_gives_the_uncut_logits(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 2, 90)
     assert (run_cuts(case_model, tokens, [1] * 90) - run_cuts(case_model, tokens, [90])).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 def test_quadratic_scan_gives_the_chunked_logits(case_folder, case_model, tokens):
     plain = load_model(case_folder, torch.float32)
     quadratic = plain.bind(select_operators(TORCH, plain.config, prefill_scan="quadratic"))
     assert (run_cuts(quadratic, tokens, [300]) - run_cuts(case_model, tokens, [300])).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 def test_slots_do_not_matter(case_model, tokens):
     in_order = run_cuts(case_model, tokens, [100, 200])
     assert (run_cuts(case_model, tokens, [100, 200], slots=[7, 3]) - in_order).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 @torch.inference_mode()
 def test_ragged_batch_gives_what_each_row_gives_alone(case_model):
     """Three ragged steps run over poisoned memory. One row idles in each step, and slots are out of order."""
@@ -112,6 +118,7 @@ def case_model_last(model, logits, lengths):
     return torch.stack([logits[row, max(length - 1, 0)] for row, length in enumerate(lengths)])
 
 
+@pytest.mark.versions
 @torch.inference_mode()
 def test_a_step_leaves_other_slots_alone(case_model):
     """Other slots stay the same bit by bit, also when rows idle and tokens are padding."""
@@ -130,6 +137,7 @@ def test_a_step_leaves_other_slots_alone(case_model):
         assert not torch.equal(old[3].nan_to_num(), new[3].nan_to_num())
 
 
+@pytest.mark.versions
 @torch.inference_mode()
 def test_a_reused_slot_starts_from_zeros(case_model):
     vocab_size = case_model.config.vocab_size
@@ -142,6 +150,7 @@ def test_a_reused_slot_starts_from_zeros(case_model):
     assert (again - alone).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 @torch.inference_mode()
 def test_last_logits_are_those_of_the_last_real_token(case_model):
     tokens = random_tokens(case_model.config.vocab_size, 3, 12)
@@ -152,6 +161,7 @@ def test_last_logits_are_those_of_the_last_real_token(case_model):
     assert (last - everything[torch.arange(3), lengths - 1]).abs().max() <= 1e-5
 
 
+@pytest.mark.versions
 def test_embeddings_of_padding_may_be_nan(kernels):
     """NaN in padding does not reach a real token through any layer."""
     model = random_model(small_config()).bind(kernels)

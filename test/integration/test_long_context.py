@@ -30,11 +30,6 @@ TOLERANCES = {torch.float32: (1e-5, 2e-4), torch.bfloat16: (2e-2, 0.5)}
 
 BUCKETS = (512,)
 SIZES = dict(num_attention_heads=2, num_key_value_heads=1, mamba_n_heads=8, mamba_d_head=8, hidden_size=32)
-BACKENDS = {
-    "fused": lambda model: CPURuntime(model, GenerationConfig()),
-    "torch": lambda model: CPURuntime(model, GenerationConfig(), kernels="torch"),
-    "device": lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager"),
-}
 CONTEXT = 131072
 LAST = CONTEXT - 41  # where the tokens begin
 # A slot has 2^27 values of keys.
@@ -67,19 +62,34 @@ def check(make_runtime, layers, kind, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [MAMBA, ATTENTION])
 class TestErrors:
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_of_torch(self, backend, kind, dtype, layers):
-        check(BACKENDS[backend], layers, kind, dtype)
+    @pytest.mark.parametrize("kernels", ["fused", "torch"])
+    def test_on_the_cpu(self, kernels, kind, dtype, layers):
+        check(lambda model: CPURuntime(model, GenerationConfig(), kernels=kernels), layers, kind, dtype)
 
+    @needs_gpu
+    def test_on_a_gpu(self, kind, dtype, layers):
+        check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, device="cuda"), layers, kind, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(MAMBA, torch.float32, id="mamba-float32"),
+        pytest.param(MAMBA, torch.bfloat16, id="mamba-bfloat16"),
+        pytest.param(ATTENTION, torch.float32, id="attention-float32"),
+        pytest.param(ATTENTION, torch.bfloat16, marks=pytest.mark.slow, id="attention-bfloat16"),
+    ],
+)
+class TestErrorsOfGraphs:
+    def test_of_torch(self, kind, dtype, layers):
+        check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager"), layers, kind, dtype)
+
+    @pytest.mark.versions
     def test_of_xla(self, kind, dtype, layers):
         pytest.importorskip("torch_xla", reason="torch_xla is not installed; the xla backend runs with torch 2.9")
         from granite4_neuron.runtime.xla import XLARuntime
 
         check(lambda model: XLARuntime(model, GenerationConfig(), BUCKETS), layers, kind, dtype)
-
-    @needs_gpu
-    def test_on_a_gpu(self, kind, dtype, layers):
-        check(lambda model: TorchRuntime(model, GenerationConfig(), BUCKETS, device="cuda"), layers, kind, dtype)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ from test.support import nxdi
 from test.support.checkpoints import CASES, DENSE, Case, small_config
 from test.support.stepping import random_tokens, reference_logits, run_cuts
 
+pytestmark = pytest.mark.versions
+
 TOLERANCE = 1e-4
 STEPS = 16
 PROMPTS = (1, 2, 3, 40, 100, nxdi.BUCKET, 200)  # the last is longer than the bucket

@@ -31,7 +31,7 @@ OPTIONS = (
     "token_generation_buckets",
 )
 
-pytestmark = pytest.mark.usefixtures("cpu_mode")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ TOKENS, NEW = 4, 48
 PROMPTS = ("An assignment statement", "The import statement", "A class", "Lambda expressions", "A", "The try statement")
 SLOTS = dict(batch_size=3, ctx_batch_size=1, is_continuous_batching=True)
 
-pytestmark = pytest.mark.usefixtures("cpu_mode")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,6 @@ from test.support.stablehlo import execute
 from test.support.stablehlo import findings as stablehlo_findings
 from test.support.stepping import random_tokens
 
-pytestmark = pytest.mark.once
-
 KINDS = (MAMBA, ATTENTION)
 SEQUENCES = 8
 BUCKETS = (128, 512)

@@ -11,6 +11,8 @@ from granite4_neuron.neuron import inference_demo
 from test.integration.test_model import free_port
 from test.support import nxdi
 
+pytestmark = pytest.mark.versions
+
 
 def arguments(*options: str) -> list[str]:
     """Return arguments for the bundled model in CPU mode.

@@ -15,6 +15,8 @@ from granite4_neuron.state.hybrid_state import HybridState
 from test.support import nxdi
 from test.support.checkpoints import CASES
 
+pytestmark = pytest.mark.versions
+
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 NEURON_NAMES = {  # our name: NxD Inference's, and whether the weight is transposed there
     "self_attn.q_proj": ("self_attn.qkv_proj.q_proj", False),

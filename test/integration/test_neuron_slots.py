@@ -28,7 +28,7 @@ KERNELS = Case(
 )  # sizes that the NKI kernels take
 OPTIONS = dict(batch_size=SLOTS, ctx_batch_size=1, is_continuous_batching=True, speculation_length=TOKENS)
 
-pytestmark = pytest.mark.usefixtures("cpu_mode")
+pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 
 
 def runtime_of(folder, kernels=None, **options):

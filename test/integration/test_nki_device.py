@@ -19,6 +19,8 @@ from test.support.nki_cases import (
     scan_oracle,
 )
 
+pytestmark = pytest.mark.versions
+
 # ScalarE approximates exp and silu piece by piece.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 HEADS = dict(heads=16, head_dim=64, d_state=128)

@@ -14,6 +14,8 @@ import torch
 from test.support.nki_library import library_folder, member, provided_library
 from test.support.nki_library_cases import Case, cases, to_torch
 
+pytestmark = pytest.mark.versions
+
 CASES = dict(cases())
 
 

@@ -19,6 +19,8 @@ from test.support.nki_cases import error, scan_inputs, scan_oracle
 from test.support.nki_library import SOURCE, library_folder, provided_library
 from test.support.nki_library_ssd import has_ssd, ssd_arguments, ssd_kernel, ssd_results
 
+pytestmark = pytest.mark.versions
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PADDING = 37
 SHAPES = {str(tuple(shape.values())): shape for shape in map(nki_library.shape_of, nki_library.TP_DEGREES)}

@@ -16,11 +16,13 @@ ARM = "aarch64-linux-gnu-g++"
     "compiler, processor, capability",
     [
         pytest.param(X86, ("-march=x86-64-v3",), "AVX2", id="AVX2"),
-        pytest.param(X86, ("-march=skylake-avx512",), "AVX512", id="AVX-512 without bfloat16"),
-        pytest.param(X86, ("-march=cooperlake",), "AVX512", id="AVX-512 with bfloat16"),
-        pytest.param(X86, ("-march=sapphirerapids",), "AVX512", id="AVX-512 with permutations of bytes"),
+        pytest.param(X86, ("-march=skylake-avx512",), "AVX512", marks=pytest.mark.slow, id="AVX-512 without bfloat16"),
+        pytest.param(X86, ("-march=cooperlake",), "AVX512", marks=pytest.mark.slow, id="AVX-512 with bfloat16"),
+        pytest.param(
+            X86, ("-march=sapphirerapids",), "AVX512", marks=pytest.mark.slow, id="AVX-512 with permutations of bytes"
+        ),
         pytest.param(X86, ("-march=sapphirerapids", "-DGRANITE4_AMX"), "AVX512", id="AMX"),
-        pytest.param(X86, ("-march=x86-64",), "DEFAULT", id="x86 without AVX"),
+        pytest.param(X86, ("-march=x86-64",), "DEFAULT", marks=pytest.mark.slow, id="x86 without AVX"),
         pytest.param(ARM, ("-march=armv8-a",), "DEFAULT", id="Arm"),
     ],
 )

@@ -16,7 +16,6 @@ from benchmarks.probe.device import compare, judge
 from benchmarks.probe.process import EQUAL, FACT, WRONG, Place
 from granite4_neuron.runtime import torch_device
 
-pytestmark = pytest.mark.once  # TorchNeuron needs torch 2.13
 HERE = Path(__file__).parents[2]
 CPU = Place("cpu", "aot_eager")
 # The others take longer, and do the same for other sizes or kinds.

@@ -19,6 +19,8 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 from granite4_neuron import load
 from test.support.serving import serving
 
+pytestmark = pytest.mark.versions
+
 GRAMMARS, TOKENIZING = "num_requests_waiting_for_grammar", "num_requests_waiting_for_tokenizing"
 WRONG = {"prompt": "x", "structured_outputs": {"regex": "a("}}  # which its grammar's compilation finds
 COSTLY = {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": 1_000_003}}}

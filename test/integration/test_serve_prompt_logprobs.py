@@ -17,6 +17,8 @@ from granite4_neuron.engine import TokenLogprob
 from granite4_neuron.serving import prompt_logprobs
 from test.support.serving import serving
 
+pytestmark = pytest.mark.versions
+
 PROMPT = [5, 6, 7, 8] * 10
 BODY = {"prompt": PROMPT, "max_tokens": 1, "echo": True, "logprobs": 4}  # 40 tokens with 5 each
 ENDLESS = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}

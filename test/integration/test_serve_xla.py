@@ -15,6 +15,8 @@ from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.runtime.xla import XLARuntime
 from test.support.serving import serving
 
+pytestmark = pytest.mark.versions
+
 PROMPTS = ("Names and more names", "Names and nothing", "x")
 
 

@@ -39,15 +39,17 @@ from test.support.graph_contract import BUCKETS, FEW_LAYERS, STEPS, run_steps
 from test.support.stepping import random_tokens, run_cuts
 
 CUTS = [40, 1, 7, 1, 1, 30]
-MODELS = {
-    "moe, 2 ranks": (2, {}),
-    "kv heads replicated, 4 ranks": (4, {}),
-    "groups split, biases, rope": (
+MODELS = [
+    pytest.param(2, {}, id="moe, 2 ranks"),
+    pytest.param(4, {}, marks=pytest.mark.slow, id="kv heads replicated, 4 ranks"),
+    pytest.param(
         2,
         dict(mamba_n_groups=2, mamba_proj_bias=True, attention_bias=True, position_embedding_type="rope"),
+        marks=pytest.mark.slow,
+        id="groups split, biases, rope",
     ),
-    "untied dense": (2, dict(tie_word_embeddings=False, **DENSE)),
-}
+    pytest.param(2, dict(tie_word_embeddings=False, **DENSE), marks=pytest.mark.slow, id="untied dense"),
+]
 
 
 def free_port() -> int:
@@ -67,7 +69,7 @@ def run_rank(rank, degree, folder, port, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("degree, changes", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("degree, changes", MODELS)
 def test_every_rank_has_the_whole_models_logits(tmp_path, degree, changes):
     model = random_model(small_config(**changes))
     save_model(model, tmp_path / "model")
@@ -103,10 +105,12 @@ class TestSplitRuntime:
     def cpu(cls):
         return CPURuntime(random_model(cls.CONFIG), GenerationConfig(top_k=None))
 
+    @pytest.mark.slow
     def test_steps(self, split, cpu):
         for expected, logits in zip(run_steps(cpu, STEPS, 5, 200), run_steps(split, STEPS, 5, 200), strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
+    @pytest.mark.slow
     def test_a_second_state_beside_the_first(self, split, cpu):
         """The ranks tell states apart, also after one of them is gone."""
         runs = {}
@@ -135,6 +139,7 @@ class TestSplitRuntime:
         for expected, logits in zip(runs[cpu], runs[split], strict=True):
             assert (logits - expected).abs().max() <= 1e-4
 
+    @pytest.mark.slow
     def test_texts_with_drafts(self, split, cpu):
         prompts = [random_tokens(self.CONFIG.vocab_size, length, seed=length).tolist() for length in (5, 40, 16)]
         prompts.append(prompts[0] * 6)
@@ -148,6 +153,7 @@ class TestSplitRuntime:
 
         assert tokens(split, NgramDrafter(1, 3)) == tokens(cpu, None)
 
+    @pytest.mark.slow
     def test_what_every_rank_refuses(self, split):
         """A call that is refused leaves the ranks in step."""
         state = split.allocate(1, 60)

@@ -31,6 +31,7 @@ from test.support.graph_contract import (
     StepContract,
     VerifyContract,
     run_steps,
+    slow_except,
 )
 from test.support.neuron_compiler import Recorder
 from test.support.verification import LONGEST, streams, verified_error
@@ -62,21 +63,56 @@ class OnLayers:
 
 
 class TestSteps(OnLayers, StepContract):
-    pass
+    @pytest.mark.parametrize("case", slow_except("moe"))
+    def test_logits_equal_the_cpu_runtimes(self, backend, case):
+        super().test_logits_equal_the_cpu_runtimes(backend, case)
+
+    @pytest.mark.slow
+    def test_a_sequence_of_nan_stays_alone(self, backend):
+        super().test_a_sequence_of_nan_stays_alone(backend)
+
+    @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+    def test_a_step_leaves_other_slots_alone(self, backend, dtype):
+        super().test_a_step_leaves_other_slots_alone(backend, dtype)
+
+    @pytest.mark.slow
+    def test_all_logits(self, backend):
+        super().test_all_logits(backend)
 
 
 class TestSlots(OnLayers, SlotContract):
-    pass
+    @pytest.mark.slow
+    def test_snapshots_are_those_of_the_cpu(self, backend, runtime, begun):
+        super().test_snapshots_are_those_of_the_cpu(backend, runtime, begun)
 
 
 class TestVerify(OnLayers, VerifyContract):
-    pass
+    @pytest.mark.parametrize("changes", [{}, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["moe", "dense"])
+    def test_whatever_is_accepted(self, backend, changes):
+        super().test_whatever_is_accepted(backend, changes)
+
+    @pytest.mark.slow
+    def test_a_verification_changes_no_recurrent_state(self, backend):
+        super().test_a_verification_changes_no_recurrent_state(backend)
 
 
 class TestEngine(OnLayers, EngineContract):
-    pass
+    @pytest.mark.slow
+    def test_a_hit_gives_the_logits_of_a_run_without(self, backend, model):
+        super().test_a_hit_gives_the_logits_of_a_run_without(backend, model)
+
+    @pytest.mark.parametrize(
+        "kind", ["n-gram", *(pytest.param(f"{kind} model", marks=pytest.mark.slow) for kind in ("same", "other"))]
+    )
+    def test_speculation_prints_the_cpus_texts(self, backend, model, kind):
+        super().test_speculation_prints_the_cpus_texts(backend, model, kind)
+
+    @pytest.mark.slow
+    def test_both_add_a_constant_number_of_graphs(self, backend, model):
+        super().test_both_add_a_constant_number_of_graphs(backend, model)
 
 
+@pytest.mark.slow
 class TestOneGraphOfTheModel(VerifyContract):
     @pytest.fixture
     def backend(self):
@@ -95,8 +131,19 @@ def runtime_of(model, **options):
     return TorchRuntime(model, GenerationConfig(), BUCKETS, compiler="aot_eager", **options)
 
 
-@pytest.mark.parametrize(("kv_write", "prefill_by_view"), list(zip(KV_WRITES, (False, True, False), strict=True)))
-@pytest.mark.parametrize("name", ["moe", "attention_only_rope"])
+FORMS_OF_STATE = list(zip(KV_WRITES, (False, True, False), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_write", "prefill_by_view"),
+    [
+        *(pytest.param("moe", *form, marks=pytest.mark.slow) for form in FORMS_OF_STATE),
+        *(
+            pytest.param("attention_only_rope", *form, marks=[pytest.mark.slow] if form[0] == "index" else [])
+            for form in FORMS_OF_STATE
+        ),
+    ],
+)
 def test_every_form_of_state_gives_the_same(name, kv_write, prefill_by_view):
     config = NAMED[name].config()
     cpu = CPURuntime(random_model(config), GenerationConfig())
@@ -117,7 +164,9 @@ KERNEL_SIZES = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_
 class TestKernels:
     """NKI kernels as operators of the graphs, which run in NKI's simulator here."""
 
-    @pytest.mark.parametrize(("prefill_scan", "compiler"), [("ssd", "aot_eager"), ("scan", "inductor")])
+    @pytest.mark.parametrize(
+        ("prefill_scan", "compiler"), [pytest.param("ssd", "aot_eager", marks=pytest.mark.slow), ("scan", "inductor")]
+    )
     def test_logits(self, prefill_scan, compiler):
         backend = backend_of(compiler=compiler, prefill_scan=prefill_scan, decode_kernel="nki")
         cpu, ours = backend.runtimes(lambda: random_model(small_config(**KERNEL_SIZES)))
@@ -125,6 +174,7 @@ class TestKernels:
         for expected, logits in zip(expected_logits, run_steps(ours, STEPS, 5, 200, backend.poison), strict=True):
             assert (logits - expected).abs().max() <= backend.tolerance
 
+    @pytest.mark.slow
     def test_verification(self):
         backend = backend_of(compiler="aot_eager", decode_kernel="nki")
         cpu, ours = backend.runtimes(lambda: random_model(small_config(**DENSE, **KERNEL_SIZES)))
@@ -220,7 +270,11 @@ class TestGraphs:
             runtime.step(state, [Row(1, end - 9, [3] * 9)])
             assert runtime.num_compilations == before + more, end
 
-    @pytest.mark.parametrize(("graphs", "max_length"), [("layer", 1200), ("model", 100)], ids=["layer", "model"])
+    @pytest.mark.parametrize(
+        ("graphs", "max_length"),
+        [("layer", 1200), pytest.param("model", 100, marks=pytest.mark.slow)],
+        ids=["layer", "model"],
+    )
     def test_warming_up(self, graphs, max_length):
         """Afterwards prompts, decode, prompt log-probabilities and drafts need no other graph, which would be an error.
 

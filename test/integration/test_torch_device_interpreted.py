@@ -17,6 +17,8 @@ from test.support.checkpoints import small_config
 from test.support.graph_contract import FEW_LAYERS, STEPS, run_steps
 from test.support.unwritten import unwritten_memory_is_nan
 
+pytestmark = pytest.mark.versions
+
 if torch.cuda.is_available() or "TRITON_INTERPRET" not in os.environ:
     pytest.skip("for Triton's interpreter, where there is no GPU", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -15,6 +15,8 @@ from test.integration.test_bundled import PROMPTS as TEXTS
 from test.support import vllm_neuron
 from test.support.stepping import reference_logits
 
+pytestmark = pytest.mark.versions
+
 NEW_TOKENS = 12
 LENGTHS = (40, 7, 90, 2, 1, 130, 17)  # more prompts than sequences at a time
 ARGUMENTS = ("--skip-tokenizer-init", "--dtype=float32", "--max-num-seqs=4", "--max-model-len=256")

@@ -40,6 +40,8 @@ import torch_xla.debug.metrics as metrics
 from granite4_neuron.runtime.graphs import cache_buckets
 from granite4_neuron.runtime.xla import XLARuntime
 
+pytestmark = pytest.mark.versions
+
 
 def compilations(runtime=None) -> int:
     return metrics.counter_value("UncachedCompile") or 0
@@ -210,6 +212,7 @@ def test_a_prompt_far_longer_than_any_graph():
     assert compilations() - before == len(caches) + 1  # and decode
 
 
+@pytest.mark.slow
 def test_the_end_of_a_context_of_131072_tokens():
     """The state holds random numbers, because running all the tokens before would take a minute."""
     length, chunk = 131072, 512

@@ -90,10 +90,15 @@ def run_steps(runtime, steps, num_sequences, max_length, prepare=lambda state: N
     return logits
 
 
+def slow_except(*names: str) -> list:
+    """Return all cases as parameters, those of other names as slow: the named ones have all parts of graphs."""
+    return [pytest.param(case, marks=[] if case.name in names else [pytest.mark.slow], id=case.name) for case in CASES]
+
+
 class StepContract:
     """Steps have the CPU runtime's logits, from poisoned state, and leave other slots alone."""
 
-    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    @pytest.mark.parametrize("case", slow_except("moe", "rope", "mamba_only"))
     def test_logits_equal_the_cpu_runtimes(self, backend, case):
         """The models have one layer of each kind; the bundled model has several."""
         kinds = tuple(dict.fromkeys(case.config().layer_types))

@@ -15,6 +15,8 @@ import pytest
 from granite4_neuron.checkpoint import folder as checkpoint_folder
 from granite4_neuron.checkpoint.loading import load_model
 
+pytestmark = pytest.mark.versions
+
 NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = f"""
 import sys

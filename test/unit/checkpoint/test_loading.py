@@ -18,6 +18,8 @@ from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import as_tensor
 from test.support.checkpoints import CASES, large_config, small_config
 
+pytestmark = pytest.mark.versions
+
 MOE = CASES[0]
 
 

@@ -11,6 +11,8 @@ from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridFo
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import CASES, small_config
 
+pytestmark = pytest.mark.versions
+
 # Parameters (as published where they are), state bytes per sequence and KV bytes per token in bfloat16.
 FAMILY = {
     "h-350m": (340_332_224, 28 * (48 * 32 * 128 * 4 + 1792 * 3 * 2), 4096),

@@ -19,6 +19,8 @@ from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.engines import CHUNK, ChunkRuntime, free_slots, generate_one, poison_engine, run, tokens_of
 from test.support.stepping import random_tokens
 
+pytestmark = pytest.mark.versions
+
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 70)
 
 

@@ -13,6 +13,8 @@ from granite4_neuron.runtime.interface import Row
 from test.support.engines import VOCAB, ChunkRuntime, generate_one, run
 from test.support.stepping import random_tokens
 
+pytestmark = pytest.mark.versions
+
 PROMPT = random_tokens(VOCAB, 40, seed=1).tolist()
 
 

@@ -15,6 +15,8 @@ from granite4_neuron.generation import Conversation, ConversationEncoder, genera
 from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import PoisonedPrefixCache, poison_engine
 
+pytestmark = pytest.mark.versions
+
 END = 1  # <|end|>, the stop token
 
 

@@ -16,6 +16,8 @@ from granite4_neuron.generation import ConversationEncoder, bundled_checkpoint
 from granite4_neuron.sandbox.chat_template import Renderer, TemplateFailed
 from granite4_neuron.sandbox.limited_process import LimitedProcess
 
+pytestmark = pytest.mark.versions
+
 TALK = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "What is an\n assert statement? \U000f0000 é"},

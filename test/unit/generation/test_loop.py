@@ -31,6 +31,8 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.generation import chat_prompt, end_of_sequence_tokens, loop
 from test.support.tool_template import TOOL_TEMPLATE
 
+pytestmark = pytest.mark.versions
+
 PROMPTS = ["The quick brown fox", "x", "A much longer prompt, " * 12, "né 😀"]
 
 REFUSED = {

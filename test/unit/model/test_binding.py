@@ -18,6 +18,8 @@ from granite4_neuron.runtime.cpu import CPURuntime, Row
 from test.support.checkpoints import small_config
 from test.support.stepping import poisoned_state, random_tokens, run_cuts
 
+pytestmark = pytest.mark.versions
+
 needs_compiler = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 CONFIGS = {
     "experts": small_config(),

@@ -19,6 +19,8 @@ from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens, run_cuts
 
+pytestmark = pytest.mark.versions
+
 LAYERS = dict(layer_types=(MAMBA, ATTENTION))
 BIASES = dict(mamba_proj_bias=True, attention_bias=True)
 CASES = {

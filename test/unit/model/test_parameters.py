@@ -10,6 +10,8 @@ from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD, matmul_weights, parameters
 from test.support.checkpoints import CASES, small_config
 
+pytestmark = pytest.mark.versions
+
 
 def module_parameters(config, degree):
     """Return each parameter's shape, whether it is a matrix, and whether it may be quantized."""

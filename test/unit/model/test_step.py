@@ -8,6 +8,8 @@ from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import CASES
 from test.support.stepping import poisoned_state, random_tokens
 
+pytestmark = pytest.mark.versions
+
 LENGTHS = ([40, 23, 1, 0, 3], [2, 0, 1, 0, 30], [1, 1, 0, 0, 1], [3, 0, 0, 0, 2])
 SLOTS = torch.tensor([4, 2, 5, 1, 3])
 

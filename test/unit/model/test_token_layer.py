@@ -10,6 +10,8 @@ from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 from test.support.stepping import random_tokens
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture
 def taken(monkeypatch):

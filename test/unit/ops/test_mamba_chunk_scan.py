@@ -14,6 +14,8 @@ from granite4_neuron.ops.attention import RunningSoftmax
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum
 from test.support import oracles
 
+pytestmark = pytest.mark.versions
+
 
 def relative_error(value, exact):
     return ((value.double() - exact).abs().max() / exact.abs().max()).item()

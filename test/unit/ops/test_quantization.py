@@ -19,6 +19,8 @@ from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 
+pytestmark = pytest.mark.versions
+
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

@@ -13,6 +13,8 @@ from granite4_neuron.state.hybrid_state import MambaState
 from test.support.checkpoints import DENSE, small_config
 from test.support.verification import LONGEST, Round, poison, streams, verified_error
 
+pytestmark = pytest.mark.versions
+
 SEQUENCES = 4
 MODELS = {
     "moe": dict(layer_types=("mamba", "attention", "mamba")),

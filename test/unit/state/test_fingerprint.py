@@ -22,6 +22,8 @@ from granite4_neuron.state import fingerprint as module
 from granite4_neuron.state.fingerprint import Fingerprint, weights_digest
 from test.support.checkpoints import DENSE, small_config
 
+pytestmark = pytest.mark.versions
+
 needs_compiler = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 FUSED = pytest.param("fused", marks=needs_compiler)
 LAYERS = dict(layer_types=("mamba", "attention"))

@@ -20,6 +20,8 @@ from granite4_neuron.state.snapshot import Snapshot
 from test.support.checkpoints import DENSE, small_config
 from test.support.stepping import random_tokens
 
+pytestmark = pytest.mark.versions
+
 TOKENS = random_tokens(160, 80).tolist()
 LENGTH = 37
 

@@ -15,6 +15,8 @@ from granite4_neuron.state.sizes import sequence_bytes
 from granite4_neuron.state.snapshot import Snapshot
 from test.support.engines import VOCAB, engine_model
 
+pytestmark = pytest.mark.versions
+
 MODEL = engine_model()
 TOKENS = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
 DTYPES = [torch.float16, torch.bfloat16]

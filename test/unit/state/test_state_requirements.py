@@ -38,6 +38,8 @@ from test.support.verification import (
     verified_error,
 )
 
+pytestmark = pytest.mark.versions
+
 TOLERANCE = 1e-5
 SEEN = 1e-2  # the least effect of a planted fault
 SEQUENCES = 3

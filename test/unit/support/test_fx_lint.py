@@ -6,8 +6,6 @@ import torch
 from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, written_inputs
 from test.support.fx_lint import findings
 
-pytestmark = pytest.mark.once
-
 ROWS = torch.tensor([1, 2], dtype=torch.int32)
 
 

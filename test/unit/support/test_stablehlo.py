@@ -10,8 +10,6 @@ from granite4_neuron.neuron.analysis.torch_lowering import lower
 from test.support.stablehlo import findings, text_findings
 from test.unit.support.test_fx_lint import ROWS, graph_of
 
-pytestmark = pytest.mark.once
-
 COLUMNS = torch.zeros(4, 4, dtype=torch.int64)
 FAULTS = {
     "is in float64": lambda x, state: x.double() * 2,

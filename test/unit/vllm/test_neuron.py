@@ -11,6 +11,8 @@ from granite4_neuron.vllm import cpu as vllm_cpu
 from granite4_neuron.vllm import neuron as vllm_plugin
 from test.support import nxdi
 
+pytestmark = pytest.mark.versions
+
 
 def test_the_entry_points_are_declared():
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")

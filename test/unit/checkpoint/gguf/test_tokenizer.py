@@ -20,6 +20,8 @@ from granite4_neuron.errors import UserError
 from test.support.checkpoints import CHAT_TEMPLATE, DENSE, small_config
 from test.support.gguf_files import rewritten
 
+pytestmark = pytest.mark.versions
+
 # As in tokenizer.json of Granite 4.
 GRANITE_4 = "|".join(
     [

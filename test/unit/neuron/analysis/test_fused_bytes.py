@@ -5,6 +5,8 @@ import pytest
 from granite4_neuron.neuron.analysis.fused_bytes import fused_bytes
 from granite4_neuron.neuron.analysis.hlo_lint import instructions
 
+pytestmark = pytest.mark.versions
+
 WIDE, NARROW = 8 * 16 * 4, 8 * 16 * 2  # bytes of [8, 16] in float32 and in bfloat16
 
 

@@ -6,6 +6,8 @@ import torch
 from granite4_neuron.neuron.analysis import hlo_cost
 from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost
 
+pytestmark = pytest.mark.versions
+
 
 def test_costs_are_added_and_taken_away():
     one, other = hlo_cost.Cost(7.0, 50.0, 9), hlo_cost.Cost(2.0, 30.0, 4)

@@ -5,6 +5,8 @@ import torch
 
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 
+pytestmark = pytest.mark.versions
+
 MODULE = """HloModule test, entry_computation_layout={{()->f32[]}}
 
 ENTRY %main (p0.1: s32[2], p1.2: f32[3,8,16], p2.3: f32[]) -> f32[] {{

@@ -23,6 +23,8 @@ from granite4_neuron.neuron.compiled_graphs import (
 from test.support import nxdi
 from test.support.checkpoints import CASES
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture(scope="module", autouse=True)
 def nxd_inference():

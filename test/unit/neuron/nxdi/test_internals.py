@@ -10,6 +10,8 @@ from test.support import nxdi
 from test.support import nxdi_internals as internals
 from test.support.nxdi_internals import PORT, SOURCE, differences, flat, lacks, members, page
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture
 def sources():

@@ -12,7 +12,10 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 
-pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler"),
+]
 
 NAMED = {case.name: case for case in CASES}
 

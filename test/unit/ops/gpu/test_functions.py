@@ -11,6 +11,8 @@ from granite4_neuron.ops.gpu import functions as gpu
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 from test.unit.ops.xla.test_moe import definition
 
+pytestmark = pytest.mark.versions
+
 BFLOAT16 = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-6, BFLOAT16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)

@@ -9,6 +9,8 @@ import torch
 from granite4_neuron.ops.gpu import functions as gpu
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 
+pytestmark = pytest.mark.versions
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("torch finds no GPU here", allow_module_level=True)

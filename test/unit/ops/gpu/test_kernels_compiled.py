@@ -20,7 +20,10 @@ from granite4_neuron.ops.gpu import (  # noqa: E402
 )
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels")
+pytestmark = [
+    pytest.mark.versions,
+    pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="Triton interprets all kernels"),
+]
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 EPS = 1e-5

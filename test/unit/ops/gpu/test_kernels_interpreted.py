@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytestmark = [
+    pytest.mark.versions,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU here runs them"),
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]

@@ -11,6 +11,8 @@ from granite4_neuron.ops.gpu import token_mixer as mixer
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.ops.gpu.test_kernels import DEVICE, DTYPES, copied, random, seed
 
+pytestmark = pytest.mark.versions
+
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
 gpu_token_programs = pytest.importorskip("granite4_neuron.ops.gpu.token_programs", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture

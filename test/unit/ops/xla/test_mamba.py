@@ -10,6 +10,8 @@ from granite4_neuron.ops.xla import mamba
 from granite4_neuron.ops.xla.mamba import segment_sum
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 
+pytestmark = pytest.mark.versions
+
 HEADS, HEAD_DIM, D_STATE = 8, 4, 6
 
 

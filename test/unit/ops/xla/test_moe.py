@@ -13,6 +13,8 @@ from granite4_neuron.ops.xla import moe, topk_softmax
 from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, expert_path, with_capacity
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 
+pytestmark = pytest.mark.versions
+
 EXPERTS, HIDDEN, WIDTH = 6, 16, 12
 
 

@@ -14,6 +14,8 @@ from granite4_neuron.vllm.cpu import self_test
 from granite4_neuron.vllm.cpu.sampling import expand_kernel
 from granite4_neuron.vllm.cpu.state_copies import postprocess_mamba_fused_kernel, precopy_mamba_align_fused_kernel
 
+pytestmark = pytest.mark.versions
+
 COLUMNS, CHANNELS, SIZE, BLOCKS = 5, 3, 7, 12
 
 

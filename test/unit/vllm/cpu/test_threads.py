@@ -9,6 +9,8 @@ import pytest
 from granite4_neuron.ops import cpu
 from granite4_neuron.vllm.cpu.threads import bound_processors
 
+pytestmark = pytest.mark.versions
+
 # Prints the processors on which the main thread may run, and those of each new thread.
 SCRIPT = """
 import os, torch
