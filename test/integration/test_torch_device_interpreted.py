@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
-from torch.library import CustomOpDef
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.ops.gpu import GPU, functions, token_feed_forward, token_layer, token_mixer
+from granite4_neuron.ops.gpu import GPU, token_layer
+from granite4_neuron.ops.gpu.attention import attend_token
+from granite4_neuron.ops.gpu.operator import LAUNCHES
 from granite4_neuron.runtime import torch_device
 from test.integration.test_torch_device import LAYER
 from test.support.checkpoints import small_config
@@ -26,22 +27,20 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Let graphs on a CPU have the operators of a GPU with their kernels; return the names of those that ran."""
-    names = set()
+    """Let graphs on a CPU have the operators of a GPU with their kernels; return the operators that ran."""
+    ran = set()
 
-    def noted(name, definition):
+    def noted(operator, launch):
         def run(*arguments, **options):
-            names.add(name)
-            return functions.kernel_of(definition)(*arguments, **options)
+            ran.add(operator)
+            return launch(*arguments, **options)
 
         return run
 
-    definitions = vars(functions) | vars(token_mixer) | vars(token_feed_forward)
-    for name, operator in (vars(functions) | vars(token_layer)).items():
-        if isinstance(operator, CustomOpDef):
-            operator.register_kernel("cpu")(noted(name, definitions[name.lstrip("_")]))
+    for operator, launch in LAUNCHES.items():
+        operator.register_kernel("cpu")(noted(operator, launch))
     monkeypatch.setattr(torch_device, "LOOPS", GPU)
-    return names
+    return ran
 
 
 @pytest.mark.parametrize("sequences", [1, 5])
@@ -54,5 +53,6 @@ def test_logits(sequences, kernels):
         our_logits = run_steps(ours, steps, sequences, 200, LAYER.poison)
     for expected, logits in zip(expected_logits, our_logits, strict=True):
         assert (logits - expected).abs().max() <= LAYER.tolerance
-    mixers = {"mixer_inputs", "advance_mixer", "project_heads", "_attend_token", "add_product"}
-    assert mixers | {"route", "activate_experts", "add_feed_forward"} <= kernels
+    mixers = {token_layer.mixer_inputs, token_layer.advance_mixer, token_layer.project_heads, attend_token}
+    experts = {token_layer.route, token_layer.activate_experts, token_layer.add_feed_forward}
+    assert mixers | experts | {token_layer.add_product} <= kernels

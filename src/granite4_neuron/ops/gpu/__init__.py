@@ -1,21 +1,25 @@
-"""The operators of graphs on a GPU: Triton kernels for a token of each sequence; the rest is as on XLA."""
+"""The operators of graphs on a GPU: Triton kernels for a token of each sequence; the rest is as on XLA.
+
+Each file has operators whole: definition, shapes, launch and kernels (`operator.py`). `token_layer.py` lists those that
+decode of few sequences uses; the others are for any number of them.
+"""
 
 from dataclasses import replace
 
-from granite4_neuron.ops.gpu import functions, token_layer
+from granite4_neuron.ops.gpu import attention, experts, linear, mamba, token_layer
 from granite4_neuron.ops.xla import XLA
 
 GPU = replace(
     XLA,
-    linear=functions.linear,
-    mlp=functions.mlp,
-    router_logits=functions.router_logits,
-    topk_softmax=functions.topk_softmax,
-    fused_experts=functions.fused_experts,
-    cached_attention=functions.cached_attention,
-    mamba_prefill=functions.CHUNKED,
-    mamba_quadratic=functions.QUADRATIC,
-    mamba_decode=functions.SINGLE_TOKEN,
+    linear=linear.linear,
+    mlp=linear.mlp,
+    router_logits=experts.router_logits,
+    topk_softmax=experts.topk_softmax,
+    fused_experts=experts.fused_experts,
+    cached_attention=attention.cached_attention,
+    mamba_prefill=mamba.CHUNKED,
+    mamba_quadratic=mamba.QUADRATIC,
+    mamba_decode=mamba.SINGLE_TOKEN,
     token_layer=token_layer,
 )
 

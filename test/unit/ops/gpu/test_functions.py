@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops import TORCH, topk_softmax
+from granite4_neuron.ops import TORCH, moe, topk_softmax
 from granite4_neuron.ops.gpu import GPU
-from granite4_neuron.ops.gpu import functions as gpu
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 from test.unit.ops.xla.test_moe import definition
 
@@ -91,7 +90,7 @@ def test_groups_have_rows_of_whole_16_bytes(monkeypatch):
     def experts_by_group(*arguments):
         raise AssertionError("a GPU would refuse this")
 
-    monkeypatch.setattr(gpu.plain_moe, "experts_by_group", experts_by_group)
+    monkeypatch.setattr(moe, "experts_by_group", experts_by_group)
     x, logits = random(40, 16, dtype=BFLOAT16), random(40, 6, dtype=torch.float32)
     weights, ids = topk_softmax(logits, 2)
     w1, w2 = random(6, 24, 16, dtype=BFLOAT16), random(6, 16, 12, dtype=BFLOAT16)

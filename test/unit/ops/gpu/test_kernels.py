@@ -6,7 +6,9 @@ import os
 import pytest
 import torch
 
-from granite4_neuron.ops.gpu import functions as gpu
+from granite4_neuron.ops.gpu import attention, linear, mamba
+from granite4_neuron.ops.gpu.experts import choose_experts
+from granite4_neuron.ops.gpu.operator import LAUNCHES
 from test.unit.ops.test_mamba_chunk_scan import relative_error
 
 pytestmark = pytest.mark.versions
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.versions
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and "TRITON_INTERPRET" not in os.environ:
     pytest.skip("torch finds no GPU here", allow_module_level=True)
-gpu_kernels = pytest.importorskip("granite4_neuron.ops.gpu.functions_kernels", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -33,10 +35,10 @@ def copied(argument, device):
     return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=device).copy_(argument)
 
 
-def compare(name, *arguments, dtype=torch.float32):
+def compare(operator, *arguments, dtype=torch.float32):
     """Compare the result, and what is written in place; NaN where the definition has it."""
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
-    expected, output = getattr(gpu, name)(*theirs), getattr(gpu_kernels, name)(*ours)
+    expected, output = operator(*theirs), LAUNCHES[operator](*ours)
     assert output.dtype == expected.dtype and output.shape == expected.shape
     for mine, other in zip([output, *ours], [expected, *theirs], strict=True):
         if isinstance(other, torch.Tensor) and other.is_floating_point():
@@ -53,7 +55,7 @@ def test_convolution(has_bias, width, dtype):
     x = random(3, 1, 200, dtype=dtype)[..., :140]
     state, weight = random(3, 140, width - 1, dtype=dtype), random(140, width, dtype=dtype)
     bias = random(140, dtype=dtype) if has_bias else None
-    compare("convolve_token", x, state, weight, bias, torch.tensor([1, 0, 1], dtype=torch.int32), dtype=dtype)
+    compare(mamba.convolve_token, x, state, weight, bias, torch.tensor([1, 0, 1], dtype=torch.int32), dtype=dtype)
 
 
 @pytest.mark.parametrize(("head_dim", "d_state", "groups"), [(32, 128, 1), (24, 24, 2)])
@@ -68,7 +70,7 @@ def test_recurrence(head_dim, d_state, groups):
     state = random(rows, heads, head_dim, d_state)
     state[2] = math.nan
     log_decay = -dt * torch.rand(heads)
-    compare("advance_token", x, dt, log_decay, B, C, random(heads, dtype=torch.bfloat16).float(), state)
+    compare(mamba.advance_token, x, dt, log_decay, B, C, random(heads, dtype=torch.bfloat16).float(), state)
 
 
 @DTYPES
@@ -77,9 +79,9 @@ def test_recurrence(head_dim, d_state, groups):
 def test_products(columns, is_gated, dtype):
     x = random(3, columns, dtype=dtype)
     weight = (random(5, 22, columns) / columns**0.5).to(dtype)
-    compare("multiply_rows", x[:1], weight[0], None, is_gated, dtype=dtype)
+    compare(linear.multiply_rows, x[:1], weight[0], None, is_gated, dtype=dtype)
     ids = torch.tensor([4, 1, 0, 4, 2, 2])
-    compare("multiply_rows", x, weight, ids, is_gated, dtype=dtype)
+    compare(linear.multiply_rows, x, weight, ids, is_gated, dtype=dtype)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (3, 64, 6), (70, 72, 10), (2, 5, 5)])
@@ -89,7 +91,8 @@ def test_choice_of_experts(tokens, experts, top_k):
     logits[-1, 0] = -torch.tensor(math.nan)
     assert logits[-1, 0].view(torch.int32) < 0
     (expected, expected_ids), (weights, ids) = (
-        module.choose_experts(copied(logits, device), top_k) for module, device in ((gpu, "cpu"), (gpu_kernels, DEVICE))
+        run(copied(logits, device), top_k)
+        for run, device in ((choose_experts, "cpu"), (LAUNCHES[choose_experts], DEVICE))
     )
     weights, ids = weights.cpu(), ids.cpu()
     assert ids.dtype == expected_ids.dtype and torch.equal(ids[:-1], expected_ids[:-1])
@@ -99,10 +102,10 @@ def test_choice_of_experts(tokens, experts, top_k):
 
 @DTYPES
 @pytest.mark.parametrize("kv_length", [64, 300, 600])
-@pytest.mark.parametrize("most_parts", [128, 3])
-def test_attention(most_parts, kv_length, dtype, monkeypatch):
+@pytest.mark.parametrize("max_splits", [128, 3])
+def test_attention(max_splits, kv_length, dtype, monkeypatch):
     """Sequences with one entry, with some and with all; an idle one. What none has written is NaN."""
-    monkeypatch.setattr(gpu_kernels, "_MOST_PARTS", most_parts)
+    monkeypatch.setattr(attention, "_MAX_SPLITS", max_splits)
     positions = torch.tensor([[0], [257 % kv_length], [kv_length - 1], [9]], dtype=torch.int32)
     key, value = random(5, 2, 640, 24, dtype=dtype), random(5, 2, 640, 24, dtype=dtype)
     for cache in (key, value):
@@ -111,4 +114,4 @@ def test_attention(most_parts, kv_length, dtype, monkeypatch):
         cache[0] = math.nan
     lengths = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
     query = random(4, 1, 6, 24, dtype=dtype)
-    compare("attend_token", query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)
+    compare(attention.attend_token, query, key, value, positions, lengths, 0.3, kv_length, dtype=dtype)

@@ -11,13 +11,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from granite4_neuron.config import GraniteMoeHybridConfig  # noqa: E402
-from granite4_neuron.ops.gpu import (  # noqa: E402
-    batch_feed_forward_kernels,
-    batch_programs,
-    functions_kernels,
-    token_feed_forward_kernels,
-    token_mixer_kernels,
-)
+from granite4_neuron.ops.gpu import attention, launch, linear, mamba, token_layer  # noqa: E402
+from granite4_neuron.ops.gpu.experts import choose_experts  # noqa: E402
+from granite4_neuron.ops.gpu.operator import LAUNCHES  # noqa: E402
 from test.support.ptx import reads_before_wait, sums_of_two_products  # noqa: E402
 
 pytestmark = [
@@ -30,13 +26,6 @@ EPS = 1e-5
 # Weights, and what no other kernel of a step writes.
 WEIGHTS = ["weight", "norm_weight", "conv_weight", "conv_bias", "dt_bias", "A_log", "D"]
 FIXED_IN_A_STEP = [*WEIGHTS, "query", "key", "value", "w2", "conv_state", "ssm_state", "lengths"]
-LAUNCHING = (
-    functions_kernels,
-    token_mixer_kernels,
-    token_feed_forward_kernels,
-    batch_programs,
-    batch_feed_forward_kernels,
-)
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -75,12 +64,8 @@ def compiled(monkeypatch):
         source = ASTSource(kernel, signature, by_place, attributes)
         compiled.append(triton.compile(source, target=HOPPER, options=options))
 
-    def launch_options(x, warps):
-        return {"overlaps": True, "launch_pdl": True, "num_warps": warps}
-
     monkeypatch.setattr(triton.JITFunction, "__getitem__", lambda kernel, grid: partial(compile_for_gpu, kernel))
-    for module in LAUNCHING:
-        monkeypatch.setattr(module, "launch_options", launch_options)
+    monkeypatch.setattr(launch, "supports_gdc", lambda x: True)
     return compiled
 
 
@@ -91,7 +76,6 @@ def config(request):
 
 @pytest.mark.parametrize(("batch", "kernels", "expert_kernels"), [(1, 6, 9), (8, 10, 14), (32, 10, 14)], ids=str)
 def test_decode(batch, kernels, expert_kernels, config, compiled):
-    mixer, feed_forward = token_mixer_kernels, token_feed_forward_kernels
     hidden, shared = config.hidden_size, config.shared_intermediate_size
     heads, head_dim, d_state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
     inner = heads * head_dim
@@ -99,21 +83,25 @@ def test_decode(batch, kernels, expert_kernels, config, compiled):
     x, norm, lengths = float32(batch, hidden), empty(hidden), int32(batch)
     convolution = empty(channels, 4), empty(channels), empty(batch, channels, 3), lengths
     sizes = dict(num_heads=heads, eps=EPS)
-    inputs = mixer.mixer_inputs(x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
+    inputs = LAUNCHES[token_layer.mixer_inputs](x, norm, empty(inner + channels + heads, hidden), *convolution, **sizes)
     of_heads = [empty(heads) for _ in range(3)]
-    y = mixer.advance_mixer(inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf"))
-    mixer.add_product(x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
-    mixer.add_product(x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
+    y = LAUNCHES[token_layer.advance_mixer](
+        inputs, *of_heads, float32(batch, heads, head_dim, d_state), lengths, 0.0, float("inf")
+    )
+    LAUNCHES[token_layer.add_product](x, y, empty(inner), empty(hidden, inner), 0.22, EPS)
+    LAUNCHES[token_layer.add_product](x, empty(batch, inner), None, empty(hidden, inner), 0.22, EPS)
     key_rows = config.num_key_value_heads * config.head_dim
-    mixer.project_heads(x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS)
-    feed_forward.activate(x, norm, empty(2 * shared, hidden), EPS)
+    LAUNCHES[token_layer.project_heads](
+        x, norm, empty(hidden, hidden), empty(key_rows, hidden), empty(key_rows, hidden), EPS
+    )
+    LAUNCHES[token_layer.activate](x, norm, empty(2 * shared, hidden), EPS)
     if experts := config.num_local_experts:
         width, top_k = config.intermediate_size, config.num_experts_per_tok
-        normed, logits = feed_forward.route(x, norm, empty(experts, hidden), EPS)
+        normed, logits = LAUNCHES[token_layer.route](x, norm, empty(experts, hidden), EPS)
         w1, w2 = empty(experts, 2 * width, hidden), empty(experts, hidden, width)
         first, second = empty(2 * shared, hidden), empty(hidden, shared)
-        activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, lengths, top_k)
-        feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+        activated, expert_activated = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, top_k)
+        LAUNCHES[token_layer.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
     assert len(compiled) == (expert_kernels if experts else kernels)
     assert all("griddepcontrol.wait" in each.asm["ptx"] for each in compiled)
     reads = reads_before_waiting(compiled)
@@ -139,20 +127,21 @@ def test_sequences_are_rounded_alike(batch, dtype, compiled):
     hidden, heads, channels, experts = 64, 8, 160, 6
     x, norm, lengths = float32(batch, hidden), empty(hidden, dtype=dtype), int32(batch)
     convolution = [empty(*shape, dtype=dtype) for shape in ((channels, 4), (channels,), (batch, channels, 3))]
-    mixer, feed_forward = token_mixer_kernels, token_feed_forward_kernels
     weight = empty(128 + channels + heads, hidden, dtype=dtype)
-    mixer.mixer_inputs(x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
+    LAUNCHES[token_layer.mixer_inputs](x, norm, weight, *convolution, lengths, num_heads=heads, eps=EPS)
     heads_of = [empty(rows, hidden, dtype=dtype) for rows in (64, 32, 32)]
-    mixer.project_heads(x, norm, *heads_of, EPS)
-    mixer.add_product(x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS)
+    LAUNCHES[token_layer.project_heads](x, norm, *heads_of, EPS)
+    LAUNCHES[token_layer.add_product](
+        x, empty(batch, 128, dtype=dtype), None, empty(hidden, 128, dtype=dtype), 0.22, EPS
+    )
     first, second = empty(160, hidden, dtype=dtype), empty(hidden, 80, dtype=dtype)
-    feed_forward.activate(x, norm, first, EPS)
+    LAUNCHES[token_layer.activate](x, norm, first, EPS)
     w1, w2 = empty(experts, 96, hidden, dtype=dtype), empty(experts, hidden, 48, dtype=dtype)
     logits = float32(batch, experts)
     normed = empty(batch, hidden, dtype=dtype)
-    activated, expert_activated = feed_forward.activate_experts(normed, first, w1, logits, lengths, 3)
-    feed_forward.add_feed_forward(x, activated, second, expert_activated, w2, logits, lengths, 0.22)
-    joint = [each for each in compiled if each.metadata.name not in ("_norm_row", "_add_outputs")]
+    activated, expert_activated = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, 3)
+    LAUNCHES[token_layer.add_feed_forward](x, activated, second, expert_activated, w2, logits, lengths, 0.22)
+    joint = [each for each in compiled if each.metadata.name not in ("_rms_norm_kernel", "_add_outputs_kernel")]
     assert len(joint) == 6
     assert not [each.metadata.name for each in joint if sums_of_two_products(each.asm["ptx"])]
 
@@ -162,20 +151,20 @@ def test_tokens_of_several_sequences(config, compiled):
     channels = heads * head_dim + 2 * d_state
     lengths = int32(batch)
     convolution = empty(batch, channels, 3), empty(channels, 4), empty(channels), lengths
-    functions_kernels.convolve_token(empty(batch, 1, channels), *convolution)
+    LAUNCHES[mamba.convolve_token](empty(batch, 1, channels), *convolution)
     groups = [float32(batch, 1, d_state) for _ in range(2)]
     steps = [float32(batch, heads) for _ in range(2)]
     state = float32(batch, heads, head_dim, d_state)
-    functions_kernels.advance_token(empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
+    LAUNCHES[mamba.advance_token](empty(batch, heads, head_dim), *steps, *groups, empty(heads), state)
     caches = [empty(batch + 1, config.num_key_value_heads, 1024, config.head_dim) for _ in range(2)]
     query = empty(batch, 1, config.num_attention_heads, config.head_dim)
-    functions_kernels.attend_token(query, *caches, int32(batch, 1), lengths, 0.1, 1024)
+    LAUNCHES[attention.attend_token](query, *caches, int32(batch, 1), lengths, 0.1, 1024)
     x = empty(batch, config.hidden_size)
-    functions_kernels.multiply_rows(x, empty(100, config.hidden_size), None, False)
+    LAUNCHES[linear.multiply_rows](x, empty(100, config.hidden_size), None, False)
     if experts := config.num_local_experts:
-        functions_kernels.choose_experts(float32(batch, experts), config.num_experts_per_tok)
+        LAUNCHES[choose_experts](float32(batch, experts), config.num_experts_per_tok)
         w1 = empty(experts, 2 * config.intermediate_size, config.hidden_size)
-        functions_kernels.multiply_rows(x, w1, int32(batch * config.num_experts_per_tok), True)
+        LAUNCHES[linear.multiply_rows](x, w1, int32(batch * config.num_experts_per_tok), True)
     assert len(compiled) == (7 if experts else 5)
     overlapping = [each for each in compiled if "griddepcontrol.wait" in each.asm["ptx"]]
     assert len(overlapping) == 2 and not reads_before_waiting(overlapping)

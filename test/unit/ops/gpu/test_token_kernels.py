@@ -5,16 +5,14 @@ import math
 import pytest
 import torch
 
-from granite4_neuron.ops.gpu import functions as gpu
-from granite4_neuron.ops.gpu import token_feed_forward as feed_forward
-from granite4_neuron.ops.gpu import token_mixer as mixer
+from granite4_neuron.ops.gpu import gemv, token_layer
+from granite4_neuron.ops.gpu.operator import LAUNCHES
 from test.support.unwritten import unwritten_memory_is_nan
 from test.unit.ops.gpu.test_kernels import DEVICE, DTYPES, copied, random, seed
 
 pytestmark = pytest.mark.versions
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed")
-gpu_token_programs = pytest.importorskip("granite4_neuron.ops.gpu.token_programs", reason="Triton is not installed")
 __all__ = ["seed"]  # a fixture
 # Triton's interpreter cuts digits off where a GPU rounds.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if DEVICE == "cuda" else 4e-2}
@@ -26,8 +24,8 @@ EPS = 1e-5
 @pytest.fixture(params=[(1, 2**24), (1, 1), (3, 1), (20, 1)], ids=["one", "one, two tiles", "three", "twenty"])
 def batch(request, monkeypatch):
     """Sequences; of one, a program has two tiles of rows where a matrix is large."""
-    batch, numbers = request.param
-    monkeypatch.setattr(gpu_token_programs, "_NUMBERS_OF_TWO_TILES", numbers)
+    batch, size = request.param
+    monkeypatch.setattr(gemv, "_MIN_SIZE_OF_TWO_TILES", size)
     return batch
 
 
@@ -60,12 +58,12 @@ def weights(*shape, dtype):
     return (random(*shape) / shape[-1] ** 0.5).to(dtype)
 
 
-def compare(definition, *arguments, dtype=torch.float32, real=None, **constants):
+def compare(operator, *arguments, dtype=torch.float32, real=None, **constants):
     """Compare the results, and what is written in place; return the definition's results. With the lengths `real` these
     are of sequences that are not idle.
     """
     theirs, ours = [[copied(each, device) for each in arguments] for device in ("cpu", DEVICE)]
-    expected, outputs = definition(*theirs, **constants), gpu.kernel_of(definition)(*ours, **constants)
+    expected, outputs = operator(*theirs, **constants), LAUNCHES[operator](*ours, **constants)
     if isinstance(expected, torch.Tensor):
         expected, outputs = [expected], [outputs]
     if real is not None:
@@ -101,7 +99,7 @@ def test_mixer_inputs(has_bias, length, columns, dtype, batch):
     )
     weight = weights(13 + channels + num_heads, columns, dtype=dtype)
     arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weight, *convolution
-    compare(mixer.mixer_inputs, *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
+    compare(token_layer.mixer_inputs, *arguments, dtype=dtype, num_heads=num_heads, eps=EPS)
 
 
 @DTYPES
@@ -115,17 +113,19 @@ def test_recurrence(head_dim, d_state, groups, length, limits, dtype, batch):
     constants = [random(heads, dtype=dtype) for _ in range(3)]
     state, lengths = random(batch, heads, head_dim, d_state), lengths_of(batch, length)
     before = state.clone()
-    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
+    compare(token_layer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
     assert torch.equal(state, before)
     inputs[-1, -1] = state[-1, 0] = math.nan
-    compare(mixer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
+    compare(token_layer.advance_mixer, inputs, *constants, state, lengths, *limits, real=lengths)
 
 
 @DTYPES
 @SIZES
 def test_heads(columns, dtype, batch):
     parts = [weights(rows, columns, dtype=dtype) for rows in (37, 11, 11)]
-    compare(mixer.project_heads, random(batch, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype)
+    compare(
+        token_layer.project_heads, random(batch, columns), 1 + random(columns, dtype=dtype), *parts, EPS, dtype=dtype
+    )
 
 
 @DTYPES
@@ -135,14 +135,16 @@ def test_sum_with_a_product(has_norm, columns, dtype, batch):
     x, norm = random(batch, columns, dtype=dtype), None
     if has_norm:
         x, norm = 3 * random(batch, columns), 1 + random(columns, dtype=dtype)
-    compare(mixer.add_product, random(batch, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype)
+    compare(
+        token_layer.add_product, random(batch, 22), x, norm, weights(22, columns, dtype=dtype), 0.22, EPS, dtype=dtype
+    )
 
 
 @DTYPES
 @SIZES
 def test_mlp(columns, dtype, batch):
     arguments = random(batch, columns), 1 + random(columns, dtype=dtype), weights(44, columns, dtype=dtype)
-    compare(feed_forward.activate, *arguments, EPS, dtype=dtype)
+    compare(token_layer.activate, *arguments, EPS, dtype=dtype)
 
 
 @DTYPES
@@ -154,16 +156,16 @@ def test_experts(experts, top_k, columns, dtype, batch):
     """Router logits in whole numbers, so that there are equal ones; then of NaN, which no expert may hide."""
     x, norm = random(batch, columns), 1 + random(columns, dtype=dtype)
     all_real, some_idle = torch.ones(batch, dtype=torch.int32), lengths_of(batch, 1)
-    normed, logits = compare(feed_forward.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
+    normed, logits = compare(token_layer.route, x, norm, weights(experts, columns, dtype=dtype), EPS, dtype=dtype)
     logits = logits.mul(3).round()
     first, w1 = weights(42, columns, dtype=dtype), weights(experts, 36, columns, dtype=dtype)
-    compare(feed_forward.activate_experts, normed, first, w1, logits, some_idle, top_k, dtype=dtype, real=some_idle)
-    activated = compare(feed_forward.activate_experts, normed, first, w1, logits, all_real, top_k, dtype=dtype)
+    compare(token_layer.activate_experts, normed, first, w1, logits, some_idle, top_k, dtype=dtype, real=some_idle)
+    activated = compare(token_layer.activate_experts, normed, first, w1, logits, all_real, top_k, dtype=dtype)
     second, w2 = weights(24, 21, dtype=dtype), weights(experts, 24, 18, dtype=dtype)
     of_nan = torch.full_like(logits, math.nan)
     for each, lengths in ((logits, some_idle), (logits, all_real), (of_nan, all_real)):
         arguments = random(batch, 24), activated[0], second, activated[1], w2, each, lengths, 0.3
-        compare(feed_forward.add_feed_forward, *arguments, dtype=dtype, real=lengths)
+        compare(token_layer.add_feed_forward, *arguments, dtype=dtype, real=lengths)
 
 
 def test_idle_sequences_choose_no_expert():
@@ -171,6 +173,6 @@ def test_idle_sequences_choose_no_expert():
     arguments = random(8, 16), weights(42, 16, dtype=torch.float32), weights(experts, 36, 16, dtype=torch.float32)
     normed, first, w1, logits, lengths = (each.to(DEVICE) for each in (*arguments, random(8, experts), lengths))
     with unwritten_memory_is_nan():
-        _, outputs = gpu.kernel_of(feed_forward.activate_experts)(normed, first, w1, logits, lengths, top_k)
+        _, outputs = LAUNCHES[token_layer.activate_experts](normed, first, w1, logits, lengths, top_k)
     is_written = ~outputs.isnan().view(8, -1).any(1)
     assert torch.equal(is_written, lengths > 0)

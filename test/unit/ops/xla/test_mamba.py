@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from granite4_neuron.ops.gpu import functions as gpu
+from granite4_neuron.ops.gpu import mamba_chunk_scan as gpu
 from granite4_neuron.ops.mamba_chunk_scan import segment_sum as definition_of_segment_sum
 from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.xla import mamba
