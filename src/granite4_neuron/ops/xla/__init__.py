@@ -1,6 +1,7 @@
-"""The operators as compiled graphs want them: shapes that depend on no value, nothing that a compiler handles badly.
+"""The operators for compiled graphs, in plain torch: no shape depends on a value, and nothing is hard for a compiler.
 
-What has no form of its own here is the plain definition.
+All are tensor functions that any compiler lowers; there are no kernels here. Where an operator has no form of its own,
+the set has its plain definition. `ops.gpu` begins with this set and replaces what has Triton kernels.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ XLA = Operators(
     mamba_prefill=CHUNKED,
     mamba_quadratic=QUADRATIC,
 )
-# For compilers that make one loop of several element-wise operations, and do not update operands of products in place.
+# For compilers that fuse element-wise operations into one loop, and do not update operands of products in place.
 LOOPS = replace(XLA, mamba_decode=SINGLE_TOKEN)
 
 __all__ = ["LOOPS", "XLA", "expert_path", "fused_experts", "topk_softmax", "write_cache_as"]

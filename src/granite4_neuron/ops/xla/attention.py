@@ -1,4 +1,4 @@
-"""Attention over keys and values that are kept per slot, one block of the cache after another; and their writes."""
+"""Attention over keys and values that are kept per slot, in plain torch, block by block; and writes to the cache."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def cached_attention(
 def _once_known(total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return `values`, as a function of `total`, which is never negative.
 
-    It orders one block after another in a compiled graph, whose scheduler would else compute, and keep, the scores of
-    all of them at once.
+    It makes a compiled graph compute one block after another. Otherwise its scheduler would compute the scores of all
+    blocks at once, and keep them.
     """
     return values.masked_fill(total.sum() < 0, 0)  # NaN is not below 0
 
@@ -58,9 +58,9 @@ def _write_rows(
     cache: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor
 ) -> None:
     _, kv_heads, max_length, head_dim = cache.shape
-    rows, at = (index[:, :, None] for index in cache_places(positions, lengths, slots))
+    rows, offsets = (index[:, :, None] for index in cache_places(positions, lengths, slots))
     heads = torch.arange(kv_heads, dtype=rows.dtype, device=cache.device)
-    row = (rows * kv_heads + heads) * max_length + at  # [batch, tokens, kv_heads]
+    row = (rows * kv_heads + heads) * max_length + offsets  # [batch, tokens, kv_heads]
     cache.view(-1, head_dim)[row.flatten()] = values.reshape(-1, head_dim)
 
 
@@ -70,7 +70,7 @@ def _write_selected(
     if positions.shape[1] > 1:
         _write_rows(cache, values, positions, lengths, slots)
         return
-    at = torch.arange(cache.shape[2], dtype=positions.dtype, device=cache.device)
-    is_here = (at == positions) & (lengths > 0)[:, None]  # [batch, max_length]
-    written = values.transpose(1, 2).where(is_here[:, None, :, None], cache[1:])
+    offsets = torch.arange(cache.shape[2], dtype=positions.dtype, device=cache.device)
+    mask = (offsets == positions) & (lengths > 0)[:, None]  # [batch, max_length]
+    written = values.transpose(1, 2).where(mask[:, None, :, None], cache[1:])
     cache.copy_(torch.cat([cache[:1], written]))

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence in compiled graphs: all chunks at once, and running sums as products with triangles.
+"""The Mamba-2 recurrence for compiled graphs, in plain torch: all chunks at once, sums as products with triangles.
 
 Products have rank 3 at most, and transposes too: tokens come last, so that heads lie behind one another like the rows
 of a matrix.

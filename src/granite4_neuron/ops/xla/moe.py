@@ -1,4 +1,4 @@
-"""Mixture of experts with static shapes: which weights are read depends on the router, how many does not.
+"""Mixture of experts with static shapes, in plain torch: the router decides which weights are read, not how many.
 
 Three paths give the same sums (`expert_path` chooses among them):
 
@@ -208,7 +208,7 @@ def _sum_of_choices(
     """
     nobody, rows = len(x) - 1, weights.num_experts * capacity
     at = places.row.flatten()
-    tokens = torch.arange(nobody, dtype=at.dtype, device=x.device)[:, None].where(places.is_here, nobody)
+    tokens = torch.arange(nobody, dtype=at.dtype, device=x.device)[:, None].where(places.mask, nobody)
     row_tokens = tokens.new_full((rows,), nobody).index_put((at,), tokens.flatten())
     y = weights.second(weights.first(x.index_select(0, row_tokens).view(weights.num_experts, capacity, -1)))
     chosen = y.flatten(0, 1).index_select(0, at).view(nobody, -1, y.shape[-1])
@@ -223,7 +223,7 @@ class _Places:
     """
 
     row: torch.Tensor
-    is_here: torch.Tensor
+    mask: torch.Tensor
 
 
 def _places(topk_ids: torch.Tensor, num_experts: int, path: ExpertPath) -> tuple[_Places, _Places, torch.Tensor]:

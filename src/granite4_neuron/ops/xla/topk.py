@@ -1,4 +1,4 @@
-"""The router's choice without a sort, which the compiler for Trainium does not handle."""
+"""The router's choice in plain torch, without a sort, which the compiler for Trainium does not handle."""
 
 from __future__ import annotations
 
