@@ -248,7 +248,7 @@ def _fields_from_json(values: dict[str, Any]) -> dict[str, Any]:
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in read]
     if missing:
         raise UserError(f"these fields are missing: {', '.join(missing)}.")
-    return {name: _typed(name, value, fields[name].type) for name, value in read.items()}
+    return {name: _typed(name, value, str(fields[name].type)) for name, value in read.items()}
 
 
 def _typed(name: str, value: Any, annotation: str) -> Any:

@@ -24,10 +24,12 @@ def as_hybrid(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("mlp_bias"):
         raise UserError(f"mlp_bias is {reprlib.repr(values['mlp_bias'])}, and must be false: MLPs have no biases here.")
     layers = values.get("num_hidden_layers")
-    is_possible = isinstance(layers, (int, float)) and 0 <= layers <= LARGEST["num_hidden_layers"]
+    layer_types = None
+    if isinstance(layers, (int, float)) and 0 <= layers <= LARGEST["num_hidden_layers"]:
+        layer_types = [ATTENTION] * int(layers)
     return {
         **values,
-        "layer_types": [ATTENTION] * int(layers) if is_possible else None,
+        "layer_types": layer_types,
         "position_embedding_type": "rope",
         "shared_intermediate_size": values.get("intermediate_size"),
         "num_local_experts": 0,

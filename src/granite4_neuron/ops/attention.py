@@ -43,7 +43,7 @@ def cached_attention(
     block_size = block_size or block_length(query.shape[1], kv_length)
     for start in range(0, kv_length, block_size):
         block = slice(start, min(start + block_size, kv_length))
-        attention.add(*(slot_rows(cache[:, :, block], slots) for cache in (key_cache, value_cache)), start)
+        attention.add(slot_rows(key_cache[:, :, block], slots), slot_rows(value_cache[:, :, block], slots), start)
     return attention.output()
 
 

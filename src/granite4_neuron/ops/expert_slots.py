@@ -30,7 +30,8 @@ def expert_slots(
     """
     topk_ids = topk_ids.to(torch.int32)
     experts = torch.arange(num_experts, dtype=torch.int32, device=topk_ids.device)
-    slots = torch.arange(num_slots(*topk_ids.shape, num_experts), dtype=torch.int32, device=topk_ids.device)
+    tokens, top_k = topk_ids.shape
+    slots = torch.arange(num_slots(tokens, top_k, num_experts), dtype=torch.int32, device=topk_ids.device)
 
     is_chosen = (topk_ids.reshape(-1, 1) == experts).any(0)
     chosen_before = (is_chosen[:, None] & (experts[:, None] < experts)).sum(0, dtype=torch.int32)

@@ -95,7 +95,7 @@ def tuned_config_folder(argument: str | Path | None = None) -> Path | None:
     if folder is not None and not os.path.isdir(folder):
         origin = "tuned_configs" if argument is not None else FOLDER_VARIABLE
         raise UserError(f"{origin} is {str(folder)!r}, which is not a folder; the tune command makes one.")
-    return folder and Path(folder)
+    return None if folder is None else Path(folder)
 
 
 def file_name(head_dim: int, d_state: int, cache_dtype: torch.dtype) -> str:

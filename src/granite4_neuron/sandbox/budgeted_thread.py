@@ -62,8 +62,10 @@ class BudgetedThread:
             if len(self._given_up) >= _MOST_GIVEN_UP:
                 raise OverBudget
             if self._thread is None or not self._thread.is_alive():  # it is not alive in a forked process
-                self._start()
-            clock = time.pthread_getcpuclockid(self._thread.ident)
+                self._thread = self._start()
+            thread = self._thread
+            assert thread.ident is not None  # it has started
+            clock = time.pthread_getcpuclockid(thread.ident)
             started = time.clock_gettime(clock)
             future: Future[Result] = Future()
             self._work.put((future, work))
@@ -77,21 +79,23 @@ class BudgetedThread:
                 used = time.clock_gettime(clock) - started
             finally:
                 if not future.done():  # too much, or Ctrl-C
-                    self._give_up()
+                    self._give_up(thread)
         return future.result(), used
 
-    def _start(self) -> None:
+    def _start(self) -> threading.Thread:
         self._work = queue.SimpleQueue()
         weakref.finalize(self, self._work.put, None).atexit = False
         # No process waits for its daemons to end.
-        self._thread = threading.Thread(target=_work, args=(self._work,), name=self._name, daemon=True)
+        thread = threading.Thread(target=_work, args=(self._work,), name=self._name, daemon=True)
         with with_stack():
-            self._thread.start()
+            thread.start()
+        return thread
 
-    def _give_up(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, self._thread.native_id, _LOWEST_PRIORITY)
+    def _give_up(self, thread: threading.Thread) -> None:
+        assert thread.native_id is not None  # it has started
+        os.setpriority(os.PRIO_PROCESS, thread.native_id, _LOWEST_PRIORITY)
         self._work.put(None)
-        self._given_up.append(self._thread)
+        self._given_up.append(thread)
         self._thread = None
 
 

@@ -117,6 +117,7 @@ class LimitedProcess:
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         process = self._process
+        assert process.stdin is not None and process.stdout is not None  # both are pipes
         # The limit in the process is of the processor's time; this one is for an answer that waits.
         timer = threading.Timer(6 * self._seconds, process.kill)
         timer.start()
@@ -146,9 +147,15 @@ class LimitedProcess:
     def _start(self) -> subprocess.Popen[str]:
         numbers = map(str, (self._seconds, self._memory_bytes, self._stack_bytes or 0))
         command = [sys.executable, "-I", "-c", _CODE, json.dumps(sys.path), self._module, *numbers]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        # A session of its own: Ctrl-C in the terminal is not meant for it.
-        return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+        )
 
 
 def main() -> None:

@@ -64,7 +64,8 @@ def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str
 
     It reads the weights as they lie in memory, with XXH3 (128 bits), in as many threads as torch has.
     """
-    about, pieces = [repr(facts)], []
+    about = [repr(facts)]
+    pieces: list[torch.Tensor] = []
     for name, weight in sorted(weights, key=lambda named: named[0]):
         format, tensors = _parts(weight)
         for part, tensor in tensors.items():
@@ -83,7 +84,7 @@ def _parts(weight: Weight) -> tuple[str | None, Mapping[str, torch.Tensor]]:
     """Return the name of a weight's format, if it is quantized, and the tensors that it lies in."""
     if isinstance(weight, torch.Tensor):
         return None, {"": weight}
-    return weight.format and weight.format.name, weight.tensors()
+    return None if weight.format is None else weight.format.name, weight.tensors()
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -94,4 +95,4 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _digest(piece: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(piece.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return xxhash.xxh3_128_digest(piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data)

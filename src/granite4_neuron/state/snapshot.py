@@ -247,7 +247,7 @@ def _has_positions(name: str) -> bool:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _flush(file: str) -> None:

@@ -65,7 +65,7 @@ class SnapshotMemory:
         return LargeMemory([about]).empty(*about)
 
     def _lend(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        view = memoryview(block.numpy())  # each tensor holds it
+        view = block.numpy().data  # each tensor holds it
         weakref.finalize(view, self._take_back, block).atexit = False
         return {
             name: torch.frombuffer(view, dtype=dtype, count=shape.numel(), offset=start).view(shape)

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, overload
 
 # ASCII's and ISO 6429's (C0, DEL, C1) but line feed and tab, and the characters that change the direction of text,
 # which have Unicode's property Bidi_Control.
@@ -33,6 +33,14 @@ def guard_streams() -> None:
         stream = getattr(sys, name)
         if stream is not None and stream.isatty() and not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream, without_controls))
+
+
+@overload
+def unguarded(stream: TextIO) -> TextIO: ...
+
+
+@overload
+def unguarded(stream: None) -> None: ...
 
 
 def unguarded(stream: TextIO | None) -> TextIO | None:
