@@ -15,7 +15,6 @@ constants only, is not moved. No compiler is bound to do as well, or as badly.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from math import prod
 
 from granite4_neuron.neuron.analysis.hlo_lint import Instruction
@@ -33,7 +32,7 @@ _FREE = _LAYOUTS | _ELEMENT_WISE | _CONSTANTS | {"tuple"}
 _READS_THROUGH = {"reduce", "pad", "concatenate", "copy"}
 
 
-def fused_bytes(entry: Mapping[str, Instruction], outputs: tuple[str, ...]) -> float:
+def fused_bytes(entry: dict[str, Instruction], outputs: tuple[str, ...]) -> float:
     """Return the bytes that a graph moves.
 
     Args:
@@ -44,7 +43,7 @@ def fused_bytes(entry: Mapping[str, Instruction], outputs: tuple[str, ...]) -> f
 
 
 class _Graph:
-    def __init__(self, entry: Mapping[str, Instruction], outputs: tuple[str, ...]):
+    def __init__(self, entry: dict[str, Instruction], outputs: tuple[str, ...]):
         self._entry = entry
         self._outputs = set(outputs)
         self._depends = self._that_depend_on_inputs()
@@ -54,7 +53,7 @@ class _Graph:
         return sum(self._cost(name) for name in self._lying if self._entry[name].opcode != "parameter")
 
     def _that_depend_on_inputs(self) -> set[str]:
-        depends = set()
+        depends: set[str] = set()
         for name, instruction in self._entry.items():
             # A scalar is a constant of the model.
             is_input = instruction.opcode == "parameter" and instruction.shapes[0][1]
@@ -63,7 +62,7 @@ class _Graph:
         return depends
 
     def _that_lie(self) -> set[str]:
-        lying = set()
+        lying: set[str] = set()
         readers: dict[str, set[str]] = defaultdict(set)  # of what does not lie: the values that are computed from it
         is_taken_whole = set(self._outputs)
         for name, instruction in reversed(self._entry.items()):

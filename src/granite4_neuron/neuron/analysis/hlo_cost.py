@@ -75,7 +75,7 @@ def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Te
 
     module = hlo_lint.instructions(torch_xla._XLAC._get_xla_tensors_hlo([*outputs, *inputs]))
     root = next(instruction for instruction in reversed(module.values()) if instruction.opcode == "tuple")
-    return [module[name].parameter for name in root.operands[len(outputs) :]]
+    return [module[name].parameter_number for name in root.operands[len(outputs) :]]
 
 
 def hlo_text(proto: bytes) -> str:

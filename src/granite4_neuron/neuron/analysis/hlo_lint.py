@@ -36,8 +36,8 @@ _MAX_PRODUCT_RANK = 3
 class Instruction:
     """One line of HLO text.
 
-    operands: names. attributes: all that follows them. parameter: its number. is_dynamic: whether a dimension is known
-    only while the graph runs; `shapes` have its bound.
+    operands: names. attributes: all that follows them. parameter: its number, if it is one. is_dynamic: whether a
+    dimension is known only while the graph runs; `shapes` have its bound.
     """
 
     name: str
@@ -47,6 +47,12 @@ class Instruction:
     attributes: str
     parameter: int | None
     is_dynamic: bool = False
+
+    @property
+    def parameter_number(self) -> int:
+        """The number of an instruction that is a parameter."""
+        assert self.parameter is not None, f"{self.name} is no parameter"
+        return self.parameter
 
 
 def instructions(hlo_text: str) -> dict[str, Instruction]:
@@ -156,7 +162,7 @@ def _depends_on_input(name: str, module: dict[str, Instruction]) -> bool:
 def _picks_rows(gather: Instruction, module: dict[str, Instruction]) -> bool:
     """Return whether it takes whole entries of the operand's first axis, or of its first axes together."""
     indexed, sizes = (
-        [int(number) for number in re.search(rf"{name}=\{{([\d,]*)\}}", gather.attributes)[1].split(",")]
+        [int(number) for number in re.findall(rf"{name}=\{{([\d,]*)\}}", gather.attributes)[0].split(",")]
         for name in ("start_index_map", "slice_sizes")
     )
     operand, axes = module[gather.operands[0]].shapes[0][1], len(indexed)

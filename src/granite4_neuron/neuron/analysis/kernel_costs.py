@@ -15,7 +15,7 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "
 
 def kernel_name(call: Instruction) -> str:
     """Return the operator that a custom call calls."""
-    return re.search(r'custom_call_target="([^"]+)"', call.attributes)[1]
+    return re.findall(r'custom_call_target="([^"]+)"', call.attributes)[0]
 
 
 def kernel_cost(name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[float, float]:

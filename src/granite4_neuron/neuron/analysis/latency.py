@@ -19,7 +19,7 @@ from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.hlo_cost import Cost
-from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
+from granite4_neuron.neuron.analysis.roofline import minimum, minimum_of_commit
 
 # A chip has 2.9 TB/s of HBM, 667 TFLOPS in bfloat16, and 1.28 TB/s of NeuronLink to other chips: "Trainium2
 # architecture" in the Neuron SDK's documentation (about-neuron/arch/neuron-hardware/trainium2). A logical core has a
@@ -146,8 +146,9 @@ def step_work(
     else:
         chunks = batch_size * -(-tokens // CHUNK)
         per_layer = chunks * rank.mamba_heads * CHUNK * (CHUNK + 3 * config.mamba_d_head)
-    return _work(
-        least,
+    return Work(
+        flops=least.flops,
+        bytes_accessed=least.bytes_accessed,
         vector_elements=config.layer_types.count(MAMBA) * per_layer,
         link_bytes=link_bytes(layers, batch_size * tokens, config.hidden_size, tp_degree, dtype.itemsize),
         collectives=num_collectives(layers, tp_degree),
@@ -165,17 +166,14 @@ def commit_work(
     """
     least = minimum_of_commit(config, tp_degree, dtype, batch_size, tokens)
     mamba_layers, heads = config.layer_types.count(MAMBA), config.rank_dimensions(tp_degree).mamba_heads
-    return _work(
-        least,
+    return Work(
+        flops=least.flops,
+        bytes_accessed=least.bytes_accessed,
         vector_elements=2 * mamba_layers * batch_size * heads * config.mamba_d_head * config.mamba_d_state,
         link_bytes=0.0,
         collectives=0,
         layers=mamba_layers / 2,
     )
-
-
-def _work(least: Minimum, **others: float) -> Work:
-    return Work(flops=least.flops, bytes_accessed=least.bytes_accessed, **others)
 
 
 def counted_bound(cost: Cost) -> float:
@@ -277,7 +275,7 @@ def with_counted_graphs(
     Raises:
         ToolsMissing: torch_xla or jax is not installed.
     """
-    counted = {}
+    counted: dict[tuple[str, int], float] = {}
     verified = drafted + 1 if drafted else None
     for batch_size in sorted({line.batch_size for line in lines}):
         buckets = (prompt,) if batch_size == 1 else ()

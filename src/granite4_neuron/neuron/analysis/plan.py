@@ -88,10 +88,13 @@ class Plan:
     @property
     def with_fewest_graphs(self) -> Plan:
         """The plan with one graph of each kind."""
-        encoded = min(max(self.options.context_buckets or [self.options.max_context_length]), self.context)
-        options = replace(self.options, context_buckets=(encoded,), token_buckets=(self.context,))
+        options = replace(self.options, context_buckets=(self._longest_bucket,), token_buckets=(self.context,))
         draft = None if self.draft is None else replace(self.draft, options=options)
         return replace(self, options=options, draft=draft)
+
+    @property
+    def _longest_bucket(self) -> int:
+        return min(max(self.options.context_buckets or [self.options.max_context_length]), self.context)
 
     @property
     def longest_context(self) -> int:
@@ -115,10 +118,9 @@ class Plan:
             need = f"{alone / 1e9:.1f} GB"
             return f"It does not fit: weights and the temporaries of a step need {need}; split it over more ranks."
         if fewest.fits:
-            (encoded,), (cached,) = fewest.options.context_buckets, fewest.options.token_buckets
             return (
                 f"It does not fit: {gigabytes} per core; with fewer graphs it does, {fewest.total / 1e9:.1f} GB with "
-                f"--context-buckets {encoded} --token-buckets {cached}."
+                f"--context-buckets {self._longest_bucket} --token-buckets {self.context}."
             )
         return (
             f"It does not fit: {gigabytes} per core; up to {self.longest_context:,} tokens do at this batch size, or "

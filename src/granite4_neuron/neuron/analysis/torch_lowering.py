@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
@@ -50,13 +51,7 @@ def aot_backend(compile: Compile) -> Callable[..., Any]:
     """
 
     def compile_boxed(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        compiled = compile(graph, inputs)
-
-        def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return compiled(*arguments)
-
-        run._boxed_call = True  # AOTAutograd gives such functions a list, which they may empty
-        return run
+        return make_boxed_func(compile(graph, inputs))
 
     return aot_autograd(
         fw_compiler=compile_boxed,
