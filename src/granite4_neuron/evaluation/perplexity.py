@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Runtime, require
+from granite4_neuron.state.hybrid_state import HybridState
 
 _ROWS = 64  # of logits at a time: with 100,000 entries of a vocabulary 51 MB in float64
 _DECODE_TOKENS = 32
@@ -152,7 +153,7 @@ def decode_seconds(runtimes: Sequence[Runtime], tokens: Sequence[int]) -> list[f
     return [statistics.median(runtime_seconds) for runtime_seconds in seconds]
 
 
-def _step(runtime: Runtime, state: object, score: Score, row: Row) -> torch.Tensor:
+def _step(runtime: Runtime, state: HybridState | None, score: Score, row: Row) -> torch.Tensor:
     """Run a row; return the logits after every token, [tokens, vocab_size]."""
     started = time.perf_counter()
     logits = runtime.step(state, [row], all_logits=True)[0, : len(row.tokens)]

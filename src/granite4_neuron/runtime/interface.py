@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -21,6 +21,7 @@ from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Layout, Snapshot
 
 Ability = Literal["all_logits", "verify", "copy", "snapshot"]
+State = TypeVar("State", bound=HybridState | None)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ class Verification:
     kept_inputs: Sequence[torch.Tensor]
 
 
-class Runtime(Protocol):
+class Runtime(Protocol[State]):
     """A model with its generation defaults, ready to run steps.
+
+    State is what `allocate` returns and the other methods take: a `HybridState`, or None where the runtime keeps its
+    state itself.
 
     tokens_per_step: the most prompt tokens of a step, padding included.
     rows_per_step: the most prompts of a step. Single tokens of any number of sequences share a step.
@@ -102,19 +106,19 @@ class Runtime(Protocol):
     def fingerprint(self) -> Fingerprint:
         """Tells its states from those of other weights, and from those that other kernels have computed."""
 
-    def allocate(self, num_sequences: int, max_length: int) -> HybridState | None:
-        """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each; None where the model keeps its state.
+    def allocate(self, num_sequences: int, max_length: int) -> State:
+        """Allocate slots 1 to `num_sequences`, of up to `max_length` tokens each.
 
         Raises:
             UserError: the runtime has no room for so many or so long sequences.
         """
 
-    def warm_up(self, state: HybridState | None, verifies: bool = False) -> None:
+    def warm_up(self, state: State, verifies: bool = False) -> None:
         """Compile all that `step` needs with this state, and `verify` and `commit` if asked for, so that none of them
         waits for it. No slot changes.
         """
 
-    def step(self, state: HybridState | None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
+    def step(self, state: State, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Add each row's tokens to its sequence. No two rows have the same slot.
 
         Returns:
@@ -125,23 +129,23 @@ class Runtime(Protocol):
             UserError: this runtime cannot do `all_logits`.
         """
 
-    def verify(self, state: HybridState | None, rows: Sequence[Row]) -> Verification:
+    def verify(self, state: State, rows: Sequence[Row]) -> Verification:
         """Return the logits of `step` with `all_logits`, without making the sequences longer.
 
         It does not write recurrent state. It writes keys and values after the sequence's end, where the next step
         overwrites them. Rows have at most `tokens_per_verification` tokens.
         """
 
-    def commit(self, state: HybridState | None, verification: Verification, accepted: Sequence[int]) -> None:
+    def commit(self, state: State, verification: Verification, accepted: Sequence[int]) -> None:
         """Add the first `accepted[i]` tokens, 0 to all, of row i of a verification to its sequence.
 
         Nothing may have been added to those sequences since. The cost does not depend on their length.
         """
 
-    def copy(self, state: HybridState | None, source: int, destination: int, length: int) -> None:
+    def copy(self, state: State, source: int, destination: int, length: int) -> None:
         """Copy a sequence of `length` tokens from slot `source` to slot `destination`."""
 
-    def snapshot(self, state: HybridState | None, slot: int, length: int, start: int = 0) -> Snapshot:
+    def snapshot(self, state: State, slot: int, length: int, start: int = 0) -> Snapshot:
         """Return a copy of a slot with a sequence of `length` tokens: the recurrent state after the last of them, and
         the keys and values from position `start` on.
         """
@@ -154,7 +158,7 @@ class Runtime(Protocol):
     def slot_layout(self, start: int, length: int) -> Layout:
         """Return the shape and dtype of each tensor of a snapshot of positions `start` to `length` - 1."""
 
-    def restore(self, state: HybridState | None, snapshots: Sequence[Snapshot], slot: int) -> None:
+    def restore(self, state: State, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Restore a sequence into a slot, from one snapshot or from several, each of which starts at the length of the
         one before it. The sequence continues exactly as the original, bit by bit.
 
