@@ -19,14 +19,14 @@ def _are_tokens(value: object) -> bool:
 
 
 def _to_tokens(value: Sequence[int] | torch.Tensor | np.ndarray) -> tuple[int, ...]:
-    return tuple(value if is_list(value) else value.tolist())
+    return tuple(value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value)
 
 
 @dataclass(frozen=True)
 class Request(SamplingParams):
     """A sequence to continue, with its sampling options as keyword arguments. It keeps copies of the lists it is given.
 
-    tokens: the prompt; a list, or a tensor with one axis.
+    tokens: the prompt; a list. A tensor or an array with one axis is taken too.
     max_tokens: new tokens at most.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
         and an engine with a prefix cache keeps a snapshot. None for none.
@@ -39,7 +39,7 @@ class Request(SamplingParams):
         UserError: a field is not what it must be.
     """
 
-    tokens: Sequence[int] | torch.Tensor | np.ndarray = field(
+    tokens: Sequence[int] = field(
         metadata={"option": Option(_are_tokens, "a list of token ids, or a tensor of them with one axis", _to_tokens)}
     )
     max_tokens: int = option(lambda value: is_whole(value) and value >= 1, "a whole number of at least 1", default=256)
@@ -55,10 +55,9 @@ class Request(SamplingParams):
                 log-probabilities than tokens; or `min_tokens` is above `max_tokens`.
         """
         check_tokens(self.tokens, vocab_size, which)
-        if any(not 0 < length <= len(self.tokens) for length in self.snapshots_at):
-            raise UserError(
-                f"snapshots are asked for at {sorted(self.snapshots_at)} tokens; the prompt has {len(self.tokens)}."
-            )
+        snapshots_at = sorted(self.snapshots_at or ())
+        if any(not 0 < length <= len(self.tokens) for length in snapshots_at):
+            raise UserError(f"snapshots are asked for at {snapshots_at} tokens; the prompt has {len(self.tokens)}.")
         if self.logit_bias:
             check_tokens(list(self.logit_bias), vocab_size, "logit_bias")
         if (self.min_tokens or 0) > self.max_tokens:
@@ -157,7 +156,7 @@ def check_has(name: str, value: object, *attributes: str) -> None:
         raise UserError(f"{name} is of type {type(value).__name__}, which has no {' and no '.join(missing)}.")
 
 
-def check_text(text: str, which: str) -> None:
+def check_text(text: object, which: str) -> None:
     """Check that a text is valid; messages call it `which`.
 
     Raises:

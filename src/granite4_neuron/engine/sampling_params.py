@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from transformers import GenerationConfig
@@ -19,8 +19,10 @@ from granite4_neuron.errors import UserError
 MAX_LOGPROBS = 20
 _NUM_SEEDS = 2**63
 
+Params = TypeVar("Params", bound="SamplingParams")
 
-def is_number(value: object) -> bool:
+
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number of any library's, and not a boolean."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -28,19 +30,19 @@ def is_number(value: object) -> bool:
         return False
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer of any library's, and not a boolean."""
     if type(value) is int:  # a prompt may have a hundred thousand, and what follows takes a microsecond
         return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def are_whole(values: object) -> bool:
+def are_whole(values: object) -> TypeGuard[Collection[int]]:
     """Return whether a value is a collection of integers."""
     return isinstance(values, Collection) and all(map(is_whole, values))
 
 
-def is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """Return whether a value is a sequence, and not a text."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
@@ -100,7 +102,7 @@ def _are_biases(value: object) -> bool:
     def is_bias(bias: object) -> bool:
         return bias is None or (is_number(bias) and -100 <= bias <= 100)
 
-    return isinstance(value, Mapping) and are_whole(value) and all(map(is_bias, value.values()))
+    return isinstance(value, Mapping) and all(map(is_whole, value)) and all(map(is_bias, value.values()))
 
 
 def _is_penalty(value: object) -> bool:
@@ -183,7 +185,7 @@ class SamplingParams:
                 # A caller cannot change the converted copy later.
                 object.__setattr__(self, each.name, rule.convert() if value is None else rule.convert(value))
 
-    def with_defaults(self, defaults: GenerationConfig) -> SamplingParams:
+    def with_defaults(self: Params, defaults: GenerationConfig) -> Params:
         """Return a copy with the checkpoint's values where an option is None.
 
         If the checkpoint's default is greedy, the temperature is 0, unless an option turns sampling on.
@@ -201,7 +203,7 @@ class SamplingParams:
             values["temperature"] = 0
         return replace(self, **values)
 
-    def with_seed_offset(self, number: int) -> SamplingParams:
+    def with_seed_offset(self: Params, number: int) -> Params:
         """Return a copy for text `number` of several: it has the seed plus that number."""
         return self if self.seed is None else replace(self, seed=(self.seed + number) % _NUM_SEEDS)
 
