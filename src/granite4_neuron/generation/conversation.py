@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ class Conversation:
         self._num_answers += 1
         before = replace(self._engine.stats)
         id = self._engine.add(request)
-        answer, generated, reason = "", [], None
+        answer, reason = "", None
+        generated: list[int] = []
         try:
             while reason is None:
                 for output in self._engine.step():
@@ -106,7 +107,8 @@ class Conversation:
                         continue
                     _raise_error(output)
                     answer += output.text
-                    generated.append(output.token)
+                    if output.token is not None:
+                        generated.append(output.token)
                     reason = output.finish_reason
                     yield output.text
                 if progress is not None and not generated:
@@ -123,11 +125,11 @@ class Conversation:
         if generated:
             self.turns.append(Turn(self.system, user, answer, prompt, generated, reason))
 
-    def option(self, name: str) -> object:
+    def option(self, name: str) -> Any:
         """Return an option of the next answers, a field of `engine.Request`; None for the checkpoint's value."""
         return getattr(self._request, name)
 
-    def set_option(self, name: str, value: object) -> None:
+    def set_option(self, name: str, value: Any) -> None:
         """Set an option of the next answers.
 
         Raises:
@@ -200,7 +202,7 @@ class Conversation:
     @property
     def messages(self) -> list[Mapping[str, str]]:
         """All messages, each with a "role" and a "content"."""
-        messages = [_message("system", self.system)] if self.system else []
+        messages: list[Mapping[str, str]] = [_message("system", self.system)] if self.system else []
         for turn in self.turns:
             messages += [_message("user", turn.user), _message("assistant", turn.answer)]
         return messages
@@ -219,6 +221,10 @@ class Conversation:
         """The length of the conversation in tokens."""
         return len(self.turns[-1].prompt) + len(self.turns[-1].generated) if self.turns else 0
 
+    @property
+    def _stop_token_ids(self) -> Collection[int]:
+        return self._request.stop_token_ids or ()
+
     def _prompt(self, user: str) -> list[int]:
         """Return the next turn's tokens: those of the last turn unchanged, and what the template adds after them."""
         messages = self.messages
@@ -230,12 +236,12 @@ class Conversation:
         spelled = [*self._encoder.encode(messages[:-1], **self._shown), *self._encoder.encode_text(last.answer)]
         if tokens[: len(spelled)] != spelled:
             return tokens  # the template changes what was said before
-        ended = last.generated[-1] in self._request.stop_token_ids
+        ended = last.generated[-1] in self._stop_token_ids
         return [*last.prompt, *last.generated[: -1 if ended else None], *tokens[len(spelled) :]]
 
     def _is_cut_by_text(self, turn: Turn) -> bool:
         """Return whether the answer ends before the generated tokens do, because of a stop string."""
-        return turn.finish_reason == "stop" and turn.generated[-1] not in self._request.stop_token_ids
+        return turn.finish_reason == "stop" and turn.generated[-1] not in self._stop_token_ids
 
     def _turns_of(self, messages: Sequence[Mapping[str, str]]) -> tuple[str | None, list[Turn]]:
         """Return the system message, and the turns as if the model had answered in the tokens of `encode_text`."""
@@ -244,13 +250,14 @@ class Conversation:
         for end in range(first + 2, len(messages) + 1, 2):
             prompt = self._encoder.encode(messages[: end - 1], **self._shown)
             user, answer = (message["content"] for message in messages[end - 2 : end])
-            generated = [*self._encoder.encode_text(answer), *sorted(self._request.stop_token_ids)[:1]]
+            generated = [*self._encoder.encode_text(answer), *sorted(self._stop_token_ids)[:1]]
             turns.append(Turn(system, user, answer, prompt, generated, "stop"))
         return system, turns
 
     def _saved_turns(self) -> list[dict]:
         """Return the turns to save; each has only the tokens that the turn before it does not have."""
-        saved, before = [], []
+        saved: list[dict] = []
+        before: list[int] = []
         for turn in self.turns:
             start = common_length(before, turn.prompt)
             saved.append({**asdict(turn), "start": start, "prompt": list(turn.prompt[start:])})
@@ -326,7 +333,8 @@ def _check_saved(note: object, vocab_size: int) -> dict[str, Any]:
 
 def _loaded_turns(saved: Sequence[Mapping]) -> list[Turn]:
     """Rebuild the turns: the reverse of `_saved_turns`."""
-    turns, before = [], []
+    turns: list[Turn] = []
+    before: list[int] = []
     for values in saved:
         values = dict(values)
         prompt = [*before[: values.pop("start")], *values["prompt"]]

@@ -46,8 +46,9 @@ class ConversationEncoder:
         self._tokenizer = tokenizer
         self._as_text = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._as_text.encode_special_tokens = True
-        special = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._control_tokens = sorted((token.content for token in special), key=len, reverse=True)
+        added = tokenizer.added_tokens_decoder
+        self._control_ids = {token.content: id for id, token in added.items() if token.special}
+        self._control_tokens = sorted(self._control_ids, key=len, reverse=True)
         # An empty pattern would match everywhere.
         self._control_pattern = re.compile("|".join(map(re.escape, self._control_tokens)) or r"(?!)")
         self._renderer = chat_template.Renderer()
@@ -123,7 +124,8 @@ class ConversationEncoder:
             UserError: as `encode`.
         """
         messages = [{"role": "user", "content": "a message"}]
-        return self.encode(messages, **{name: objects}) != self.encode(messages)
+        shown: dict[str, Any] = {name: objects}
+        return self.encode(messages, **shown) != self.encode(messages)
 
     def close(self) -> None:
         """End the template's process; it starts again when it is needed."""
@@ -135,13 +137,14 @@ class ConversationEncoder:
 
     def _encode_rendered(self, text: str, mark: str) -> list[int]:
         """Encode a rendered text; hidden control tokens become text again."""
-        tokens, end = [], 0
+        tokens: list[int] = []
+        end = 0
         for match in (*self._control_pattern.finditer(text), None):
             between = text[end : match.start() if match else None]
             shown = re.sub(f"{mark}([0-9]+){mark}", lambda hidden: self._control_tokens[int(hidden[1])], between)
             tokens += encode_beside_others(self._as_text, shown, add_special_tokens=False)
             if match:
-                tokens.append(self._tokenizer.convert_tokens_to_ids(match[0]))
+                tokens.append(self._control_ids[match[0]])
                 end = match.end()
         return tokens
 

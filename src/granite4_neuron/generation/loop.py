@@ -17,6 +17,7 @@ from granite4_neuron.engine import (
     PromptReport,
     Request,
     SamplingParams,
+    SlotPrefixCache,
     TokenLogprob,
 )
 from granite4_neuron.engine.drafters import Drafter
@@ -77,13 +78,13 @@ class GenerationError(UserError):
 
 def stream_generate(
     runtime: Runtime,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast | None,
     prompt: Prompt | Iterable[Prompt],
     *,
     max_tokens: int = 256,
     ignore_eos: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    prefix_cache: PrefixCache | None = None,
+    prefix_cache: PrefixCache | SlotPrefixCache | None = None,
     drafter: Drafter | None = None,
     draft_tokens: int = 4,
     adapter: str | Sequence[str | None] | None = None,
@@ -127,7 +128,7 @@ def stream_generate(
         raise UserError("without a tokenizer, give token ids and set ignore_eos: there is no end-of-sequence token.")
     if tokenizer is not None and (not ignore_eos or params.constraint is not None):
         eos = end_of_sequence_tokens(tokenizer, runtime.generation_config)
-        params = replace(params, stop_token_ids=params.stop_token_ids | eos)
+        params = replace(params, stop_token_ids={*(params.stop_token_ids or ()), *eos})
     adapters = [adapter] * len(singles) if adapter is None or isinstance(adapter, str) else adapter
     if len(adapters) != len(singles):
         raise UserError(f"there are {len(adapters)} adapters for {len(singles)} prompts; give one for each.")
@@ -158,7 +159,7 @@ def stream_generate(
 
 
 def generate(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, prompt: Prompt | Iterable[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Iterable[Prompt], **options
 ) -> str | list[str]:
     """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`.
 
@@ -177,7 +178,7 @@ def generate(
 
 
 def chat(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast, messages: Prompt | Iterable[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, messages: Prompt | Iterable[Prompt], **options
 ) -> str | list[str]:
     """Return the model's answer to a conversation, or a list for several; as `generate`, but a text is a user's only
     message.
@@ -223,11 +224,11 @@ def _run(
         raise GenerationError(errors, num_prompts)
 
 
-def _shared_lengths(prompts: Sequence[Sequence[int]]) -> list[frozenset[int]]:
+def _shared_lengths(prompts: Sequence[list[int]]) -> list[frozenset[int]]:
     """Return for each prompt the lengths of prefixes that it shares with others and that are long enough for a
     snapshot.
     """
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda number: prompts[number])
     # In sorted order, prompts with a common prefix are neighbours.
     shared = [common_length(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
     lengths: list[list[int]] = [[0] for _ in prompts]

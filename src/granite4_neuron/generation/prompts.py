@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.generation import tokenizing
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 # A mapping is a tokenizer's BatchEncoding.
-Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[str, object]
+Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | Messages | Mapping[str, Any]
 
 _KINDS = "a text, a list or tensor of token ids, what a tokenizer returns, a list of messages, or a list of such"
 
@@ -80,7 +81,7 @@ def _check_length(length: int, limit: int, which: str) -> None:
         )
 
 
-def is_tokens(prompt: Prompt) -> bool:
+def is_tokens(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     """Return whether a prompt from `split` is token ids already."""
     return not isinstance(prompt, str) and not _is_conversation(prompt)
 
@@ -103,12 +104,13 @@ class PromptEncoder:
         Raises:
             UserError: it is not what it must be.
         """
+        if is_tokens(prompt):
+            return prompt
+        assert self._tokenizer is not None  # only for token ids it may be
         if isinstance(prompt, str):
             check_text(prompt, which)
             return tokenizing.encode(self._tokenizer, prompt)
-        if not _is_conversation(prompt):
-            return prompt
-        if not all(map(_is_message, prompt)):
+        if not _is_conversation(prompt) or not all(map(_is_message, prompt)):
             raise UserError(f'{which} is not a conversation: each message must be a dictionary with a "role".')
         if self._conversations is None:
             self._conversations = ConversationEncoder(self._tokenizer)
@@ -128,7 +130,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str)
 
 
-def _is_conversation(prompt: Prompt) -> bool:
+def _is_conversation(prompt: Prompt) -> TypeGuard[Messages]:
     return is_list(prompt) and bool(prompt) and _is_message(prompt[0])
 
 
@@ -142,7 +144,7 @@ def _single(prompt: Prompt) -> Prompt:
     return singles[0]
 
 
-def _of_encoding(encoding: Mapping[str, object]) -> tuple[list[list[int]], bool]:
+def _of_encoding(encoding: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     """Return the token ids of a BatchEncoding without its padding."""
     if "input_ids" not in encoding:
         raise UserError(
@@ -158,7 +160,7 @@ def _of_encoding(encoding: Mapping[str, object]) -> tuple[list[list[int]], bool]
     return [list(itertools.compress(*pair)) for pair in zip(rows, masks, strict=True)], are_several
 
 
-def _rows(ids: torch.Tensor | np.ndarray) -> tuple[list[list[int]], bool]:
+def _rows(ids: torch.Tensor | np.ndarray) -> tuple[list[Prompt], bool]:
     if ids.ndim not in (1, 2):
         raise UserError(f"the prompt has {ids.ndim} axes; token ids have one, or two for several prompts.")
     return (ids.tolist(), True) if ids.ndim == 2 else ([ids.tolist()], False)

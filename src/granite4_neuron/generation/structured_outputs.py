@@ -259,15 +259,19 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 def _triggers_and_structures(value: Any) -> tuple[list[str], list[Mapping[str, Any]]]:
     tag = _object(value, _NAMES["structural_tag"])
-    triggers, structures = tag.get("triggers"), tag.get("structures")
-    lists = [each for each in (triggers, structures) if isinstance(each, list) and 0 < len(each) <= _MOST_TAGS]
-    is_right = len(lists) == 2 and tag.keys() <= {"type", "triggers", "structures"}
+    triggers, structures = _some(tag.get("triggers")), _some(tag.get("structures"))
+    is_right = triggers and structures and tag.keys() <= {"type", "triggers", "structures"}
     if not is_right or not all(map(_is_trigger, triggers)) or not all(map(_is_structure, structures)):
         raise UserError(
             'the structural tag must have "structures", each with a "begin" and an "end", texts, and a "schema", and '
             f'"triggers", with which they begin; up to {_MOST_TAGS} of both. "format" is not supported.'
         )
     return triggers, structures
+
+
+def _some(value: Any) -> list[Any]:
+    """Return a list that is not too long; an empty one for anything else."""
+    return value if isinstance(value, list) and len(value) <= _MOST_TAGS else []
 
 
 def _is_trigger(value: Any) -> bool:

@@ -98,7 +98,7 @@ def _check(source: str, *parts: Any) -> None:
 
 
 def _growth(part: Any, source: str) -> float:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind: Any = part.get("type") if isinstance(part, dict) else None
     try:
         if kind == "Sequence":
             return math.prod(_growth(step, source) for name in _STEPS for step in part.get(name, ()))
