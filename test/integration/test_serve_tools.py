@@ -443,6 +443,10 @@ REFUSED = {
         dict(tools=[FUNCTION], tool_choice=allowed("f", "g")),
         "tool_choice: there is no tool g in tools",
     ),
+    "a choice without a name": (
+        dict(tools=[FUNCTION], tool_choice=allowed(None)),
+        'tool_choice: it must be "none", "auto", "required", {"',
+    ),
     "no choices": (
         dict(tools=[FUNCTION], tool_choice=allowed()),
         'tool_choice: it must be "none", "auto", "required", {"',

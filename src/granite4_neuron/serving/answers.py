@@ -158,7 +158,7 @@ class CompletionAnswer(Answer):
         text += "".join(output.text for output in shown)
         if request.logprobs is None:
             return {"text": text, "logprobs": None}
-        new = [output.logprob for output in shown]
+        new = [output.logprob for output in shown if output.logprob is not None]
         return {"text": text, "logprobs": self._logprobs(index, new, outputs[0].prompt if echoes else None)}
 
     def _logprobs(self, index: int, new: Sequence[TokenLogprob], prompt: PromptReport | None) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class ChatAnswer(Answer):
         if self._requests[index].logprobs is None:
             return None
         content = []
-        for report in (output.logprob for output in outputs):
+        for report in (output.logprob for output in outputs if output.logprob is not None):
             top = [self._described(token, logprob) for token, logprob in report.top]
             content.append({**self._described(report.token, report.logprob), "top_logprobs": top})
         return {"content": content}

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from granite4_neuron.engine import Output, Request
 from granite4_neuron.errors import UserError
 from granite4_neuron.sandbox.limited_process import Stop
-from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer
+from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
 from granite4_neuron.serving.gate import LOG, PATHS, Gate
@@ -39,6 +39,7 @@ from granite4_neuron.serving.sequences import Prepared
 from granite4_neuron.serving.service import Service
 from granite4_neuron.serving.work_queue import WorkQueue
 
+Asked = TypeVar("Asked", CompletionBody, ChatBody)
 Result = TypeVar("Result")
 
 _PART = 2**16  # bytes
@@ -134,9 +135,9 @@ class _Routes:
     async def _generated(
         self,
         http: HTTPRequest,
-        kind: type[Body],
-        make: Callable[[Body], Prepared],
-        answer: type[CompletionAnswer] | type[ChatAnswer],
+        kind: type[Asked],
+        make: Callable[[Asked], Prepared],
+        answer: Callable[[TokenTexts, str, Sequence[Request], Asked], Answer],
     ) -> Response:
         content, engine = await self._read(http), self._service.engine
         with engine.preparing():
@@ -163,7 +164,7 @@ class _Routes:
 
     def _tokenized(self, body: TokenizeBody) -> Response:
         maker = self._service.maker
-        if body.messages:
+        if body.prompt is None:
             tokens = maker.chat_tokens(body)
         else:
             tokens = maker.text_tokens(body.prompt, body.add_special_tokens is not False, body.split_special_tokens)
@@ -213,8 +214,7 @@ class _Routes:
             at_end.callback(self._service.prompt_logprobs.hold(requests))
             generation = self._service.engine.submit(requests)
             at_end.callback(self._service.engine.end, generation)
-            log = http.scope[LOG]
-            log.generation, log.answer = generation, answer
+            http.scope[LOG].generated = generation, answer
             if not body.stream:
                 text = await _unless_gone(http.receive, self._whole(generation, answer))
                 return _LongText(text, on_end=at_end.pop_all().close)

@@ -33,13 +33,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     """
 
     _buffer = bytearray(READ_BYTES)  # of all connections; what is read is taken out at once
-    _waits_for: tuple[str, float] | None = None
+    _waits_for: tuple[str, int] | None = None
     _timer: asyncio.TimerHandle | None = None
     _is_ending = False
     _has_all = False  # whether the client sends nothing more
     _prober: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    # A server's transport is one for both directions.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch()
 
@@ -53,7 +54,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         self._watch()
 
-    def eof_received(self) -> bool:
+    # uvicorn's returns nothing; asyncio asks for what this one says.
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open."""
         # HTTP/1.0 has no responses to ignore.
         if not self._is_answering or self.scope["http_version"] == "1.0":
@@ -117,10 +119,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._waits_for = waits_for
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if waits_for is None else self.loop.call_later(waits_for[1], self._give_up)
+        self._timer = None if waits_for is None else self.loop.call_later(waits_for[1], self._give_up, *waits_for)
 
-    def _give_up(self) -> None:
-        what, seconds = self._waits_for
+    def _give_up(self, what: str, seconds: int) -> None:
         if what == BODY and not self.cycle.response_started:
             error = RequestError(408, f"the request's body did not come within {seconds} seconds.")
             content = json.dumps(error.body).encode()

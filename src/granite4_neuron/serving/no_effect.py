@@ -10,15 +10,15 @@ from pydantic import BaseModel, BeforeValidator
 from granite4_neuron.errors import UserError
 
 
-def _only(*allowed: Any) -> Any:
-    """Return a field that may be one of these values, which say what the server does anyway."""
+def _only(*allowed: Any) -> BeforeValidator:
+    """Return the validator of a field that may be one of these values, which say what the server does anyway."""
 
     def check(value: Any) -> Any:
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
             raise UserError(f"this server supports only {' or '.join(map(json.dumps, allowed))}.")
         return value
 
-    return Annotated[Any, BeforeValidator(check)]
+    return BeforeValidator(check)
 
 
 class FieldsWithoutEffect(BaseModel):
@@ -33,24 +33,24 @@ class FieldsWithoutEffect(BaseModel):
     cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    store: _only(False) = None
-    use_beam_search: _only(False) = None
-    length_penalty: _only(1) = None  # of a beam search
-    include_stop_str_in_output: _only(False) = None
-    skip_special_tokens: _only(True) = None
-    spaces_between_special_tokens: _only(True) = None
+    store: Annotated[Any, _only(False)] = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    length_penalty: Annotated[Any, _only(1)] = None  # of a beam search
+    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    skip_special_tokens: Annotated[Any, _only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, _only(True)] = None
 
 
 class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     """Of chats."""
 
     # The models do not reason before they answer.
-    reasoning_effort: _only("none", "minimal", "low", "medium", "high", "xhigh") = None
+    reasoning_effort: Annotated[Any, _only("none", "minimal", "low", "medium", "high", "xhigh")] = None
     include_reasoning: bool | None = None
-    modalities: _only(["text"]) = None
-    verbosity: _only("medium") = None
-    echo: _only(False) = None
-    add_special_tokens: _only(False) = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    echo: Annotated[Any, _only(False)] = None
+    add_special_tokens: Annotated[Any, _only(False)] = None
 
 
 # What messages of a history have from other servers' answers. The family's templates write none of it.
@@ -85,4 +85,4 @@ PART_FIELDS_WITHOUT_EFFECT = frozenset({"cache_control"})
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
     """Of completions."""
 
-    suffix: _only("") = None
+    suffix: Annotated[Any, _only("")] = None

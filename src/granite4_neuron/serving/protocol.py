@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     FailFast,
     Field,
@@ -177,10 +176,15 @@ class ConversationBody(Strict):
         )
 
 
-class GenerationBody(Strict):
-    """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
+class ModelBody(Strict):
+    """A body that may name the model."""
 
     model: str | None = None
+
+
+class GenerationBody(ModelBody):
+    """The fields of both kinds of requests. The sampling options among them have the names of `SamplingParams`."""
+
     max_tokens: NewTokens = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -205,6 +209,7 @@ class GenerationBody(Strict):
     @field_validator(*(SAMPLING_OPTIONS.keys() - {"logit_bias", "logprobs"}), check_fields=False)
     @classmethod
     def _check_sampling_option(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None  # it validates fields
         if value is not None:
             SAMPLING_OPTIONS[info.field_name].check(info.field_name, value)
         return value
@@ -223,7 +228,8 @@ class GenerationBody(Strict):
     @property
     def wants_continuous_usage(self) -> bool:
         """Whether every event of the stream has the usage so far."""
-        return self.wants_usage and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
 
 class CompletionBody(CompletionFieldsWithoutEffect, GenerationBody):
@@ -305,10 +311,9 @@ class ChatBody(ChatFieldsWithoutEffect, ConversationBody, GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(ConversationBody):
+class TokenizeBody(ConversationBody, ModelBody):
     """The body of /tokenize, as vLLM's: a text, with `CompletionBody`'s options, or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
@@ -324,14 +329,13 @@ class TokenizeBody(ConversationBody):
         return self
 
 
-class DetokenizeBody(Strict):
+class DetokenizeBody(ModelBody):
     """The body of /detokenize, as vLLM's."""
 
-    model: str | None = None
     tokens: Annotated[list[int], FailFast()]
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=ModelBody)
 
 
 def parse(kind: type[Body], body: bytes, max_token_ids: int) -> Body:

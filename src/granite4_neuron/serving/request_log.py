@@ -17,11 +17,10 @@ _LOGGER = logging.getLogger(__name__)
 class RequestLog:
     """What the log says of one request.
 
-    generation, answer: set once the engine has the request.
+    generated: what the engine generates and the answer made of it, once the engine has the request.
     """
 
-    generation: Generation | None = None
-    answer: Answer | None = None
+    generated: tuple[Generation, Answer] | None = None
 
     def __init__(self, path: str, asked_id: bytes):
         self.id = _id(asked_id)
@@ -37,22 +36,23 @@ class RequestLog:
         if not _LOGGER.isEnabledFor(logging.INFO):
             return
         facts = [self._path, str(status or "gone")]
-        if self.answer is not None:
-            facts += self._tokens()
+        if self.generated is not None:
+            facts += _tokens(*self.generated)
         _LOGGER.info("%s %s, %.3f s", self.id, " ".join(facts), time.perf_counter() - self._started)
 
-    def _tokens(self) -> list[str]:
-        usage, reasons = self.answer.usage(), self.answer.finish_reasons()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        facts = [
-            f"prompt_tokens={usage['prompt_tokens']}",
-            f"cached_tokens={cached}",
-            f"completion_tokens={usage['completion_tokens']}",
-            f"finish_reason={','.join(sorted({reason or 'cancelled' for reason in reasons}))}",
-        ]
-        if self.generation.first_time is not None:
-            facts.append(f"first_token={self.generation.first_time - self.generation.started:.3f}s")
-        return facts
+
+def _tokens(generation: Generation, answer: Answer) -> list[str]:
+    usage, reasons = answer.usage(), answer.finish_reasons()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    facts = [
+        f"prompt_tokens={usage['prompt_tokens']}",
+        f"cached_tokens={cached}",
+        f"completion_tokens={usage['completion_tokens']}",
+        f"finish_reason={','.join(sorted({reason or 'cancelled' for reason in reasons}))}",
+    ]
+    if generation.first_time is not None:
+        facts.append(f"first_token={generation.first_time - generation.started:.3f}s")
+    return facts
 
 
 def _id(asked: bytes) -> str:

@@ -19,12 +19,12 @@ from granite4_neuron.generation.tool_calls import CLOSE, OPEN
 from granite4_neuron.runtime.interface import Runtime
 from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
-from granite4_neuron.serving.protocol import AS_MANY_AS_FIT, ChatBody, CompletionBody, ConversationBody, GenerationBody
+from granite4_neuron.serving.protocol import AS_MANY_AS_FIT, ChatBody, CompletionBody, ConversationBody
 from granite4_neuron.serving.structured import Structure, structure_of
 from granite4_neuron.serving.tools import structure_of_calls
 
 # To see whether a chat template shows such objects.
-_OBJECTS = {
+_OBJECTS: dict[str, list[dict[str, Any]]] = {
     "tools": [{"type": "function", "function": {"name": "f", "description": "a tool", "parameters": {}}}],
     "documents": [{"doc_id": 1, "title": "a title", "text": "a text"}],
 }
@@ -113,8 +113,9 @@ class SequenceMaker:
         for number, tokens in enumerate(prompts):
             which = "prompt" if len(prompts) == 1 else f"prompt.{number}"
             max_tokens = self._max_tokens(len(tokens), which, *asked)
-            reports = dict(prompt_logprobs=body.num_logprobs if body.echo else None)
-            requests += self._requests(Request(tokens, max_tokens, **options, **reports), which, body.n)
+            prompt_logprobs = body.num_logprobs if body.echo else None
+            request = Request(tokens, max_tokens, prompt_logprobs=prompt_logprobs, **options)
+            requests += self._requests(request, which, body.n)
         return Prepared(requests, structure)
 
     def chat_requests(self, body: ChatBody) -> Prepared:
@@ -210,7 +211,7 @@ class SequenceMaker:
         longest = f"this model's maximum context length is {self.limits.max_length} tokens (--max-model-len)"
         return RequestError(400, f"{what}; {longest}.", field, code="context_length_exceeded")
 
-    def _options(self, body: GenerationBody, structure: Structure | None) -> dict[str, Any]:
+    def _options(self, body: CompletionBody | ChatBody, structure: Structure | None) -> dict[str, Any]:
         """Return the sampling options and the adapter of a body whose texts have a structure, or none. A structured
         text ends where it is complete, also with `ignore_eos`.
         """

@@ -73,11 +73,19 @@ class Server(uvicorn.Server):
         self._shutdown_timeout = shutdown_timeout
         self._on_start = on_start
         self._has_failed = self._is_interrupted = False
-        # It warns about each mistake of a client.
-        quiet = dict(log_level="error", use_colors=False, access_log=False, server_header=False)
-        # asyncio's own event loop calls `Listener.accept`.
-        how = dict(loop="asyncio", http=Connection, lifespan="on", ws="none")
-        super().__init__(uvicorn.Config(make_app(self.service), **how, **quiet))
+        super().__init__(
+            uvicorn.Config(
+                make_app(self.service),
+                loop="asyncio",  # its own event loop calls `Listener.accept`
+                http=Connection,
+                lifespan="on",
+                ws="none",
+                log_level="error",  # it warns about each mistake of a client
+                use_colors=False,
+                access_log=False,
+                server_header=False,
+            )
+        )
 
     def serve_on(self, listener: Listener) -> bool:
         """Serve until a signal, or until the engine fails; return false if it failed.

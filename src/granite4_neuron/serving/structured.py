@@ -12,8 +12,8 @@ from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.errors import RequestError
 
 _ANY_OBJECT = {"type": "object"}
-_SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
-_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+_FIELDS_BESIDE_SCHEMA = {"name", "description", "strict"}
+_KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,24 @@ def structure_of(
 
 
 def _of_response_format(value: Mapping[str, Any]) -> Structure | None:
-    field, kind = "response_format", value.get("type")
+    field = "response_format"
     if value == {"type": "text"}:
         return None
     if value == {"type": "json_object"}:
         return Structure(field, "json", _ANY_OBJECT)
-    if kind == "structural_tag":
-        return Structure(field, kind, value)
-    described = value.get("json_schema")
-    is_right = value.keys() == {"type", "json_schema"} and kind == "json_schema" and isinstance(described, dict)
-    if not is_right or not isinstance(described.get("schema"), dict) or described.keys() - _SCHEMA_FIELDS:
-        raise RequestError(
-            400,
-            f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, {{"type": "json_schema", '
-            f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added, or a '
-            "structural_tag.",
-            field,
-        )
-    return Structure(field, "json", described["schema"])
+    if value.get("type") == "structural_tag":
+        return Structure(field, "structural_tag", value)
+    match value:
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **others}, **more} if not more:
+            if others.keys() <= _FIELDS_BESIDE_SCHEMA:
+                return Structure(field, "json", schema)
+    raise RequestError(
+        400,
+        f'{field}: it must be {{"type": "text"}}, {{"type": "json_object"}}, {{"type": "json_schema", '
+        f'"json_schema": {{"name": ..., "schema": ...}}}}, where description and strict may be added, or a '
+        "structural_tag.",
+        field,
+    )
 
 
 def _of_structured_outputs(value: Mapping[str, Any] | None) -> Structure | None:
@@ -83,11 +83,11 @@ def _of_structured_outputs(value: Mapping[str, Any] | None) -> Structure | None:
     given = {name: each for name, each in value.items() if each is not None}
     if given == {"json_object": True}:
         return Structure("structured_outputs", "json", _ANY_OBJECT)
-    if len(given) != 1 or given.keys() - set(_KINDS):
+    asked = [kind for kind in _KINDS if kind in given]
+    if len(given) != 1 or not asked:
         raise RequestError(
             400,
             f"structured_outputs: it must have one of {', '.join(_KINDS)} and json_object: true.",
             "structured_outputs",
         )
-    [(kind, each)] = given.items()
-    return Structure("structured_outputs", kind, each)
+    return Structure("structured_outputs", asked[0], given[asked[0]])

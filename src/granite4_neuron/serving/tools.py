@@ -90,7 +90,7 @@ def _tool_choice(value: Any) -> ToolChoice:
         case {"type": "function", "function": {"name": str(name)}} if value == _reference(name):
             return ToolChoice("required", [name], is_call=True)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            names = [_referred(tool) for tool in tools]
+            names = [name for name in map(_referred, tools) if name is not None]
             if names and value == _allowed_tools(mode, names):
                 return ToolChoice(mode, list(dict.fromkeys(names)))
     raise UserError(
@@ -110,7 +110,7 @@ def _referred(tool: Any) -> str | None:
     return None
 
 
-def _allowed_tools(mode: str, names: Sequence[str | None]) -> dict[str, Any]:
+def _allowed_tools(mode: str, names: Sequence[str]) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(map(_reference, names))}}
 
 
