@@ -110,7 +110,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if not unknown:
         return options
     [commands] = (action for action in main_parser._actions if isinstance(action, argparse._SubParsersAction))
-    command = commands.choices.get(options.command, main_parser)
+    command: argparse.ArgumentParser = commands.choices.get(options.command, main_parser)
     given = unknown[0].partition("=")[0].replace("_", "-")
     command.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(given, command._option_string_actions)}")
 
@@ -128,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += _meant(str(value), map(str, action.choices))
+            error.message += _meant(str(value), map(str, action.choices or ()))
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -154,7 +154,7 @@ class _PrintCompletion(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest, choices=("bash", "zsh", "tcsh"), help=help)
 
-    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: str, *__: object) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> None:
         try:
             import shtab
         except ImportError:

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(
             folder,
-            dtype_of(options.dtype),
+            None if options.dtype is None else dtype_of(options.dtype),
             quantize=options.quantize,
             operators=operators,
             adapters=adapters,

@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.evaluation import perplexity
     from granite4_neuron.generation.tokenizing import encode
+    from granite4_neuron.runtime.bound_model import BoundModel
 
     loaded = [load_runtime(_options_of(options, name), folder) for name in formats]
     runtimes, tokenizer = [runtime for runtime, _ in loaded], loaded[0][1]
@@ -123,9 +124,10 @@ def run(options: argparse.Namespace) -> int:
     num_bytes = _scored_bytes(tokenizer, text, tokens, windows)
     if options.compare:
         decode = perplexity.decode_seconds(runtimes, tokens)
+        weights = [runtime.weight_bytes for runtime in runtimes if isinstance(runtime, BoundModel)]
         evaluations = [
-            _evaluation(score, num_bytes, name, runtime.weight_bytes, seconds)
-            for name, runtime, score, seconds in zip(formats, runtimes, scores, decode, strict=True)
+            _evaluation(score, num_bytes, name, weight_bytes, seconds)
+            for name, weight_bytes, score, seconds in zip(formats, weights, scores, decode, strict=True)
         ]
         print_table(_table(evaluations))
     else:
@@ -167,11 +169,8 @@ def _scored_bytes(
     scored = {position for window in windows for position in range(window.scored, window.stop)}
     others = [token for position, token in enumerate(tokens) if position not in scored]
     # A token that is not a whole character is shown as one of three bytes, and is at least one byte.
-    texts = (
-        tokenizer.decode([token], skip_special_tokens=True).replace("\N{REPLACEMENT CHARACTER}", "?")
-        for token in others
-    )
-    return len(text.encode()) - sum(len(each.encode()) for each in texts)
+    texts = tokenizer.batch_decode([[token] for token in others], skip_special_tokens=True)
+    return len(text.encode()) - sum(len(each.replace("\N{REPLACEMENT CHARACTER}", "?").encode()) for each in texts)
 
 
 def _evaluation(
@@ -218,7 +217,7 @@ def _table(evaluations: Sequence[Evaluation]) -> Table:
             f"{each.perplexity:.4f}",
             f"{each.perplexity_per_byte:.4f}",
             f"{each.kl_divergence:.2e}",
-            size(each.weight_bytes),
+            "" if each.weight_bytes is None else size(each.weight_bytes),
             f"{each.prefill_tokens_per_second:.1f}",
             f"{each.decode_tokens_per_second:.1f}",
         )

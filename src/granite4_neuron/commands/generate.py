@@ -80,13 +80,15 @@ def run(options: argparse.Namespace) -> int:
     check_prompt_cache(options.prompt_cache)
     runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.engine import PrefixCache
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
     from granite4_neuron.generation.tokenizing import encode
 
-    prompts = [chat_prompt(tokenizer, text, options.system) for text in texts] if options.chat else texts
-    names = list(adapters) or [None]
+    names: list[str | None] = [*adapters] or [None]
     titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]
-    prompts = [prompt for prompt in prompts for _ in names]
+    prompts: list[str | list[int]] = []
+    for text in texts:
+        prompts += [chat_prompt(tokenizer, text, options.system) if options.chat else text] * len(names)
     cache = prefix_cache(options, runtime, len(prompts))
     drafts, draft_tokens = drafter(options, runtime, tokenizer, len(prompts))
     continuations = [""] * len(prompts)
@@ -124,7 +126,9 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         raise failed
     if options.prompt_cache is not None:
-        save_prompt(options, cache, prompts[0] if options.chat else encode(tokenizer, prompts[0]))
+        assert isinstance(cache, PrefixCache)  # as of every runtime that makes snapshots
+        prompt = prompts[0]
+        save_prompt(options, cache, encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
     if options.verbose:
         _print_stats(stats, cache)
         for fallback in runtime.fallbacks:

@@ -308,11 +308,11 @@ def config_and_dtype(name: str, revision: str | None = None) -> tuple[GraniteMoe
     return source.read_config(folder), source.dtype_of(folder)
 
 
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype with this name; None for None."""
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype with this name."""
     import torch
 
-    return None if name is None else getattr(torch, name)
+    return getattr(torch, name)
 
 
 def read_text(file: str | None, nothing: str) -> str:

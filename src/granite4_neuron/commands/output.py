@@ -55,8 +55,8 @@ def print_table(table: Table) -> None:
         column.overflow = "fold"  # in a narrow terminal a cell takes more lines, and loses nothing
     shown, text = Console(), io.StringIO()
     width = shown.width if shown.file.isatty() else _WIDER_THAN_TABLES
-    looks = dict(width=width, force_terminal=shown.is_terminal, color_system=shown.color_system)
-    Console(file=text, **looks).print(_WithoutControls(table) if shown.is_terminal else table)
+    console = Console(file=text, width=width, force_terminal=shown.is_terminal)
+    console.print(_WithoutControls(table) if shown.is_terminal else table)
     _write(unguarded(sys.stdout), text.getvalue())
 
 
@@ -71,7 +71,7 @@ class _WithoutControls:
             yield segment._replace(text=without_controls(segment.text))
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -84,9 +84,9 @@ def peak_memory_bytes(of: int = resource.RUSAGE_SELF) -> int:
     status = Path("/proc/self/status")
     if of == resource.RUSAGE_SELF and status.is_file():
         # Linux counts in ru_maxrss what the process had before it became another program: its parent's memory.
-        peak = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        if peak is not None:
-            return int(peak[1]) * 1024
+        high = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        if high is not None:
+            return int(high[1]) * 1024
     peak = resource.getrusage(of).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -112,8 +112,9 @@ class ProgressBar:
         amounts = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
         console = Console(file=unguarded(sys.stderr))
         columns = (TextColumn(what), BarColumn(), *amounts, TimeRemainingColumn())
-        looks = dict(transient=True, redirect_stdout=False, disable=not console.is_terminal)
-        self._progress = Progress(*columns, console=console, **looks)
+        self._progress = Progress(
+            *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        )
 
     def __enter__(self) -> ProgressBar:
         return self

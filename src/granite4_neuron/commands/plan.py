@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.choices import INSTANCES, KERNELS
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
@@ -21,10 +21,11 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
 
 if TYPE_CHECKING:
+    from granite4_neuron.config import GraniteMoeHybridConfig
     from granite4_neuron.neuron.analysis import plan
 
 EXIT_DOES_NOT_FIT = 1
-_LATENCY_DEFAULTS = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
+_LATENCY_DEFAULTS: dict[str, Any] = {"prompt": 128, "drafted": 3, "acceptance": 0.7}
 _LATENCY_CONTEXT = 2048
 _MOST_DRAFTED = 1024
 
@@ -126,8 +127,7 @@ def _plan_latency(options: argparse.Namespace) -> int:
     context = _LATENCY_CONTEXT if options.context is None else options.context
     lines = latency.predictions(config, options.tp_degree, dtype, prompt, context, batch_sizes, drafted, acceptance)
     if options.count_graphs:
-        steps = (options.tp_degree, dtype, prompt, context, drafted)
-        lines = latency.with_counted_graphs(lines, config, *steps)
+        lines = latency.with_counted_graphs(lines, config, options.tp_degree, dtype, prompt, context, drafted)
     table = Table(
         "step", "batch", "bound, ms", "as counted, ms", "predicted, ms", "per token, ms", "tokens/s", "most of it"
     )
@@ -276,12 +276,13 @@ def _planned(name: str, options: argparse.Namespace) -> plan.Plan:
     context = longest if options.context is None else options.context
     buckets = (_ascending(options.context_buckets), _ascending(options.token_buckets))
     graphs = GraphOptions(options.max_context_length, options.verify, *buckets)
-    planned = None
-    for config, stored_dtype in reversed(models):
-        dtype = dtype_of(options.dtype or stored_dtype)
-        sizes = (options.instance, options.tp_degree, options.batch_size, context)
-        planned = plan.plan(config, dtype, *sizes, graphs, draft=planned)
-    return planned
+    sizes = (options.instance, options.tp_degree, options.batch_size, context)
+
+    def plan_one(config: GraniteMoeHybridConfig, stored_dtype: str, draft: plan.Plan | None = None) -> plan.Plan:
+        return plan.plan(config, dtype_of(options.dtype or stored_dtype), *sizes, graphs, draft=draft)
+
+    model, *drafts = models
+    return plan_one(*model, *(plan_one(*draft) for draft in drafts))
 
 
 def _ascending(buckets: list[int] | None) -> list[int] | None:

@@ -107,11 +107,13 @@ def prefix_cache(
 
     if options.prompt_cache is not None:
         require(runtime, "snapshot")
+    cache: PrefixCache | SlotPrefixCache
     if options.prefix_cache is not None:
         cache = prefix_cache_of(runtime, num_bytes(options.prefix_cache), num_sequences)
     else:
         cache = PrefixCache(runtime, None, None)
     if options.prompt_cache is not None and options.prompt_cache.exists():
+        assert isinstance(cache, PrefixCache)  # as of every runtime that makes snapshots
         cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
 
