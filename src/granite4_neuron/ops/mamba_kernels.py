@@ -80,7 +80,10 @@ def chunked_scan(
     Returns:
         (y, new ssm_state): y is like x, the state like the old one.
     """
-    return mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D, initial_states=ssm_state, return_final_states=True)
+    y, ssm_state = mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D, initial_states=ssm_state, return_final_states=True
+    )
+    return y, ssm_state
 
 
 def quadratic_scan(

@@ -7,11 +7,125 @@ inside. What a row of a batch gives is the same bit by bit whatever other rows t
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from granite4_neuron.ops.cpu.weights import PackedWeight
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
 from granite4_neuron.ops.stochastic_rounding import Rounding
+
+
+class MambaMixer(Protocol):
+    """The part of a Mamba-2 layer between in_proj and the gated norm.
+
+    Methods return y, [batch, tokens, num_heads * head_dim] or [tokens, ...] in float32, 0 for padding.
+    """
+
+    def step(
+        self,
+        projected: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        lengths: torch.Tensor,
+        read_slots: torch.Tensor,
+        write_slots: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run a step of several rows. Padding is not looked at, and rows of length 0 change no state.
+
+        Args:
+            projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
+            conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
+            ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16
+                with `stochastic_round` after every token.
+            lengths, read_slots, write_slots, starts: [batch], int64: a row's real tokens; where its state is read, and
+                where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
+        """
+
+    def step_paged(
+        self,
+        projected: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        starts: torch.Tensor,
+        pages: torch.Tensor,
+        accepted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run a few tokens of each sequence over states in the pages of a paged cache, as `causal_conv1d_update` and
+        `selective_state_update` of vLLM.
+
+        Args:
+            projected: [tokens, conv_dim + num_heads], sequence after sequence.
+            conv_state: [pages, conv_dim, columns], at any strides, in projected's dtype. Updated in place.
+            ssm_state: [pages, num_heads, head_dim, d_state], float32; a page is contiguous. Updated in place.
+            starts: [sequences + 1], where each sequence begins in projected, int32.
+            pages: [sequences, n], int32, of which the first is the sequence's, and is -1 or 0 for padding.
+            accepted: None, or for a step that is speculative [sequences], int32, how many tokens of the sequence's last
+                step count, 1 or more. Then the state before the first token is in page accepted - 1 of the row, the one
+                behind token t goes to page t, and the first page holds n - 1 more columns of inputs.
+        """
+
+
+class HalfLayer(Protocol):
+    """A half of a decoder layer, with the norm before it and the residual around it."""
+
+    def adapt(self, adapter: int, projection: str, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Add an adapter's up . down to a projection, for rows of `decoder` with this number.
+
+        Args:
+            projection: "in_proj" or "out_proj" of a `MambaLayer`; "q_proj", "k_proj", "v_proj" or "o_proj" of an
+                `AttentionLayer`; "input" or "output" of a `FeedForward`.
+            down, up: packed matrices for float32.
+        """
+
+
+class MambaLayer(HalfLayer, Protocol):
+    """The half with `model.mamba2.Mamba2`. hidden_states are [..., hidden_size] in float32."""
+
+    def step_paged(
+        self,
+        hidden_states: torch.Tensor,
+        conv_state: torch.Tensor,
+        ssm_state: torch.Tensor,
+        starts: torch.Tensor,
+        pages: torch.Tensor,
+        accepted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run all of it, for [tokens, hidden_size]; further arguments as of `MambaMixer.step_paged`."""
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return z, x, B, C and dt side by side, and a view of it without z, which is the mixer's input."""
+
+    def finish(self, hidden_states: torch.Tensor, projected: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Run what follows the mixer, which gave y."""
+
+
+class AttentionLayer(HalfLayer, Protocol):
+    """The half with `model.attention.Attention`."""
+
+    def step_paged(
+        self,
+        hidden_states: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        pages: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run it as `paged_attention`, for hidden_states [tokens, hidden_size] in float32.
+
+        cos, sin: [1, tokens, head_dim / 2], float32, or None.
+        """
+
+
+class FeedForward(HalfLayer, Protocol):
+    """The half with `model.moe.SharedMLP` and `model.moe.SparseMoe`."""
+
+    def step(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Run it, for [..., hidden_size] in float32."""
 
 
 def mamba_mixer(
@@ -25,7 +139,7 @@ def mamba_mixer(
     time_step_limit: tuple[float, float],
     rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
     launch_parameters: LaunchParameters = HEURISTIC,
-) -> torch.ScriptObject:
+) -> MambaMixer:
     """Make the part of a Mamba-2 layer between in_proj and the gated norm: `causal_conv1d`, then with dt =
     clamp(softplus(dt + dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens
     `mamba_chunk_scan_combined`.
@@ -37,27 +151,6 @@ def mamba_mixer(
         n_groups: of B and C.
         time_step_limit: of the clamp.
         rounding: of an ssm_state that is not float32.
-
-    Its methods, which return y, [batch, tokens, num_heads * head_dim] or [tokens, ...] in float32, 0 for padding:
-
-        step(projected, conv_state, ssm_state, lengths, read_slots, write_slots, starts): padding is not looked at, and
-            rows of length 0 change no state.
-            projected: [batch, tokens, conv_dim + num_heads]: x, B, C and dt as in_proj gives them.
-            conv_state: [slots, conv_dim, d_conv - 1] in projected's dtype, advanced in place.
-            ssm_state: [slots, num_heads, head_dim, d_state], advanced in place; in float32, or in float16 or bfloat16
-                with `stochastic_round` after every token.
-            lengths, read_slots, write_slots, starts: [batch], int64: a row's real tokens; where its state is read, and
-                where it is written, -1 for nowhere, in steps of several tokens; its first token's position.
-        step_paged(projected, conv_state, ssm_state, starts, pages, accepted): for a few tokens of each sequence, over
-            states in the pages of a paged cache, as `causal_conv1d_update` and `selective_state_update` of vLLM.
-            projected: [tokens, conv_dim + num_heads], sequence after sequence.
-            conv_state: [pages, conv_dim, columns], at any strides, in projected's dtype. Updated in place.
-            ssm_state: [pages, num_heads, head_dim, d_state], float32; a page is contiguous. Updated in place.
-            starts: [sequences + 1], where each sequence begins in projected, int32.
-            pages: [sequences, n], int32, of which the first is the sequence's, and is -1 or 0 for padding.
-            accepted: None, or for a step that is speculative [sequences], int32, how many tokens of the sequence's last
-                step count, 1 or more. Then the state before the first token is in page accepted - 1 of the row, the one
-                behind token t goes to page t, and the first page holds n - 1 more columns of inputs.
     """
     dt_min, dt_max = time_step_limit
     return torch.classes.granite4_neuron.MambaMixer(
@@ -77,7 +170,7 @@ def mamba_mixer(
 
 def mamba_layer(
     *,
-    mixer: torch.ScriptObject,
+    mixer: MambaMixer,
     norm: torch.Tensor,
     in_proj: PackedWeight,
     in_bias: torch.Tensor | None,
@@ -86,19 +179,11 @@ def mamba_layer(
     out_bias: torch.Tensor | None,
     eps: float,
     residual_multiplier: float,
-) -> torch.ScriptObject:
+) -> MambaLayer:
     """Make the half of a decoder layer with `model.mamba2.Mamba2`.
 
     It is hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(x, B, C, dt) and
     (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
-
-    hidden_states are [..., hidden_size] in float32. Its methods:
-
-        adapt(adapter, projection, down, up): add an adapter's up . down to "in_proj" or "out_proj", packed matrices for
-            float32, for rows of `decoder` with this number.
-        step_paged(hidden_states, conv_state, ssm_state, starts, pages, accepted): all of it, for [tokens, hidden_size].
-        project(hidden_states): z, x, B, C and dt side by side, and a view of it without z, which is the mixer's input.
-        finish(hidden_states, projected, y): the rest, with y of the mixer.
     """
     return torch.classes.granite4_neuron.MambaLayer(
         mixer=mixer,
@@ -128,15 +213,8 @@ def attention_layer(
     scale: float,
     eps: float,
     residual_multiplier: float,
-) -> torch.ScriptObject:
-    """Make the half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores.
-
-    Its methods:
-
-        adapt(adapter, projection, down, up): as for `mamba_layer`, of "q_proj", "k_proj", "v_proj" or "o_proj".
-        step_paged(hidden_states, key_pages, value_pages, starts, lengths, pages, cos, sin): as `paged_attention`, for
-            hidden_states [tokens, hidden_size]. cos, sin: [1, tokens, head_dim / 2], float32, or None.
-    """
+) -> AttentionLayer:
+    """Make the half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores."""
     return torch.classes.granite4_neuron.AttentionLayer(
         norm=norm,
         q_proj=q_proj.packed,
@@ -165,10 +243,8 @@ def feed_forward(
     top_k: int,
     eps: float,
     residual_multiplier: float,
-) -> torch.ScriptObject:
-    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`. Its methods are
-    step(hidden_states), for [..., hidden_size], and adapt(adapter, projection, down, up), as for `mamba_layer`, of
-    "input" or "output".
+) -> FeedForward:
+    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`.
 
     Args:
         input, output: of the MLP.
@@ -180,7 +256,7 @@ def feed_forward(
         norm=norm,
         input=input.packed,
         output=output.packed,
-        **{name: weight and weight.packed for name, weight in experts.items()},
+        **{name: None if weight is None else weight.packed for name, weight in experts.items()},
         top_k=top_k,
         eps=eps,
         residual_multiplier=residual_multiplier,
