@@ -57,9 +57,10 @@ def _penalize(
     """Apply the three penalties. Repetition divides positive logits and multiplies others, of prompt and generated
     tokens; frequency and presence are subtracted, for generated ones.
     """
-    vocab_size = logits.shape[1]
+    vocab_size, prompts = logits.shape[1], sampling_metadata.prompt_token_ids
+    assert prompts is not None  # there are penalties
     in_prompt = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
-    in_prompt.scatter_(1, sampling_metadata.prompt_token_ids[request], True)
+    in_prompt.scatter_(1, prompts[request], True)
     counts = [torch.bincount(torch.tensor(history, dtype=torch.int64), minlength=vocab_size) for history in histories]
     generated = torch.stack(counts).to(logits.device)
     is_repeated = in_prompt[:, :vocab_size] | (generated > 0)

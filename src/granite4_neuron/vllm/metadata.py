@@ -22,8 +22,8 @@ class SamplingMetadata:
     generators: of requests with random numbers of their own, by index in the batch.
     max_num_logprobs: None; others are refused.
     no_penalties: whether the next four are of no effect.
-    prompt_token_ids: [batch_size, longest prompt], int64, filled with vocab_size.
-    frequency_penalties, presence_penalties, repetition_penalties: [batch_size], float32.
+    prompt_token_ids: [batch_size, longest prompt], int64, filled with vocab_size; None without penalties.
+    frequency_penalties, presence_penalties, repetition_penalties: [batch_size], float32; anything without penalties.
     output_token_ids: what each request has generated so far.
     allowed_token_ids_mask: [batch_size, vocab_size], bool, true for tokens that are not allowed; or None.
     bad_words_token_ids: by index in the batch, sequences of tokens that must not come about.
@@ -38,9 +38,9 @@ class SamplingMetadata:
     max_num_logprobs: int | None = None
     no_penalties: bool = True
     prompt_token_ids: torch.Tensor | None = None
-    frequency_penalties: torch.Tensor | None = None
-    presence_penalties: torch.Tensor | None = None
-    repetition_penalties: torch.Tensor | None = None
+    frequency_penalties: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    presence_penalties: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    repetition_penalties: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     output_token_ids: Sequence[Sequence[int]] = ()
     allowed_token_ids_mask: torch.Tensor | None = None
     bad_words_token_ids: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)

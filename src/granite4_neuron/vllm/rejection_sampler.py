@@ -57,12 +57,15 @@ class RejectionSampler(nn.Module):
     ):
         super().__init__()
         self.sampler = sampler
-        self._synthetic_rates = None
-        method = "standard" if spec_config is None else spec_config.rejection_sample_method
+        self._synthetic_rates: torch.Tensor | None = None
+        if spec_config is None:
+            return
+        method = spec_config.rejection_sample_method
         if method not in ("standard", "synthetic"):
             raise UserError(f"the rejection sampler judges drafts in the ways standard and synthetic, not {method}.")
         if method == "synthetic":
             rates = spec_config.synthetic_acceptance_rates
+            assert rates is not None  # of this method
             conditional = [rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates, strict=False)]
             self._synthetic_rates = torch.tensor(conditional, device=device)
 
@@ -159,33 +162,30 @@ def rejection_sample(
     counts = torch.tensor(num_draft_tokens, device=device)
     request, position = _places(counts)
     drafts = draft_token_ids.long()
-    is_greedy = torch.ones_like(counts, dtype=torch.bool)
-    if not sampling_metadata.all_greedy:
-        is_greedy = sampling_metadata.temperature == 0
     instead = target_logits.argmax(-1)
     accepted = drafts == instead
-
-    uniform = None
     if synthetic_mode or not sampling_metadata.all_greedy:
         uniform = generate_uniform_probs(len(drafts), num_draft_tokens, sampling_metadata.generators, device)
-    if not sampling_metadata.all_greedy:
-        target_probs = target_logits.softmax(-1, dtype=torch.float32)
-        recovered = sample_recovered_tokens(
-            max_spec_len,
-            num_draft_tokens,
-            cu_num_draft_tokens,
-            draft_token_ids,
-            draft_probs,
-            target_probs,
-            sampling_metadata,
-            device,
-            use_fp64_gumbel,
-        )
-        by_chance = _is_accepted(drafts, draft_probs, target_probs, uniform)
-        accepted = accepted.where(is_greedy[request], by_chance)
-        instead = instead.where(is_greedy[request], recovered.long())
-    if synthetic_mode:
-        accepted = (uniform < synthetic_conditional_rates[position]) & (drafts >= 0)
+        if not sampling_metadata.all_greedy:
+            assert sampling_metadata.temperature is not None
+            target_probs = target_logits.softmax(-1, dtype=torch.float32)
+            recovered = sample_recovered_tokens(
+                max_spec_len,
+                num_draft_tokens,
+                cu_num_draft_tokens,
+                draft_token_ids,
+                draft_probs,
+                target_probs,
+                sampling_metadata,
+                device,
+                use_fp64_gumbel,
+            )
+            is_greedy = (sampling_metadata.temperature == 0)[request]
+            accepted = accepted.where(is_greedy, _is_accepted(drafts, draft_probs, target_probs, uniform))
+            instead = instead.where(is_greedy, recovered.long())
+        if synthetic_mode:
+            assert synthetic_conditional_rates is not None  # of this mode
+            accepted = (uniform < synthetic_conditional_rates[position]) & (drafts >= 0)
 
     stands = torch.zeros(len(counts), max_spec_len + 1, dtype=torch.bool, device=device)
     stands[request, position] = accepted
@@ -252,12 +252,15 @@ def apply_sampling_constraints(
     if sampling_metadata.all_greedy:
         return logits
 
-    def expand(x: torch.Tensor | None, **replaced: int) -> torch.Tensor | None:
-        return None if x is None else expand_batch_to_tokens(x, cu_num_draft_tokens, len(logits), **replaced)
+    def expand(x: torch.Tensor, **replaced: int) -> torch.Tensor:
+        return expand_batch_to_tokens(x, cu_num_draft_tokens, len(logits), **replaced)
 
-    temperature = expand(sampling_metadata.temperature, replace_from=0, replace_to=1)
-    logits.div_(temperature[:, None])
-    return apply_constraints(logits, expand(sampling_metadata.top_k), expand(sampling_metadata.top_p))
+    temperature = sampling_metadata.temperature
+    assert temperature is not None  # not all requests are greedy
+    logits.div_(expand(temperature, replace_from=0, replace_to=1)[:, None])
+    limits = (sampling_metadata.top_k, sampling_metadata.top_p)
+    top_k, top_p = (None if each is None else expand(each) for each in limits)
+    return apply_constraints(logits, top_k, top_p)
 
 
 def generate_uniform_probs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.config import ARCHITECTURE
 
@@ -20,7 +20,9 @@ def call_with_each(check: Callable[[VllmConfig], None]) -> None:
     """Have vLLM call `check` with each config of a Granite 4, besides its own checks. An error ends the start."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    class Granite4Config(MODELS_CONFIG_MAP.get(ARCHITECTURE, VerifyAndUpdateConfig)):
+    earlier: Any = MODELS_CONFIG_MAP.get(ARCHITECTURE, VerifyAndUpdateConfig)
+
+    class Granite4Config(earlier):
         @classmethod
         def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
             check(vllm_config)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from granite4_neuron import ops
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.cpu.layers import MambaMixer
 from granite4_neuron.ops.launch_parameters import HEURISTIC
 from granite4_neuron.vllm.operators import causal_conv1d_update, selective_state_update
 
@@ -38,7 +39,7 @@ class MixerWeights:
     time_step_limit: tuple[float, float]
 
     @cached_property
-    def fused(self) -> torch.ScriptObject:
+    def fused(self) -> MambaMixer:
         """The fused mixer of these weights, see `cpu.layers.mamba_mixer`."""
         return cpu.layers.mamba_mixer(
             conv_weight=self.conv_weight.unsqueeze(1),

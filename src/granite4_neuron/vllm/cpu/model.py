@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import NoneType
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -27,12 +28,16 @@ from vllm.sequence import IntermediateTensors
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.build import load_kernels
+from granite4_neuron.ops.cpu.layers import FeedForward
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron.model")
+
+
+DecoderLayer: TypeAlias = upstream.GraniteMoeHybridMambaDecoderLayer | upstream.GraniteMoeHybridAttentionDecoderLayer
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
@@ -103,9 +108,12 @@ class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
         if self.refusal is not None:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
         if get_pp_group().is_first_rank:
-            embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-            hidden_states = embedded.float() * self.config.embedding_multiplier
+            if inputs_embeds is None:
+                assert input_ids is not None
+                inputs_embeds = self.embed_input_ids(input_ids)
+            hidden_states = inputs_embeds.float() * self.config.embedding_multiplier
         else:
+            assert intermediate_tensors is not None  # of the rank before
             hidden_states = intermediate_tensors["hidden_states"]
         rotary = self._rotary(positions)
         for layer in self._layers:
@@ -149,7 +157,7 @@ class FusedLayer(ABC):
         packed: matrices that are already packed, by the parameter's id.
     """
 
-    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+    def __init__(self, layer: DecoderLayer, config, packed: dict[int, PackedWeight]):
         self._feed_forward = _feed_forward(layer, config, packed)
 
     def __call__(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
@@ -169,7 +177,7 @@ class FusedLayer(ABC):
 class FusedMambaLayer(FusedLayer):
     """A layer with a Mamba mixer."""
 
-    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+    def __init__(self, layer: upstream.GraniteMoeHybridMambaDecoderLayer, config, packed: dict[int, PackedWeight]):
         super().__init__(layer, config, packed)
         self._mixer = layer.mamba
         self._half = cpu.layers.mamba_layer(
@@ -202,19 +210,23 @@ class FusedMambaLayer(FusedLayer):
 class FusedAttentionLayer(FusedLayer):
     """A layer with attention."""
 
-    def __init__(self, layer: nn.Module, config, packed: dict[int, PackedWeight]):
+    def __init__(self, layer: upstream.GraniteMoeHybridAttentionDecoderLayer, config, packed: dict[int, PackedWeight]):
         super().__init__(layer, config, packed)
         self._attention = attention = layer.self_attn
         self._cache: torch.Tensor | None = None
         sizes = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_key_value_heads] * 2)]
-        names, qkv = ("q", "k", "v"), attention.qkv_proj
-        matrices = [pack(part, part.dtype) for part in qkv.weight.data.split(sizes)]
-        biases = [None] * 3 if qkv.bias is None else qkv.bias.split(sizes)
+        qkv = attention.qkv_proj
+        q_proj, k_proj, v_proj = (pack(part, part.dtype) for part in qkv.weight.data.split(sizes))
+        q_bias, k_bias, v_bias = [None] * 3 if qkv.bias is None else qkv.bias.split(sizes)
         _clear(qkv.weight)
         self._half = cpu.layers.attention_layer(
             norm=layer.input_layernorm.weight,
-            **{f"{name}_proj": matrix for name, matrix in zip(names, matrices, strict=True)},
-            **{f"{name}_bias": bias for name, bias in zip(names, biases, strict=True)},
+            q_proj=q_proj,
+            q_bias=q_bias,
+            k_proj=k_proj,
+            k_bias=k_bias,
+            v_proj=v_proj,
+            v_bias=v_bias,
             o_proj=_pack(attention.o_proj, packed),
             o_bias=attention.o_proj.bias,
             head_dim=attention.head_dim,
@@ -260,7 +272,7 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
     return load_kernels() or reason
 
 
-def unknown_layer(model: nn.Module) -> str | None:
+def unknown_layer(model: upstream.GraniteMoeHybridModel) -> str | None:
     """Return the class of a decoder layer or mixer that this package does not know, if any."""
     known = {
         upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
@@ -278,7 +290,7 @@ def unknown_layer(model: nn.Module) -> str | None:
     return None
 
 
-def _name(module: nn.Module) -> str:
+def _name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
@@ -305,11 +317,11 @@ def _keep_matrices(model: nn.Module) -> None:
             module.quant_method = _KeptExperts(module.moe_config)
         elif isinstance(method, UnquantizedEmbeddingMethod):
             module.quant_method = _KeptEmbedding()
-        elif isinstance(method, UnquantizedLinearMethod) and module.weight.dim() == 2:  # the convolution's has three
-            module.quant_method = _KeptLinear()
+        elif isinstance(method, UnquantizedLinearMethod) and module.get_parameter("weight").dim() == 2:
+            module.quant_method = _KeptLinear()  # but not the convolution's, whose weight has three axes
 
 
-def _own_layers(model: nn.Module) -> Iterator[nn.Module]:
+def _own_layers(model: upstream.GraniteMoeHybridModel) -> Iterator[DecoderLayer]:
     """Return the layers of this rank of a pipeline."""
     return iter(model.layers[model.start_layer : model.end_layer])
 
@@ -328,12 +340,12 @@ def _clear(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data.new_empty(0)
 
 
-def _fused_layer(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> FusedLayer:
+def _fused_layer(layer: DecoderLayer, config, packed: dict[int, PackedWeight]) -> FusedLayer:
     is_mamba = isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer)
     return (FusedMambaLayer if is_mamba else FusedAttentionLayer)(layer, config, packed)
 
 
-def _feed_forward(layer: nn.Module, config, packed: dict[int, PackedWeight]) -> torch.ScriptObject:
+def _feed_forward(layer: DecoderLayer, config, packed: dict[int, PackedWeight]) -> FeedForward:
     norm, mlp, experts = layer.post_attention_layernorm, layer.shared_mlp, layer.block_sparse_moe
     router = expert_input = expert_output = None
     if experts is not None:

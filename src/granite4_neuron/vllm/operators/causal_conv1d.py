@@ -157,8 +157,7 @@ def causal_conv1d_update(
 
     Source: as `causal_conv1d_fn`.
     """
-    ragged_rows = query_start_loc is not None
-    if x.dim() not in ((2,) if ragged_rows else (2, 3)):
+    if x.dim() not in ((2, 3) if query_start_loc is None else (2,)):
         raise ValueError(f"x has shape {list(x.shape)} where [tokens, dim], [batch, dim] or [batch, dim, n] is needed")
     dim = x.shape[1]
     history = _check_weights(x, dim, weight, bias, conv_state, "conv_state")
@@ -169,15 +168,15 @@ def causal_conv1d_update(
     if out.dtype != x.dtype:
         raise ValueError(f"out is {out.dtype} where x's {x.dtype} is needed")
 
-    if ragged_rows:
+    if query_start_loc is None:
+        tokens = x if x.dim() == 2 else x.transpose(1, 2).flatten(0, 1)
+        lengths = torch.full((len(x),), 1 if x.dim() == 2 else x.shape[2])
+        starts = lengths.cumsum(0) - lengths
+    else:
         tokens = x
         starts, lengths = ragged("query_start_loc", query_start_loc, len(x))
         if len(lengths) and 0 <= max_query_len < lengths.max():
             raise ValueError(f"max_query_len is {max_query_len} where a row has {int(lengths.max())} tokens")
-    else:
-        tokens = x if x.dim() == 2 else x.transpose(1, 2).flatten(0, 1)
-        lengths = torch.full((len(x),), 1 if x.dim() == 2 else x.shape[2])
-        starts = lengths.cumsum(0) - lengths
     batch = len(lengths)
 
     live = lengths > 0
@@ -196,7 +195,7 @@ def causal_conv1d_update(
 
     speculative = num_accepted_tokens is not None
     offsets = torch.zeros_like(lengths)
-    if speculative:
+    if num_accepted_tokens is not None:
         check_shape("num_accepted_tokens", num_accepted_tokens, batch)
         furthest = conv_state.shape[2] - history + 1
         offsets = check_integers("num_accepted_tokens", num_accepted_tokens[live], 0, furthest + 1).sub(1).clamp(min=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 import torch
 from torch.nn import functional as F
 
@@ -103,7 +105,7 @@ def selective_scan_fn(
     if B.shape[-3] == 0 or dim % B.shape[-3]:
         raise ValueError(f"B has {B.shape[-3]} groups, which do not divide {dim} channels")
     check_floating(u=u, ssm_states=ssm_states, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=delta_bias)
-    if is_ragged:
+    if query_start_loc is not None:
         starts, lengths = ragged("query_start_loc", query_start_loc, u.shape[-1])
     else:
         starts, lengths = torch.zeros(len(u), dtype=torch.int64), torch.full((len(u),), u.shape[-1])
@@ -125,11 +127,12 @@ def selective_scan_fn(
     dt = delta.float() if delta_bias is None else delta.float() + delta_bias.float()[:, None]
     if delta_softplus:
         dt = F.softplus(dt)
-    y, gated = torch.zeros_like(delta), None if z is None else torch.zeros_like(z)
+    y, gated = torch.zeros_like(delta), torch.empty(0) if z is None else torch.zeros_like(z)
     for row, start in enumerate(starts.tolist()):
         state = states[row]
         for tokens, slot in stores[row]:
-            here = (*([] if is_ragged else [row]), ..., slice(start, start + tokens))
+            span = slice(start, start + tokens)
+            here: tuple[int | slice | EllipsisType, ...] = (..., span) if is_ragged else (row, ..., span)
             start += tokens
             y_here, state = _scan(u[here].float(), dt[here], A.float(), B[here].float(), C[here].float(), state)
             if D is not None:
@@ -215,13 +218,14 @@ def _sources_and_stores(
         stores = [[(length, slot)] for length, slot in zip(lengths.tolist(), sources.tolist(), strict=True)]
     else:
         names = ("block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "initial_state_idx")
+        checked = []
         for name, column in zip(names, columns, strict=True):
             if column is None:
                 raise ValueError(f"{name} is None where a block table needs all three of {', '.join(names)}")
             check_shape(name, column, batch)
-            check_integers(name, column, 0, table.shape[1])
-        first, last, initial = columns
-        sources = table.gather(1, initial.long()[:, None])[:, 0]
+            checked.append(check_integers(name, column, 0, table.shape[1]))
+        first, last, initial = checked
+        sources = table.gather(1, initial[:, None])[:, 0]
         stores = []
         blocks_of = _blocks_of(lengths.tolist(), block_size, cu_chunk_seqlen, last_chunk_indices)
         for row, blocks in enumerate(blocks_of):

@@ -106,8 +106,10 @@ def selective_state_update(
         out = torch.empty_like(x)
     check_shape("out", out, *x.shape)
     if state.dim() == 3:
-        state, x, dt, B, C, z = (_one_head(values, 1) for values in (state, x, dt, B, C, z))
-        A, D, dt_bias = (_one_head(values, 0) for values in (A, D, dt_bias))
+        state, x, dt, B, C = (values.unsqueeze(1) for values in (state, x, dt, B, C))
+        A = A.unsqueeze(0)
+        z = None if z is None else z.unsqueeze(1)
+        D, dt_bias = (None if values is None else values.unsqueeze(0) for values in (D, dt_bias))
     check_shape("state", state, -1, -1, -1, -1)
     num_slots, num_heads, head_dim, d_state = state.shape
     check_shape("x", x, -1, num_heads, head_dim)
@@ -291,10 +293,6 @@ def _table(name: str, indices: torch.Tensor, rows: int, num_slots: int, null_blo
         raise ValueError(f"{name} has shape {list(indices.shape)} where {rows} rows of one column or more are needed")
     table = check_slots(name, table[:rows], num_slots)
     return table.where(~is_padding(table, null_block_id), PAD_SLOT_ID)
-
-
-def _one_head(values: torch.Tensor | None, at: int) -> torch.Tensor | None:
-    return None if values is None else values.unsqueeze(at)
 
 
 def _is_expanded(values: torch.Tensor, last_axes: int) -> bool:
