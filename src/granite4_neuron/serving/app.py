@@ -23,7 +23,7 @@ from granite4_neuron.sandbox.limited_process import Stop
 from granite4_neuron.serving.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from granite4_neuron.serving.engine_thread import Batch, Generation
 from granite4_neuron.serving.errors import RequestError, json_response, to_json
-from granite4_neuron.serving.gate import LOG, PATHS, Gate
+from granite4_neuron.serving.middleware import LOG, PATHS, Middleware
 from granite4_neuron.serving.page import page_route
 from granite4_neuron.serving.protocol import (
     Body,
@@ -74,12 +74,12 @@ def make_app(service: Service) -> ASGIApp:
     app.add_route("/metrics", routes.metrics, methods=["GET"])
     if service.has_page:
         app.add_route("/", page_route(), methods=["GET"])
-    gate = Gate(app, service)
+    checked = Middleware(app, service)
     if not service.allowed_origins:
-        return gate
-    # Outside of the gate: a browser asks without the key, and reads refusals only if they name its page.
+        return checked
+    # Outside of the checks: a browser asks without the key, and reads refusals only if they name its page.
     return CORSMiddleware(
-        gate,
+        checked,
         allow_origins=service.allowed_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],

@@ -1,4 +1,4 @@
-"""What comes before all routes."""
+"""The middleware, which every request passes before it reaches a route."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ PATHS = (
 LOG = "granite4_neuron.log"  # a request's `RequestLog` in its scope
 
 
-class Gate:
-    """Runs before all routes: checks host, web page and API key, gives each request an id, and counts and logs
-    responses by path and status.
-    """
+class Middleware:
+    """Checks host, web page and API key, gives each request an id, and counts and logs responses by path and status."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
