@@ -37,12 +37,12 @@ def split(prompt: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompt, str):
         return [prompt], False
     if isinstance(prompt, Iterable) and not isinstance(prompt, (Sequence, Set)):
-        return [_single(each) for each in prompt], True
+        return _singles(prompt), True
     if not is_list(prompt):
         raise UserError(f"the prompt is of type {type(prompt).__name__}; give {_KINDS}.")
     if prompt and (_is_message(prompt[0]) or not _is_prompt(prompt[0])):
         return [prompt], False
-    return [_single(each) for each in prompt], True
+    return _singles(prompt), True
 
 
 def encode(
@@ -134,13 +134,17 @@ def _is_conversation(prompt: Prompt) -> TypeGuard[Messages]:
     return is_list(prompt) and bool(prompt) and _is_message(prompt[0])
 
 
-def _single(prompt: Prompt) -> Prompt:
+def _singles(prompts: Iterable[Prompt]) -> list[Prompt]:
+    return [_single(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
+
+
+def _single(prompt: Prompt, which: str) -> Prompt:
     if is_list(prompt) and not prompt:
         return prompt
     singles, are_several = split(prompt)
     # A tokenizer's tensors have two axes even for one text.
     if len(singles) != 1 or (are_several and not isinstance(prompt, (Mapping, torch.Tensor, np.ndarray))):
-        raise UserError(f"a prompt of several is itself several; give {_KINDS}.")
+        raise UserError(f"{which} has several prompts; lists of prompts cannot be nested.")
     return singles[0]
 
 
