@@ -74,7 +74,7 @@ def find_launch_parameters(
 
 
 def write_launch_parameters(file: Path, parameters: LaunchParameters) -> None:
-    """Make `file` hold the parameters, at once: a reader sees the old file or the new one.
+    """Write the parameters to `file` atomically: a reader sees the old file or the new one.
 
     Raises:
         OSError: it cannot be written; the old file is still there.

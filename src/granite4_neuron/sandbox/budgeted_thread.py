@@ -1,4 +1,4 @@
-"""A thread for work in native code whose cost a stranger decides, and that nothing can interrupt."""
+"""A thread for native code that nothing can interrupt, on input from strangers, who decide what the work costs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class OverBudget(Exception):
 class BudgetedThread:
     """Runs one piece of work at a time in a thread with a stack of 8 MiB. Several threads may share one.
 
-    The thread starts with the first piece, and another one after a piece that was given up: that piece goes on at the
-    lowest priority until it ends by itself or the process does. While several go on, further work is refused.
+    The thread starts with the first piece. A piece that was given up goes on in its thread at the lowest priority until
+    it ends by itself or the process does, and the next piece starts another thread. While many such pieces go on,
+    further work is refused.
 
     The work must let other threads run: while it holds Python's lock, nobody can give it up.
 
@@ -105,7 +106,7 @@ def _work(pieces: queue.SimpleQueue[Work | None]) -> None:
         future, work = piece
         try:
             future.set_result(work())
-        except BaseException as error:  # it is whoever waits for the result that it concerns
+        except BaseException as error:  # whoever waits for the result gets it
             future.set_exception(error)
         del piece, future, work
 

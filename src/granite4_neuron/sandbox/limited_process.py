@@ -1,6 +1,7 @@
-"""A process that answers questions, with bounds on its time and memory, for work whose cost a stranger decides.
+"""A process that answers questions within limits of time and memory. It is for work on input from strangers, who decide
+what the work costs.
 
-It is there in a tenth of a second if the module that answers imports little, and no torch.
+It starts in a tenth of a second if the module that answers imports little, and not torch.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Fingerprint:
         return self._weights + self._kernels
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Return what is another in the other one: "kernels", which may lay out the same weights in another way, or
-        only "weights"; None if they are the same.
+        """Return what differs: "kernels", which may lay out the same weights differently, or only "weights"; None if
+        nothing does.
         """
         if self._kernels != other._kernels:
             return "kernels"
@@ -54,13 +54,12 @@ class Fingerprint:
 
 
 def facts_digest(*facts: object) -> str:
-    """Return 32 hex digits that are others for other facts, as `repr` shows them."""
+    """Return a digest of facts as `repr` shows them, 32 hex digits."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:_DIGITS]
 
 
 def weights_digest(weights: Iterable[tuple[str, Weight]], *facts: object) -> str:
-    """Return 32 hex digits that are others if any byte of a weight, its name, dtype, shape or format is another, or any
-    of the facts.
+    """Return a digest of weights, with their names, dtypes, shapes and formats, and of facts, 32 hex digits.
 
     It reads the weights as they lie in memory, with XXH3 (128 bits), in as many threads as torch has.
     """
@@ -88,7 +87,7 @@ def _parts(weight: Weight) -> tuple[str | None, Mapping[str, torch.Tensor]]:
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut a tensor along its first axis: so no more than a piece is copied of one that is not contiguous."""
+    """Cut a tensor along its first axis, so that only a piece at a time is copied if it is not contiguous."""
     if tensor.dim() == 0:
         return (tensor[None],)
     return tensor.split(max(1, _PIECE * len(tensor) // max(1, tensor.nbytes)))

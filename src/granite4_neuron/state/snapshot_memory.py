@@ -21,9 +21,9 @@ class _Place(NamedTuple):
 class SnapshotMemory:
     """Gives each snapshot of a model's states a block of its own.
 
-    It holds one block at most that no snapshot has: one that the last tensor of a snapshot has left, or that it was
-    asked to make ready. Memory that the process has yet to get from the system takes several times as long to write,
-    and in a virtual machine that has to get it from its host first, ten times as long again.
+    It keeps at most one free block: that of a snapshot that is gone, or one that `make_ready` has allocated. Writing to
+    memory that the process has just got from the system takes several times as long as writing to it again, and ten
+    times as long as that in a virtual machine that has to get it from its host.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SnapshotMemory:
         self._ready: torch.Tensor | None = None  # [_num_bytes], uint8
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of these shapes and dtypes, not cleared; none if they are small: any memory is fast then.
+        """Return uninitialised tensors of these shapes and dtypes; none if they are small, where any memory is fast.
 
         Args:
             like: of the same names, shapes and dtypes in every call.
@@ -45,14 +45,14 @@ class SnapshotMemory:
         return self._lend(self._new() if block is None else block)
 
     def make_ready(self) -> None:
-        """Have the system give the memory that is taken next. Before the first is taken, nothing is known of it."""
+        """Preallocate the next block. Before the first one has been taken its size is unknown, and nothing happens."""
         if self._ready is None and self._num_bytes >= HUGE_PAGE:
             block = self._new()
             block[:: mmap.PAGESIZE] = 0  # a byte of each page
             self._ready = block
 
     def give_back(self) -> None:
-        """Hold no memory that no snapshot has."""
+        """Free the block that no snapshot has."""
         self._ready = None
 
     def _lay_out(self, like: Mapping[str, torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ class SamplingMetadata:
     frequency_penalties, presence_penalties, repetition_penalties: [batch_size], float32; anything without penalties.
     output_token_ids: what each request has generated so far.
     allowed_token_ids_mask: [batch_size, vocab_size], bool, true for tokens that are not allowed; or None.
-    bad_words_token_ids: by index in the batch, sequences of tokens that must not come about.
+    bad_words_token_ids: by index in the batch, sequences of tokens that must not occur.
     """
 
     temperature: torch.Tensor | None

@@ -1,7 +1,7 @@
 """The bytes of a traced graph if element-wise work moved nothing: the other end of what a compiler may do.
 
 XLA's count before optimisation takes every operand and result of every instruction as moved. Here a value is moved only
-if it has to lie somewhere:
+if it must be in memory:
 
 * inputs, and the results of products, sums over an axis, gathers, scatters, collectives, kernels and copies;
 * what goes into a product, a gather, a scatter, a collective or a kernel, unless it is an input in another layout or
@@ -28,7 +28,7 @@ _ELEMENT_WISE = {
     *("reduce-precision", "remainder", "rsqrt", "select", "sign", "sine", "sqrt", "subtract", "tanh", "xor"),
 }
 _FREE = _LAYOUTS | _ELEMENT_WISE | _CONSTANTS | {"tuple"}
-# These sum or arrange what is computed on the way to them, which need not lie anywhere before.
+# What these sum or arrange can be computed on the way; it need not be in memory.
 _READS_THROUGH = {"reduce", "pad", "concatenate", "copy"}
 
 
@@ -46,13 +46,13 @@ class _Graph:
     def __init__(self, entry: dict[str, Instruction], outputs: tuple[str, ...]):
         self._entry = entry
         self._outputs = set(outputs)
-        self._depends = self._that_depend_on_inputs()
-        self._lying = self._that_lie()
+        self._depends = self._values_of_inputs()
+        self._in_memory = self._values_in_memory()
 
     def moved(self) -> float:
-        return sum(self._cost(name) for name in self._lying if self._entry[name].opcode != "parameter")
+        return sum(self._cost(name) for name in self._in_memory if self._entry[name].opcode != "parameter")
 
-    def _that_depend_on_inputs(self) -> set[str]:
+    def _values_of_inputs(self) -> set[str]:
         depends: set[str] = set()
         for name, instruction in self._entry.items():
             # A scalar is a constant of the model.
@@ -61,23 +61,23 @@ class _Graph:
                 depends.add(name)
         return depends
 
-    def _that_lie(self) -> set[str]:
-        lying: set[str] = set()
-        readers: dict[str, set[str]] = defaultdict(set)  # of what does not lie: the values that are computed from it
+    def _values_in_memory(self) -> set[str]:
+        in_memory: set[str] = set()
+        readers: dict[str, set[str]] = defaultdict(set)  # of what is not in memory: the values computed from it
         is_taken_whole = set(self._outputs)
         for name, instruction in reversed(self._entry.items()):
             if name not in self._depends:
                 continue
             opcode = instruction.opcode
-            has_to_lie = name in is_taken_whole or len(readers[name]) > 1
-            if opcode not in _FREE or (has_to_lie and self._is_computed(name)):
-                lying.add(name)
+            must_be_in_memory = name in is_taken_whole or len(readers[name]) > 1
+            if opcode not in _FREE or (must_be_in_memory and self._is_computed(name)):
+                in_memory.add(name)
             for operand in instruction.operands:
-                readers[operand] |= {name} if name in lying else readers[name]
-                is_passed_on = name in is_taken_whole and name not in lying
+                readers[operand] |= {name} if name in in_memory else readers[name]
+                is_passed_on = name in is_taken_whole and name not in in_memory
                 if is_passed_on or opcode not in _FREE | _READS_THROUGH:
                     is_taken_whole.add(operand)
-        return lying
+        return in_memory
 
     def _is_computed(self, name: str) -> bool:
         """Return whether the value is the last of an element-wise computation: the one that is written if any is."""
@@ -112,7 +112,7 @@ class _Graph:
                 continue
             seen.add((name, share))
             instruction = self._entry[name]
-            if name in self._lying:
+            if name in self._in_memory:
                 parts.setdefault(name, {})[taker] = share
                 continue
             if instruction.opcode == "slice":
