@@ -283,6 +283,7 @@ class TestEngine:
     def test_prompt_lookup(self, runtime, expected):
         prompts, texts = expected
         engine = Engine(runtime, 3, max_length=nxdi.MAX_LENGTH, drafter=NgramDrafter(1, 3), draft_tokens=TOKENS - 1)
+        engine.warm_up()  # as serve does
         assert self.texts(engine, prompts) == texts
         assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 

@@ -59,28 +59,45 @@ class Runtime(Protocol[State]):
     State is what `allocate` returns and the other methods take: a `HybridState`, or None where the runtime keeps its
     state itself.
 
-    tokens_per_step: the most prompt tokens of a step, padding included.
-    rows_per_step: the most prompts of a step. Single tokens of any number of sequences share a step.
-    tokens_per_verification: the most tokens of a row in `verify`.
-    own_slots: the number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state.
-    is_exact_at_any_cut: whether a sequence's results are the same bit by bit however its tokens are cut into steps.
-    cannot: a sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and
-        `commit`), "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
-    generation_config: the checkpoint's defaults for generation.
-    adapters: by name; a row has the number of its adapter in this order.
+    All attributes are read-only.
     """
-
-    tokens_per_step: int
-    rows_per_step: int
-    tokens_per_verification: int
-    own_slots: int
-    is_exact_at_any_cut: bool
-    cannot: Mapping[Ability, str]
-    generation_config: GenerationConfig
-    adapters: Mapping[str, Adapter]
 
     @property
     def config(self) -> GraniteMoeHybridConfig: ...
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The checkpoint's defaults for generation."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """By name; a row has the number of its adapter in this order."""
+
+    @property
+    def cannot(self) -> Mapping[Ability, str]:
+        """A sentence for each ability that it lacks, saying why: "all_logits" (of `step`), "verify" (and `commit`),
+        "copy", "snapshot" (and `slot_layout`, `restore`). See `require`.
+        """
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The most prompt tokens of a step, padding included."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """The most prompts of a step. Single tokens of any number of sequences share a step."""
+
+    @property
+    def tokens_per_verification(self) -> int:
+        """The most tokens of a row in `verify`."""
+
+    @property
+    def own_slots(self) -> int:
+        """The number of slots of a state that the runtime keeps itself; 0 if `allocate` makes a state."""
+
+    @property
+    def is_exact_at_any_cut(self) -> bool:
+        """Whether a sequence's results are the same bit by bit however its tokens are cut into steps."""
 
     @property
     def max_length(self) -> int:

@@ -109,6 +109,9 @@ class NeuronRuntime:
                 f"and {num_sequences} of {max_length} are asked for; ask for less, or compile it for more."
             )
 
+    def warm_up(self, state: None, verifies: bool = False) -> None:
+        """Implement `Runtime.warm_up`: every graph is there since the model was loaded."""
+
     @torch.inference_mode()
     def step(self, state: None, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`. Single tokens are decoded together; the model cuts prompts itself.
@@ -160,6 +163,9 @@ class NeuronRuntime:
         self.model.copy(source - 1, destination - 1)
 
     def snapshot(self, state: None, slot: int, length: int, start: int = 0) -> NoReturn:
+        self._refuse("snapshot")
+
+    def prepare_snapshot(self, is_wanted: bool) -> NoReturn:
         self._refuse("snapshot")
 
     def slot_layout(self, start: int, length: int) -> NoReturn:
