@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         raise failed
     if options.prompt_cache is not None:
-        assert isinstance(cache, PrefixCache)  # as of every runtime that makes snapshots
+        assert isinstance(cache, PrefixCache)  # a runtime that makes snapshots keeps no slots itself
         prompt = prompts[0]
         save_prompt(options, cache, encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
     if options.verbose:

@@ -113,7 +113,7 @@ def prefix_cache(
     else:
         cache = PrefixCache(runtime, None, None)
     if options.prompt_cache is not None and options.prompt_cache.exists():
-        assert isinstance(cache, PrefixCache)  # as of every runtime that makes snapshots
+        assert isinstance(cache, PrefixCache)  # a runtime that makes snapshots keeps no slots itself
         cache.load(Snapshot.load(options.prompt_cache, runtime))
     return cache
 

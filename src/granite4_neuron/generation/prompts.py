@@ -106,7 +106,7 @@ class PromptEncoder:
         """
         if is_tokens(prompt):
             return prompt
-        assert self._tokenizer is not None  # only for token ids it may be
+        assert self._tokenizer is not None  # it may be only for token ids
         if isinstance(prompt, str):
             check_text(prompt, which)
             return tokenizing.encode(self._tokenizer, prompt)
