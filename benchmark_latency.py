@@ -40,8 +40,8 @@ from benchmarks.llama_cpp import gguf_of
 from benchmarks.profiles import print_profiles
 from benchmarks.reuse_report import measure_reuse
 from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 
 

@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.errors import reports_errors
 from benchmarks.random_checkpoint import write_random
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.choices import CPU_KERNELS, QUANTIZATIONS
 from granite4_neuron.commands.output import write
 from granite4_neuron.ops import cpu

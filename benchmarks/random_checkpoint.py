@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.errors import reports_errors
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.generation import bundled_checkpoint
 

@@ -129,8 +129,8 @@ def _prompts(batch: int, length: int) -> list[list[int]]:
 def _random_model(name: str, folder: Path) -> str:
     import torch
 
-    from granite4_neuron.checkpoint.loading import save_model
     from granite4_neuron.checkpoint.random_weights import random_model
+    from granite4_neuron.checkpoint.saving import save_model
     from granite4_neuron.config import GraniteMoeHybridConfig
 
     save_model(random_model(GraniteMoeHybridConfig.from_family(name), dtype=torch.bfloat16), folder)

@@ -6,8 +6,9 @@ import transformers
 from hypothesis import settings
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.ops import cpu
 from test.support.checkpoints import CASES, save_byte_tokenizer, small_config
 from test.support.nki_emulator import provide_nki

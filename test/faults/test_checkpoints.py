@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import UserError, chat, generate, load
-from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model, save_model
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig

@@ -19,9 +19,10 @@ import torch
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint import folder as checkpoint_folder
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.neuron.stand_ins import SOURCES, checkout
 from granite4_neuron.ops.cpu import build
 from granite4_neuron.system import available_memory

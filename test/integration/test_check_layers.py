@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main
 from granite4_neuron.evaluation.layers import compare_layers

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from granite4_neuron import cli, load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import check_weights, load_model, save_model
+from granite4_neuron.checkpoint.loading import check_weights, load_model
 from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.quantization import WeightScheme

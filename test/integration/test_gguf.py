@@ -16,8 +16,9 @@ from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.names import from_gguf, to_gguf
 from granite4_neuron.checkpoint.gguf.tensors import TYPES, GGUFTensors
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main

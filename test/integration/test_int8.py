@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint.loading import load_model, save_model, set_parameter
+from granite4_neuron.checkpoint.loading import load_model, set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parallel import Parallel

@@ -18,8 +18,9 @@ import torch.multiprocessing
 from transformers import GenerationConfig
 
 from granite4_neuron import generate, load
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.engine import Engine
 from granite4_neuron.errors import UserError

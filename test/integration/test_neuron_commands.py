@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint

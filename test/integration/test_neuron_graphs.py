@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis import graphs

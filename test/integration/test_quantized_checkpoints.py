@@ -7,7 +7,8 @@ import torch
 
 from granite4_neuron import cli, load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import load_model, save_model, set_parameter
+from granite4_neuron.checkpoint.loading import load_model, set_parameter
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.errors import UserError

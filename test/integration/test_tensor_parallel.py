@@ -17,8 +17,9 @@ from transformers import GenerationConfig
 
 from granite4_neuron import load
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter

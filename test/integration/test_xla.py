@@ -12,8 +12,9 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load, stream_generate
-from granite4_neuron.checkpoint.loading import rank_slice, set_parameter
+from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.ops import cached_attention, xla

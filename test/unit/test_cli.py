@@ -18,7 +18,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint import loading as checkpoint
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main, parser
 from granite4_neuron.neuron.analysis.graphs import GraphReport
@@ -169,7 +171,7 @@ class TestBadInput:
         self.refused(run("generate", "--model", folder, "x"), "damaged or incomplete")
 
     def test_missing_shard(self, run, folder, tmp_path):
-        checkpoint.save_model(checkpoint.load_model(folder), tmp_path / "shards", folder, max_shard_size="200KB")
+        save_model(load_model(folder), tmp_path / "shards", folder, max_shard_size="200KB")
         next((tmp_path / "shards").glob("model-00002*")).unlink()
         self.refused(run("generate", "--model", tmp_path / "shards", "x"), "lacks 1 of its")
 
@@ -242,7 +244,7 @@ class TestBadInput:
         self.refused(run("generate", "--model", folder, "x"), "the tokenizer in")
 
     def test_a_broken_generation_config(self, run, folder):
-        (folder / checkpoint.GENERATION_CONFIG).write_text("{")
+        (folder / GENERATION_CONFIG).write_text("{")
         self.refused(run("generate", "--model", folder, "x"), "generation_config.json is not valid JSON")
 
     def test_chat_without_a_template(self, run, folder):
@@ -259,10 +261,10 @@ class TestBadInput:
         )
 
     def test_a_checkpoint_with_broken_numbers(self, run, folder):
-        model = checkpoint.load_model(folder)
+        model = load_model(folder)
         model.model.norm.weight.fill_(float("nan"))
         shutil.rmtree(folder.parent / "nan", ignore_errors=True)
-        checkpoint.save_model(model, folder.parent / "nan", files_from=folder)
+        save_model(model, folder.parent / "nan", files_from=folder)
         for options in ([], ["--temperature", "1"]):
             result = run("generate", "--model", folder.parent / "nan", "x", *options)
             self.refused(result, "the model's logits are not finite")
@@ -275,7 +277,7 @@ class TestBadInput:
         "field, value", [("temperature", "hot"), ("eos_token_id", [[1]]), ("eos_token_id", {}), ("do_sample", 1)]
     )
     def test_a_generation_config_of_wrong_types(self, run, folder, field, value):
-        (folder / checkpoint.GENERATION_CONFIG).write_text(json.dumps({field: value}))
+        (folder / GENERATION_CONFIG).write_text(json.dumps({field: value}))
         self.refused(run("generate", "--model", folder, "x"), f"{field} is {value!r}")
 
     def test_a_chat_template_that_refuses(self, run, folder):
@@ -371,7 +373,7 @@ class TestCheck:
         status, output, _ = run(*command)
         assert status == 0 and "quantized weights" in output
         assert "passed (quantized: the same top token for 90% of the tokens at least)" in output
-        original = checkpoint.load_model
+        original = load_model
 
         def with_columns_in_another_order(*arguments, operators, **options):
             operators = replace(operators, quantize=lambda weight, format: format.quantize(weight.flip(-1)))
@@ -382,7 +384,7 @@ class TestCheck:
         assert status == 1 and "FAILED" in output
 
     def test_fails_with_a_planted_bug(self, run, texting_folder, monkeypatch):
-        original = checkpoint.load_model
+        original = load_model
 
         def without_D(*arguments, **options):
             model = original(*arguments, **options)

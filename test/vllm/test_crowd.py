@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.vllm.cpu.sampling import rejecting_placeholders
 from test.support.checkpoints import CASES, small_config

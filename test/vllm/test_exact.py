@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from test.support.checkpoints import CASES, small_config
 from test.vllm.conftest import ALL, CROWDED, NGRAM, ONE_PROCESS, TOKENS, Greedy, prompts_of, run_engines
 

@@ -1,50 +1,33 @@
-"""Reads and writes weights: safetensors checkpoints under Hugging Face's names, and GGUF files, which are read."""
+"""Loads weights of a checkpoint into a model: safetensors under Hugging Face's names, and GGUF files."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import nn
 
-from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
+from granite4_neuron.checkpoint.gguf.file import is_gguf
 from granite4_neuron.checkpoint.gguf.kept import kept_weights, remark_on
 from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
-from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer, read_tokenizer
-from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.quantized import quantized_weights
+from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.checkpoint.source import dtype_of, quantization_of, read_config
-from granite4_neuron.checkpoint.stored_tensors import INDEX, StoredTensors
-from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for, model_format
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
-from granite4_neuron.config.quantization import quantization_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.parameters import EMBEDDING, HEAD, parameter
-from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight, as_tensor
+from granite4_neuron.model.parameters import EMBEDDING, HEAD
+from granite4_neuron.ops import FORMATS, QuantizedWeight, Weight
 from granite4_neuron.ops.operators import TORCH, Operators
 from granite4_neuron.system import available_memory
 from granite4_neuron.system.large_memory import LargeMemory
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-GENERATION_CONFIG = "generation_config.json"
 
 _DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 _LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of that or less"
@@ -152,19 +135,6 @@ def load_model(
     return model.eval()
 
 
-def check_memory_of_ranks(folder: Path, dtype: torch.dtype | None, degree: int) -> None:
-    """Check that this machine has memory for the parts of all ranks, before they load them at once.
-
-    Raises:
-        UserError: it has not; or the config cannot be split so.
-    """
-    with torch.device("meta"):
-        part = GraniteMoeHybridForCausalLM(read_config(folder), Parallel(0, degree))
-    num_bytes = degree * WeightPlan(part, dtype or stored_dtype(folder), {}, TORCH).num_bytes
-    what = f"the weights in {folder} for {degree} ranks"
-    available_memory.check_available(num_bytes, what, "bfloat16 takes half of float32", processes=degree)
-
-
 def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
     """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
 
@@ -179,54 +149,6 @@ def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
 def stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype in which a checkpoint's embedding, and so the model, is stored; see `source.dtype_of`."""
     return getattr(torch, dtype_of(folder))
-
-
-def save_model(
-    model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
-) -> None:
-    """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
-
-    Args:
-        model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
-        folder: must not exist, or be empty.
-        files_from: a checkpoint folder whose tokenizer and generation config are copied along, or a GGUF file, whose
-            tokenizer is written.
-        max_shard_size: larger checkpoints are split into files of at most this size.
-
-    Raises:
-        UserError: the folder is in use, or writing failed (no space, no permission).
-    """
-    weights: dict[str, torch.Tensor] = {}
-    formats: dict[str, Format] = {}
-    for name, weight in model.named_weights():
-        if isinstance(weight, QuantizedWeight):
-            formats[name] = weight.format
-            weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
-        else:
-            weights[name] = as_tensor(weight, model.dtype)
-    about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
-    if formats:
-        about["quantization_config"] = quantization_config(model_format(formats).name)
-    plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
-    with complete_or_absent(Path(folder)) as partial:
-        for file, names in plan.filename_to_tensors.items():
-            save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
-        if plan.is_sharded:
-            _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        _write_json(partial / "config.json", about)
-        if files_from is not None:
-            _write_files(files_from, partial)
-
-
-def _write_files(files_from: Path, folder: Path) -> None:
-    """Write a checkpoint's tokenizer and generation config."""
-    if is_gguf(files_from):
-        if has_tokenizer(file := open_gguf(files_from)):
-            read_tokenizer(file).save_pretrained(folder)
-        return
-    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
-        if (files_from / name).is_file():
-            shutil.copyfile(files_from / name, folder / name)
 
 
 def _check_stored(what: str, weight: QuantizedWeight) -> None:
@@ -258,33 +180,3 @@ def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
         setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
     else:
         module.set_compact_weight(weight)
-
-
-def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
-    """Return the part of a stored tensor that belongs to one of `degree` ranks."""
-    whole, part = (parameter(name, config, ranks) for ranks in (1, degree))
-    axis = whole.split_axis
-    if degree == 1 or axis is None:
-        return tensor
-    pieces, start = [], 0
-    for size, length in zip(whole.axes[axis], part.axes[axis], strict=True):
-        # With fewer parts than ranks, neighbours have the same one.
-        number = rank * (size // length) // degree
-        pieces.append(tensor.narrow(axis, start + number * length, length))
-        start += size
-    return torch.cat(pieces, dim=axis)
-
-
-def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
-    """Return every rank's slice, one after another, for a framework that gives each rank an equal run of a tensor.
-
-    The result is longer than `tensor` if ranks share a part.
-    """
-    axis = parameter(name, config).split_axis
-    if axis is None:
-        return tensor
-    return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
-
-
-def _write_json(file: Path, values: dict) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

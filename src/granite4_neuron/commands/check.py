@@ -72,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from transformers import logging
 
+    from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.evaluation import accuracy, layers
     from granite4_neuron.evaluation.reference import readable_by_transformers
-    from granite4_neuron.generation.tokenizing import encode
 
     folder = model_folder(options)
     if (stored := quantization_of(folder)) is not None:

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         )
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.checkpoint.adapters import read_adapter
-    from granite4_neuron.checkpoint.loading import load_model, save_model
+    from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.checkpoint.saving import save_model
     from granite4_neuron.ops import TORCH, cpu
 
     folder = model_folder(options)

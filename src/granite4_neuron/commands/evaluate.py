@@ -111,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
             f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
         )
     # Not at the top: these imports take seconds, and --help does not need them.
+    from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.evaluation import perplexity
-    from granite4_neuron.generation.tokenizing import encode
     from granite4_neuron.runtime.bound_model import BoundModel
 
     loaded = [load_runtime(_options_of(options, name), folder) for name in formats]

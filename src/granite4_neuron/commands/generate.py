@@ -80,9 +80,9 @@ def run(options: argparse.Namespace) -> int:
     check_prompt_cache(options.prompt_cache)
     runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
+    from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.engine import PrefixCache
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
-    from granite4_neuron.generation.tokenizing import encode
 
     names: list[str | None] = [*adapters] or [None]
     titles = [text if len(names) == 1 else f"{name}: {text}" for text in texts for name in names]

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from granite4_neuron.checkpoint.gguf.file import is_gguf
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.saving import save_model
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.checkpoint.tokenizing import encode, encode_beside_others
 from granite4_neuron.engine.request import check_text
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.tokenizing import encode, encode_beside_others
 from granite4_neuron.sandbox import chat_template
 
 _FIRST_PRIVATE_CHARACTER = 0xF0000

@@ -12,11 +12,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.adapters import read_adapter
-from granite4_neuron.checkpoint.folder import bundled_checkpoint, find, require_folder
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint, find, require_folder
 from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
 from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer
-from granite4_neuron.checkpoint.loading import GENERATION_CONFIG, load_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.source import quantization_of, read_config
+from granite4_neuron.checkpoint.tokenizer_growth import check_growth, check_normalizer
+from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.choices import (
     BACKENDS,
     CPU_KERNELS,
@@ -31,8 +33,6 @@ from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.generation.tokenizer_growth import check_growth, check_normalizer
-from granite4_neuron.generation.tokenizing import encode
 from granite4_neuron.model.adapters import MERGE_INSTEAD
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.operators import TORCH

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from granite4_neuron.checkpoint import tokenizing
 from granite4_neuron.engine.request import check_text, check_tokens
 from granite4_neuron.engine.sampling_params import is_list
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import tokenizing
 from granite4_neuron.generation.conversation_encoder import ConversationEncoder
 
 Messages = Sequence[Mapping[str, Any]]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from transformers import GenerationConfig
 
-from granite4_neuron.checkpoint.loading import check_memory_of_ranks
+from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
 from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification

@@ -9,9 +9,11 @@ from transformers import GraniteMoeHybridForCausalLM as Reference
 
 from granite4_neuron.checkpoint import loading as checkpoint
 from granite4_neuron.checkpoint.folder import find
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.names import OTHER_NAMES
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
+from granite4_neuron.checkpoint.sharding import rank_slices
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameter
@@ -182,7 +184,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     """Files may not grow past 100 kB here. The write fails in the middle, as with a full disk."""
     program = f"""
 import resource, signal, sys
-from granite4_neuron.checkpoint.loading import save_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import as_tensor
@@ -206,10 +208,10 @@ def test_the_slices_of_all_ranks_in_order():
     key = torch.arange(16)[:, None].expand(-1, 64)
     name = "model.layers.1.self_attn.k_proj.weight"
     assert parameter(name, config).split_axis == 0
-    slices = checkpoint.rank_slices(name, key, config, 4)
+    slices = rank_slices(name, key, config, 4)
     assert slices[:, 0].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
     assert parameter("model.layers.1.input_layernorm.weight", config).split_axis is None
-    assert checkpoint.rank_slices("model.layers.1.input_layernorm.weight", key, config, 4) is key
+    assert rank_slices("model.layers.1.input_layernorm.weight", key, config, 4) is key
 
 
 def test_peak_memory_is_near_the_size_of_the_model(tmp_path):

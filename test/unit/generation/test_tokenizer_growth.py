@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from granite4_neuron import UserError
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.tokenizer_growth import _GROWTH, check_growth, check_normalizer
 from granite4_neuron.config.json_files import without_duplicates
-from granite4_neuron.generation.tokenizer_growth import _GROWTH, check_growth, check_normalizer
 
 NORMALIZERS = [
     normalizers.NFC(),

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.checkpoint.loading import rank_slice, rank_slices, set_parameter
+from granite4_neuron.checkpoint.loading import set_parameter
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.sharding import rank_slice, rank_slices
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from granite4_neuron import load
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.engine import Engine, PrefixCache, Request
 from granite4_neuron.model.adapters import Adapter, LowRank
 from granite4_neuron.ops import FORMATS, cpu

@@ -6,8 +6,8 @@ import re
 
 import torch
 
-from granite4_neuron.checkpoint.loading import rank_slices
 from granite4_neuron.checkpoint.names import part_of
+from granite4_neuron.checkpoint.sharding import rank_slices
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 
 # Layers of this package: NxD gives each rank an equal run of a weight, so the ranks' slices are laid out in order.

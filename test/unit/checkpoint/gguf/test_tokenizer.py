@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.gguf_checkpoint import write_gguf
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer
-from granite4_neuron.checkpoint.loading import save_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.errors import UserError
 from test.support.checkpoints import CHAT_TEMPLATE, DENSE, small_config
 from test.support.gguf_files import rewritten

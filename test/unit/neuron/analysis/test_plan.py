@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from granite4_neuron.checkpoint.loading import rank_slice
+from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.checkpoint.loading import load_model, save_model
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.random_weights import random_model
+from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.ops import TORCH, MixerConstants, causal_conv1d, select_operators
 from test.support.checkpoints import small_config
 from test.support.nki_cases import conv_inputs, mamba_decode_inputs, mamba_decode_oracle, scan_inputs

@@ -1,0 +1,73 @@
+"""Writes checkpoints: safetensors under Hugging Face's names, in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, TOKENIZER_FILES
+from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
+from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer, read_tokenizer
+from granite4_neuron.checkpoint.output_folder import complete_or_absent
+from granite4_neuron.checkpoint.stored_tensors import INDEX
+from granite4_neuron.checkpoint.weight_plan import model_format
+from granite4_neuron.config.quantization import quantization_config
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.ops import Format, QuantizedWeight, as_tensor
+
+
+def save_model(
+    model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
+) -> None:
+    """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
+
+    Args:
+        model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
+        folder: must not exist, or be empty.
+        files_from: a checkpoint folder whose tokenizer and generation config are copied along, or a GGUF file, whose
+            tokenizer is written.
+        max_shard_size: larger checkpoints are split into files of at most this size.
+
+    Raises:
+        UserError: the folder is in use, or writing failed (no space, no permission).
+    """
+    weights: dict[str, torch.Tensor] = {}
+    formats: dict[str, Format] = {}
+    for name, weight in model.named_weights():
+        if isinstance(weight, QuantizedWeight):
+            formats[name] = weight.format
+            weights |= {f"{name}{ending}": tensor for ending, tensor in weight.tensors().items()}
+        else:
+            weights[name] = as_tensor(weight, model.dtype)
+    about = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    if formats:
+        about["quantization_config"] = quantization_config(model_format(formats).name)
+    plan = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_size)
+    with complete_or_absent(Path(folder)) as partial:
+        for file, names in plan.filename_to_tensors.items():
+            save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
+        if plan.is_sharded:
+            _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        _write_json(partial / "config.json", about)
+        if files_from is not None:
+            _write_files(files_from, partial)
+
+
+def _write_files(files_from: Path, folder: Path) -> None:
+    """Write a checkpoint's tokenizer and generation config."""
+    if is_gguf(files_from):
+        if has_tokenizer(file := open_gguf(files_from)):
+            read_tokenizer(file).save_pretrained(folder)
+        return
+    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+        if (files_from / name).is_file():
+            shutil.copyfile(files_from / name, folder / name)
+
+
+def _write_json(file: Path, values: dict) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Ranks' shares of a checkpoint's weights, for a model that is split over several devices: tensor parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from granite4_neuron.checkpoint.source import dtype_of, read_config
+from granite4_neuron.checkpoint.weight_plan import WeightPlan
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.parameters import parameter
+from granite4_neuron.ops.operators import TORCH
+from granite4_neuron.system import available_memory
+
+
+def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, rank: int, degree: int) -> torch.Tensor:
+    """Return the part of a stored tensor that belongs to one of `degree` ranks."""
+    whole, part = (parameter(name, config, ranks) for ranks in (1, degree))
+    axis = whole.split_axis
+    if degree == 1 or axis is None:
+        return tensor
+    pieces, start = [], 0
+    for size, length in zip(whole.axes[axis], part.axes[axis], strict=True):
+        # With fewer parts than ranks, neighbours have the same one.
+        number = rank * (size // length) // degree
+        pieces.append(tensor.narrow(axis, start + number * length, length))
+        start += size
+    return torch.cat(pieces, dim=axis)
+
+
+def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, degree: int) -> torch.Tensor:
+    """Return every rank's slice, one after another, for a framework that gives each rank an equal run of a tensor.
+
+    The result is longer than `tensor` if ranks share a part.
+    """
+    axis = parameter(name, config).split_axis
+    if axis is None:
+        return tensor
+    return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
+
+
+def check_memory_of_ranks(folder: Path, dtype: torch.dtype | None, degree: int) -> None:
+    """Check that this machine has memory for the parts of all ranks, before they load them at once.
+
+    Raises:
+        UserError: it has not; or the config cannot be split so.
+    """
+    with torch.device("meta"):
+        part = GraniteMoeHybridForCausalLM(read_config(folder), Parallel(0, degree))
+    num_bytes = degree * WeightPlan(part, dtype or getattr(torch, dtype_of(folder)), {}, TORCH).num_bytes
+    what = f"the weights in {folder} for {degree} ranks"
+    available_memory.check_available(num_bytes, what, "bfloat16 takes half of float32", processes=degree)
