@@ -39,7 +39,8 @@ from benchmarks.latency_report import report
 from benchmarks.llama_cpp import gguf_of
 from benchmarks.profiles import print_profiles
 from benchmarks.reuse_report import measure_reuse
-from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -70,7 +71,7 @@ def _checkpoint(options: argparse.Namespace) -> Iterator[Path]:
     if no process would read them.
     """
     if options.random_weights is None:
-        yield find(options.model or bundled_checkpoint())
+        yield open_checkpoint(options.model or bundled_checkpoint()).path
         return
     config = GraniteMoeHybridConfig.from_family(options.random_weights)
     options.dtype = options.dtype or config.torch_dtype

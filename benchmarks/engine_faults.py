@@ -38,6 +38,7 @@ import granite4_neuron.engine
 from benchmarks.adapters import random_adapter
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.engine import DraftModel, Engine, Output, PrefixCache, Request
@@ -47,7 +48,6 @@ from granite4_neuron.engine.sampling import Sampler
 from granite4_neuron.engine.sequence import RunningSequence
 from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.generation.structured_outputs import Grammars
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.state.snapshot import Snapshot
@@ -269,7 +269,7 @@ class Fuzz:
         checkpoint = bundled_checkpoint()
         model = load_model(checkpoint, torch.float32)
         adapters = {name: random_adapter(model.config, 4, number) for number, name in enumerate(("plain", "activated"))}
-        self._tokenizer = load_tokenizer(checkpoint, model.config)
+        self._tokenizer = open_checkpoint(checkpoint).load_tokenizer()
         invocation = tuple(self._tokenizer.encode("statement"))
         adapters["activated"] = replace(adapters["activated"], invocation=invocation)
         defaults = GenerationConfig.from_dict(read_object(checkpoint / "generation_config.json"))

@@ -25,7 +25,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.errors import reports_errors
-from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import dtype_of, print_remark
 from granite4_neuron.commands.output import print_table
 from granite4_neuron.config import DTYPES
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--llama-cpp", type=Path, required=True, metavar="FOLDER", help="of llama-server")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32"], help="ours (default: float32)")
     options = parser.parse_args(arguments)
-    file = find(options.model)
+    file = open_checkpoint(options.model).path
     table = Table("ours in", "llama.cpp with", "largest difference", "mean", "same top token", title=str(file))
     with _in_float32(options.llama_cpp, file) as dequantized:
         theirs: dict[str, torch.Tensor] = {}

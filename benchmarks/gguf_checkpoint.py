@@ -23,10 +23,10 @@ from benchmarks.errors import reports_errors
 from granite4_neuron.checkpoint.gguf.config import DENSE, EXPERTS, HYBRID
 from granite4_neuron.checkpoint.gguf.names import gguf_names, to_gguf
 from granite4_neuron.checkpoint.gguf.tokenizer import WORDS
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.model.parameters import parameters
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer = gguf.GGUFWriter(file, _architecture(config))
     _write_config(writer, config)
     if (folder / "tokenizer.json").is_file():
-        _write_tokenizer(writer, load_tokenizer(folder, config), config.vocab_size)
+        _write_tokenizer(writer, open_checkpoint(folder).load_tokenizer(), config.vocab_size)
     else:
         _write_placeholders(writer, config.vocab_size)
     shapes = {name: one.shape for name, one in parameters(config).items()}

@@ -22,10 +22,9 @@ from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
-from granite4_neuron.checkpoint.gguf.file import is_gguf
-from granite4_neuron.checkpoint.loading import load_model, stored_dtype
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.source import quantization_of, read_config
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
@@ -85,9 +84,9 @@ class Ours:
             self._runtime = SplitRuntime(folder, dtype, transformers.GenerationConfig(), **split)
         elif options.backend == "torch":
             dtype = weights_dtype(folder, options)
-            model = (
-                random_model(read_config(folder), dtype=dtype) if draws_weights(options) else load_model(folder, dtype)
-            )
+            is_random = draws_weights(options)
+            config = open_checkpoint(folder).config
+            model = random_model(config, dtype=dtype) if is_random else load_model(folder, dtype)
             places = dict(device=options.device, graphs=options.graphs)
             self._runtime = TorchRuntime(model, transformers.GenerationConfig(), **places)
         else:
@@ -112,7 +111,7 @@ class Transformers:
     """transformers' model, one cached forward pass per step."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str):
-        if is_gguf(folder):
+        if open_checkpoint(folder).folder is None:
             raise UserError(f"transformers does not read {folder}; convert writes a checkpoint folder of it.")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self.weight_bytes = self._model.get_memory_footprint(return_buffers=False)
@@ -156,12 +155,12 @@ def draws_weights(options: argparse.Namespace) -> bool:
 
 def weights_dtype(folder: Path, options: argparse.Namespace) -> torch.dtype:
     """Return the requested dtype, or that of the stored weights."""
-    return getattr(torch, options.dtype) if options.dtype else stored_dtype(folder)
+    return getattr(torch, options.dtype or open_checkpoint(folder).dtype)
 
 
 def weights_format(folder: Path, options: argparse.Namespace) -> str | None:
     """Return the requested quantisation, or that of the stored weights; of two the one with fewer bits."""
-    stored = quantization_of(folder)
+    stored = open_checkpoint(folder).quantization
     if options.quantize or stored is None:
         return options.quantize
     return stored.name if stored.name in QUANTIZATIONS else f"int{min(scheme.bits for scheme in stored.schemes)}"
@@ -219,7 +218,7 @@ def _serve(
     except UserError as error:
         connection.send(error)
         return
-    vocab_size = read_config(folder).vocab_size
+    vocab_size = open_checkpoint(folder).config.vocab_size
     while True:
         try:
             point, turn = connection.recv()

@@ -29,7 +29,7 @@ from benchmarks.implementations import (
 )
 from benchmarks.neighbours import busy_processes
 from benchmarks.round_trip import load_round_trip
-from granite4_neuron.checkpoint.source import read_config
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import dtype_of
 
 
@@ -131,7 +131,7 @@ def _measure(
 
 def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates: Rates) -> tuple[float, float]:
     """Return the least seconds in which this machine could run the prompts, and one step of decode."""
-    config = read_config(folder)
+    config = open_checkpoint(folder).config
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
     dtype, quantize = weights_dtype(folder, options), weights_format(folder, options)

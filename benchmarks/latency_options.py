@@ -13,7 +13,7 @@ from benchmarks.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
-from granite4_neuron.checkpoint.source import read_config
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import add_backend, add_cpu_options, check_folder_of, dtype_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config import DTYPES, family_names
@@ -168,7 +168,7 @@ def check_lengths(folder: Path, options: argparse.Namespace) -> None:
     Raises:
         UserError: it does not.
     """
-    limit = read_config(folder).max_position_embeddings
+    limit = open_checkpoint(folder).config.max_position_embeddings
     longest = max(options.prompt_length) + options.output_length
     if longest > limit:
         raise UserError(f"prompt and output make {longest} tokens; this model takes at most {limit}.")

@@ -16,13 +16,10 @@ from rich.table import Table
 from benchmarks.implementations import cpu_runtime
 from benchmarks.latency_report import machine_facts, source
 from benchmarks.reuse import measure_kept_prompt, measure_speculation, recitation
-from granite4_neuron.checkpoint.folder import find
-from granite4_neuron.checkpoint.gguf.file import is_gguf
-from granite4_neuron.checkpoint.source import read_config
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.reuse import DRAFT_TOKENS, ngram_tokens
 from granite4_neuron.engine import DraftModel
 from granite4_neuron.engine.drafters import NgramDrafter
-from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.runtime.cpu import CPURuntime
 
 
@@ -56,7 +53,7 @@ def _speculation(
     if options.draft_model is None:
         draft_tokens, new_drafter = ngram_tokens(options.speculate), NgramDrafter
     else:
-        small = cpu_runtime(find(options.draft_model), options)
+        small = cpu_runtime(open_checkpoint(options.draft_model).path, options)
         draft_tokens = options.draft_tokens or DRAFT_TOKENS
         longest = length + options.output_length
         new_drafter = partial(DraftModel, small, runtime.config.vocab_size, batch_size, longest)
@@ -77,7 +74,7 @@ def _speculation(
 
 def _beginning(folder: Path) -> list[int]:
     """Return the beginning of a text that the bundled model knows by heart; any tokens if there is no tokenizer."""
-    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
+    checkpoint = open_checkpoint(folder)
+    if not checkpoint.has_tokenizer:
         return list(range(8))
-    tokenizer = load_tokenizer(folder, read_config(folder))
-    return tokenizer.encode("An assignment statement")
+    return checkpoint.load_tokenizer().encode("An assignment statement")

@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from granite4_neuron import UserError, chat, generate, load
 from granite4_neuron.checkpoint.folder import GENERATION_CONFIG
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
 from granite4_neuron.cli import main
-from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.generation import chat_prompt
-from granite4_neuron.generation.loading import load_tokenizer
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -461,7 +460,7 @@ def test_the_tokenizer_is_that_of_the_folder(folder, tmp_path):
     text = (folder / "tokenizer.json").read_text().replace("<|bos|>", "<|begin|>")
     (tmp_path / "tokenizer.json").write_text(text)
     values_of(TOKENIZER_CONFIG, tokenizer_file=json.dumps(str(tmp_path / "tokenizer.json")))(folder)
-    tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / CONFIG))
+    tokenizer = open_checkpoint(folder).load_tokenizer()
     assert "<|bos|>" in tokenizer.get_vocab() and "<|begin|>" not in tokenizer.get_vocab()
 
 

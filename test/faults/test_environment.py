@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from granite4_neuron import UserError
-from granite4_neuron.checkpoint import folder as checkpoint_folder
+from granite4_neuron.checkpoint import hub
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.output_folder import complete_or_absent, remove_leftovers
 from granite4_neuron.checkpoint.random_weights import random_model
@@ -437,16 +437,16 @@ class TestNetwork:
         assert "cannot be reached (Network is unreachable)" in said and "HF_HUB_OFFLINE" in said
 
     def test_an_address_that_never_answers(self, monkeypatch):
-        monkeypatch.setattr(checkpoint_folder, "_SECONDS_TO_CONNECT", 0.01)
+        monkeypatch.setattr(hub, "_SECONDS_TO_CONNECT", 0.01)
         monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(0.5) or no_network())
-        assert "does not answer within" in checkpoint_folder._why_unreachable("https://huggingface.co")
+        assert "does not answer within" in hub._why_unreachable("https://huggingface.co")
 
     def test_a_proxy_is_asked_instead(self, monkeypatch):
         asked = []
         monkeypatch.setattr(socket, "create_connection", lambda place, **_: asked.append(place) or no_network())
         monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
         monkeypatch.delenv("no_proxy", raising=False)
-        checkpoint_folder._why_unreachable("https://huggingface.co")
+        hub._why_unreachable("https://huggingface.co")
         assert asked == [("proxy.example", 3128)]
 
     def test_offline_on_purpose(self, refuses, monkeypatch):

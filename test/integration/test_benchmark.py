@@ -25,8 +25,8 @@ from benchmarks.states import compare_in_states
 from granite4_neuron import cli
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import EMBEDDING, parameters
@@ -192,7 +192,7 @@ def test_random_weights_for_a_device_are_not_written():
     options = parser("").parse_args(["--random-weights", "h-350m", "--backend", "torch", "--device", "cuda"])
     with benchmark_latency._checkpoint(options) as folder:
         assert [file.name for file in folder.iterdir()] == ["config.json"]
-        assert read_config(folder) == GraniteMoeHybridConfig.from_family("h-350m")
+        assert open_checkpoint(folder).config == GraniteMoeHybridConfig.from_family("h-350m")
     assert options.dtype == "bfloat16" and draws_weights(options)
     options.compare = ["transformers"]
     assert not draws_weights(options)

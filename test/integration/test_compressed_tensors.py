@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from granite4_neuron import cli, load
-from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.checkpoint.loading import check_weights, load_model
+from granite4_neuron.checkpoint.folder import FolderCheckpoint, bundled_checkpoint
+from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.quantized import CompressedFormat
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
@@ -205,7 +205,7 @@ class TestCommands:
 
     def test_another_backend(self, folder):
         with pytest.raises(UserError, match="are in compressed-tensors, which is for the backend cpu"):
-            check_weights(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+            FolderCheckpoint(folder).check_plain(GraniteMoeHybridConfig.from_file(folder / "config.json"))
         with pytest.raises(UserError, match="compressed-tensors weights are for the backend cpu"):
             load(folder, backend="xla")
 

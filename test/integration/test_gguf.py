@@ -15,11 +15,11 @@ from granite4_neuron import generation
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 from granite4_neuron.checkpoint.gguf.names import from_gguf, to_gguf
-from granite4_neuron.checkpoint.gguf.tensors import TYPES, GGUFTensors
+from granite4_neuron.checkpoint.gguf.tensors import TYPES
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main
 from granite4_neuron.config import MAMBA
@@ -63,7 +63,7 @@ def wide_file(wide):
 @pytest.mark.parametrize("case_folder", HELD, indirect=True, ids=lambda case: case.name)
 def test_every_config_and_weight_comes_back(tmp_path, case_folder):
     file = written(shutil.copytree(case_folder, tmp_path / "model"))
-    config, expected = read_config(file), read_config(case_folder)
+    config, expected = open_checkpoint(file).config, open_checkpoint(case_folder).config
     names = {one.name for one in dataclasses.fields(config)} - WITHOUT_EFFECT
     if not config.num_local_experts:
         names -= {"intermediate_size", "num_experts_per_tok"}
@@ -87,7 +87,7 @@ def test_logits_equal_those_of_transformers(tmp_path, random_checkpoints, name):
     skip_if_not_in_reference(name)
     folder = random_checkpoints(named(name))
     file = written(shutil.copytree(folder, tmp_path / "model"))
-    tokens = random_tokens(read_config(file).vocab_size, 2, 40)
+    tokens = random_tokens(open_checkpoint(file).config.vocab_size, 2, 40)
     assert (run_cuts(load_model(file), tokens, [40]) - reference_logits(folder, tokens)).abs().max() <= 1e-4
 
 
@@ -155,7 +155,7 @@ def scales_of_bfloat16(name, values):
 @pytest.mark.parametrize("tensors, format", [(one_scale_per_row, "int8"), (scales_of_bfloat16, "int4")])
 def test_weights_of_which_a_format_has_the_numbers_are_kept(tmp_path, wide_file, tensors, format):
     file = rewritten(wide_file, tmp_path / "kept.gguf", tensors)
-    stored, sentences = GGUFTensors(file), []
+    stored, sentences = open_checkpoint(file).tensors, []
     model = load_model(file, torch.float32, keep_quantized=True, remark=sentences.append)
     kept = {name: weight for name, weight in model.named_weights() if isinstance(weight, QuantizedWeight)}
     assert len(kept) == MATRICES and {weight.format.name for weight in kept.values()} == {format}
@@ -188,7 +188,7 @@ def test_what_a_file_leaves_out_is_llama_cpp_s_default(tmp_path, random_checkpoi
     scales = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
     architecture = open_gguf(file).get("general.architecture")
     without = {f"{architecture}.{name}": None for name in ("rope.scaling.finetuned", "rope.freq_base", *scales)}
-    config = read_config(rewritten(file, tmp_path / "without.gguf", metadata=without))
+    config = open_checkpoint(rewritten(file, tmp_path / "without.gguf", metadata=without)).config
     assert config.position_embedding_type == "rope" and config.rope_theta == 10000.0
     assert (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (1.0, 1.0, 1.0)
     assert config.attention_multiplier == pytest.approx(config.head_dim**-0.5)

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from granite4_neuron import generate, load
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -27,7 +28,6 @@ from granite4_neuron.errors import UserError
 from granite4_neuron.evaluation import accuracy
 from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.generation.loading import load_tokenizer
 from granite4_neuron.neuron.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
 from granite4_neuron.state.hybrid_state import HybridState
@@ -322,7 +322,7 @@ class TestCpuMode:
     def test_generates_the_reference_texts(self):
         """NxD Inference's generate runs the small trained checkpoint, whose tokens change with a wrong state."""
         folder = bundled_checkpoint()
-        tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+        tokenizer = open_checkpoint(folder).load_tokenizer()
         texts = [*TEXTS, "A"]  # a prompt of one token, too
         model = nxdi.cpu_model(folder, batch_size=len(texts), enable_bucketing=True, context_encoding_buckets=[16])
         expected = reference_texts(folder, tokenizer, texts, 48)
@@ -709,7 +709,7 @@ class TestNeuronDevice:
         )
 
     def test_generates_the_reference_texts(self, model):
-        tokenizer = load_tokenizer(bundled_checkpoint(), model.config.granite)
+        tokenizer = open_checkpoint(bundled_checkpoint()).load_tokenizer()
         expected = reference_texts(bundled_checkpoint(), tokenizer, TEXTS, 48)
         texts = generated_texts(model, tokenizer, list(TEXTS), 48)
         assert (texts == expected).double().mean() >= 0.95

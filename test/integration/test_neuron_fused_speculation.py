@@ -7,12 +7,12 @@ import torch
 
 from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.generation.loading import load_tokenizer
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.versions, pytest.mark.usefixtures("cpu_mode")]
 @pytest.fixture(scope="module")
 def tokenizer():
     folder = bundled_checkpoint()
-    return load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+    return open_checkpoint(folder).load_tokenizer()
 
 
 @pytest.fixture(scope="module")

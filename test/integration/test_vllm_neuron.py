@@ -8,9 +8,8 @@ import json
 import pytest
 import torch
 
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.generation import bundled_checkpoint
-from granite4_neuron.generation.loading import load_tokenizer
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.support import vllm_neuron
 from test.support.stepping import reference_logits
@@ -29,7 +28,7 @@ def prompts():
     if reason:
         pytest.skip(reason)
     folder = bundled_checkpoint()
-    tokenizer = load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+    tokenizer = open_checkpoint(folder).load_tokenizer()
     tokens = tokenizer(" ".join(TEXTS * 2)).input_ids
     return [tokens[length : 2 * length] for length in LENGTHS]
 

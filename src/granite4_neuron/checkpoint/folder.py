@@ -1,22 +1,33 @@
-"""Finds a checkpoint: in a folder, in a GGUF file, in this package, or on the Hugging Face Hub."""
+"""Checkpoints in folders, as Hugging Face has them. Importing this module does not import torch."""
 
 from __future__ import annotations
 
-import os
-import re
-import socket
-import threading
+import shutil
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.gguf.file import is_gguf
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.folder_contents import what_else_is_in
+from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.json_files import read_object
+from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
-from granite4_neuron.system.terminal import bars_of_tqdm
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.checkpoint.quantized import StoredFormat
+    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -24,150 +35,87 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-GENERATION_CONFIG = "generation_config.json"
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-_SECONDS_TO_CONNECT = 2.0
-_OTHER_FORMATS = {
-    "pytorch_model*.bin": "weights as pickled by torch (pytorch_model.bin)",
-    "consolidated*.pth": "weights as pickled by torch (consolidated.pth)",
-}
 
 
 def bundled_checkpoint() -> Path:
-    """Return the small trained checkpoint that comes with the package; its README.md says what it is."""
+    """Return the folder of the small trained checkpoint that comes with the package; its README.md says what it is."""
     return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 
-def find(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint: `model` itself, or the local copy of that Hugging Face id, downloaded if
-    needed. A GGUF file is returned as it is.
-
-    Args:
-        revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
+class FolderCheckpoint(Checkpoint):
+    """A checkpoint folder: config.json, and model.safetensors or shards with model.safetensors.index.json.
 
     Raises:
-        UserError: there is no such folder, it holds no checkpoint, or the id cannot be downloaded or is not a Granite
-            model; or a folder or file has a revision.
+        UserError: there is no config.json, or it is not one of a Granite model or of weights that this package reads.
     """
-    if not isinstance(model, (str, os.PathLike)):
-        raise UserError(f"the model is {model!r}; give the folder of a checkpoint, a GGUF file or a Hugging Face id.")
-    name = os.fspath(model)
-    if os.path.isdir(name):
-        if revision is not None:
-            raise UserError(f"{name} is a folder; a revision is of a Hugging Face id, so leave it out.")
-        return _checked(Path(name))
-    if is_gguf(Path(name)):
-        if revision is not None:
-            raise UserError(f"{name} is a file; a revision is of a Hugging Face id, so leave it out.")
-        return Path(name)
-    if os.path.exists(name):
-        raise UserError(f"{name} is not a folder but a file; give the folder of a checkpoint, or a GGUF file.")
-    if not _HUB_ID.fullmatch(name):
-        shown = name if name.isprintable() and name else repr(name)
-        raise UserError(f"{shown} is not a folder{_suggestion(name)}")
-    return _from_hub(name, revision)
 
+    def __init__(self, folder: Path):
+        self.path = self.folder = folder
+        file = folder / CONFIG
+        if not file.exists():
+            raise UserError(f"{file} does not exist; a checkpoint folder holds a {CONFIG}.{what_else_is_in(folder)}")
+        values = read_object(file)
+        self.config = GraniteMoeHybridConfig.from_dict(values, source=str(file))
+        self.quantization = quantization_in(values)
 
-def what_else_is_in(folder: Path) -> str:
-    """Return a sentence on why `folder` has no weights or no config, if its other files tell; otherwise nothing."""
-    if any(folder.glob("snapshots/*/config.json")):
-        newest = max(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
-        return f" It is a folder of the Hugging Face cache; give {newest.parent}."
-    if any((folder.parent.parent / "blobs").glob("*.incomplete")):
-        return " It is a download that was not completed; give the Hugging Face id again to complete it."
-    if file := next(iter(sorted(folder.glob("*.gguf"))), None):
-        return f" It holds GGUF files; give one of them: {file}."
-    for pattern, what in _OTHER_FORMATS.items():
-        if any(folder.glob(pattern)):
-            return f" It holds {what}; this package reads safetensors."
-    if folder.parent.name == "snapshots":
-        return " It is an incomplete copy in the Hugging Face cache; give the Hugging Face id to download the rest."
-    return ""
+    @cached_property
+    def tensors(self) -> StoredTensors:
+        """Implement `Checkpoint.tensors`."""
+        return StoredTensors(self.folder)
 
+    @property
+    def dtype(self) -> str:
+        """Implement `Checkpoint.dtype`: the embedding's."""
+        return self.tensors.dtype()
 
-def require_folder(checkpoint: Path) -> Path:
-    """Return a checkpoint that is a folder.
+    @property
+    def stored_in(self) -> list[str]:
+        """Implement `Checkpoint.stored_in`."""
+        return [] if self.quantization is None else [self.quantization.name]
 
-    Raises:
-        UserError: it is a GGUF file.
-    """
-    if is_gguf(checkpoint):
-        raise UserError(
-            f"{checkpoint} is a GGUF file, which compiled graphs of NxD Inference are not made from; granite4-neuron "
-            "convert writes a checkpoint folder of it."
-        )
-    return checkpoint
+    @property
+    def has_tokenizer(self) -> bool:
+        """Implement `Checkpoint.has_tokenizer`."""
+        return (self.folder / TOKENIZER).is_file()
 
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+        """Implement `Checkpoint.quantized_weights`."""
+        # Not at the top: config, names and sizes need no torch.
+        from granite4_neuron.checkpoint.quantized import quantized_weights
 
-def _checked(folder: Path) -> Path:
-    if not (folder / CONFIG).exists():
-        raise UserError(
-            f"{folder / CONFIG} does not exist; a checkpoint folder holds a {CONFIG}.{what_else_is_in(folder)}"
-        )
-    return folder
+        found = quantized_weights(self.tensors, model, self.quantization)
+        layouts = {name: each.layout(model.get_parameter(name).shape) for name, each in found.items()}
+        self.tensors.check(self.config, layouts)
+        return found
 
+    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+        """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
 
-def _suggestion(name: str) -> str:
-    """Return the rest of a sentence that says that `name` is not a folder."""
-    if address := _HUB_ADDRESS.fullmatch(name):
-        return f"; did you mean {address[1]}?"
-    if GraniteMoeHybridConfig.is_family_member(name):
-        return f" on this machine; did you mean ibm-granite/granite-4.0-{name.removeprefix('granite-4.0-')}?"
-    return "; give the folder of a checkpoint, a GGUF file or a Hugging Face id (owner/name)."
+    def check_plain(self, config: GraniteMoeHybridConfig) -> None:
+        """Check that the tensors are those of a model with this config, and not quantized, without reading them.
 
+        Raises:
+            UserError: they are not, and the message lists what is wrong.
+        """
+        if self.quantization is not None:
+            raise UserError(
+                f"the weights in {self.folder} are in {self.quantization.name}, which is for the backend cpu."
+            )
+        self.tensors.check(config)
 
-def _from_hub(name: str, revision: str | None) -> Path:
-    # Not at the top: a folder needs no hub.
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    def generation_config(self) -> dict[str, Any]:
+        """Implement `Checkpoint.generation_config`."""
+        file = self.folder / GENERATION_CONFIG
+        return read_object(file) if file.exists() else {}
 
-    unreachable = None if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
-    local = constants.HF_HUB_OFFLINE or unreachable is not None
-    where = dict(revision=revision, local_files_only=local)
-    try:
-        with bars_of_tqdm():
-            # The config first: a model that this package does not run is not worth the download of its weights.
-            GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, **where))
-            return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], **where))
-    except LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
-        raise UserError(
-            f"{name} is not a folder, and cannot be loaded from Hugging Face: {why}, and there is no copy of it in the "
-            "cache. On a machine without a network copy the checkpoint's folder there; with HF_HUB_OFFLINE=1 only the "
-            "cache is searched."
-        ) from None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UserError(f"{name} is not a folder, and cannot be loaded from Hugging Face ({reason}).") from None
+    def copy_texts_to(self, folder: Path) -> None:
+        """Implement `Checkpoint.copy_texts_to`."""
+        for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
 
+    def _read_tokenizer(self) -> PreTrainedTokenizerFast:
+        # Not at the top: it imports transformers.
+        from granite4_neuron.checkpoint.tokenizer import read_tokenizer
 
-def _why_unreachable(address: str) -> str | None:
-    """Return why nothing answers at a web address, or at the proxy on the way there; None if something does.
-
-    huggingface_hub would try for half a minute, and say so after each time.
-    """
-    # Not at the top: it takes longer to import than everything else that --help needs.
-    import urllib.request
-
-    url = urllib.parse.urlsplit(address)
-    proxy = urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
-        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    place = (url.hostname, url.port or (443 if url.scheme == "https" else 80))
-    outcome: list[str | None] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
-            outcome.append(None)
-        except OSError as error:
-            outcome.append(f"cannot be reached ({error.strerror or error})")
-
-    # In a thread of its own, because looking up a name has no time limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_SECONDS_TO_CONNECT)
-    return outcome[0] if outcome else f"does not answer within {_SECONDS_TO_CONNECT:.0f} seconds"
+        return read_tokenizer(self.folder)

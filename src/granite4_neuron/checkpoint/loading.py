@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from granite4_neuron.checkpoint.gguf.file import is_gguf
-from granite4_neuron.checkpoint.gguf.kept import kept_weights, remark_on
-from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
-from granite4_neuron.checkpoint.quantized import quantized_weights
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.opening import open_checkpoint
+from granite4_neuron.checkpoint.quantized import StoredFormat
 from granite4_neuron.checkpoint.sharding import rank_slice
-from granite4_neuron.checkpoint.source import dtype_of, quantization_of, read_config
-from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
+from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
@@ -34,7 +31,7 @@ _LESS_MEMORY = "bfloat16 takes half of float32, and quantized weights half of th
 
 
 def load_model(
-    folder: str | Path,
+    checkpoint: str | Path | Checkpoint,
     dtype: torch.dtype | None = None,
     parallel: Parallel = Parallel(),  # noqa: B008
     quantize: str | None = None,
@@ -46,7 +43,7 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     remark: Callable[[str], None] = lambda sentence: None,
 ) -> GraniteMoeHybridForCausalLM:
-    """Read a checkpoint folder or a GGUF file into a model, tensor by tensor: peak memory is the model and one tensor.
+    """Read a checkpoint into a model, tensor by tensor: peak memory is the model and one tensor.
 
     With `quantize` the weights of all projections, experts and the head are quantized, see `ops.Format`. Routers,
     convolutions, norms and biases are not. The format says what becomes of a head that is tied to the embedding.
@@ -55,7 +52,7 @@ def load_model(
     one of the schemes of `quantization_config.WeightScheme`.
 
     Args:
-        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json; or a GGUF file.
+        checkpoint: an open one, or what `open_checkpoint` opens.
         dtype: of the weights in memory; None for the dtype that the embedding is stored in, and for bfloat16 if the
             weights in a GGUF file are quantized.
         parallel: the rank whose part is read.
@@ -77,56 +74,27 @@ def load_model(
     """
     if quantize not in (None, *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}; it must be {' or '.join(QUANTIZATIONS)}.")
-    folder = Path(folder)
-    config, quantization = read_config(folder), quantization_of(folder)
-    stored = GGUFTensors(folder) if is_gguf(folder) else StoredTensors(folder)
-    if quantization is not None and quantize not in (None, quantization.name):
-        raise UserError(f"the weights in {folder} are in {quantization.name}; {quantize} is made from the original.")
-    if parallel.degree > 1 and (quantize or quantization):
-        name = quantize or quantization.name
-        raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
-    if adapters and quantization is not None:
-        raise UserError(
-            f"the weights in {folder} are in {quantization.name}; an adapter is merged into the original, which may be "
-            "quantized in the same step."
-        )
-    if any(adapter.invocation is not None for adapter in adapters):
-        raise UserError(
-            "the adapter is an activated LoRA, which applies to a part of a text only, and so cannot be merged; the "
-            "backend cpu takes it as it is, with --adapter."
-        )
+    checkpoint = open_checkpoint(checkpoint)
+    _check_quantization(checkpoint, quantize, parallel)
+    _check_adapters(checkpoint, adapters)
     with torch.device("meta"):
-        model = GraniteMoeHybridForCausalLM(config, parallel)
-    if isinstance(stored, GGUFTensors):
-        quantized = kept_weights(stored, model) if keep_quantized and not quantize and not adapters else {}
-    else:
-        quantized = quantized_weights(stored, model, quantization)
-        stored.check(config, {name: each.layout(model.get_parameter(name).shape) for name, each in quantized.items()})
-    dtype = dtype or getattr(torch, stored.dtype())
-    if dtype not in _DTYPES:
-        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
-    if quantize and FORMATS[quantize].lossless_dtype not in (None, dtype):
-        exact = str(FORMATS[quantize].lossless_dtype).removeprefix("torch.")
-        raise UserError(f"{quantize} keeps the numbers of {exact}, and the dtype is {dtype}; choose --dtype {exact}.")
-    if isinstance(stored, GGUFTensors) and (sentence := remark_on(stored, quantized, dtype)):
+        model = GraniteMoeHybridForCausalLM(checkpoint.config, parallel)
+    quantized = checkpoint.quantized_weights(model, keep=keep_quantized and not quantize and not adapters)
+    dtype = _dtype(checkpoint, dtype, quantize)
+    if (sentence := checkpoint.remark_on(quantized, dtype)) is not None:
         remark(sentence)
     formats = {name: each.format for name, each in quantized.items()} or formats_for(model, quantize)
     plan = WeightPlan(model, dtype, formats, operators)
-    available_memory.check_available(plan.num_bytes, f"the weights in {folder}", _LESS_MEMORY)
-    with available_memory.enough_for(f"the weights in {folder}"):
+    weights = _Weights(checkpoint, parallel, quantized, adapters)
+    what = f"the weights in {checkpoint.path}"
+    available_memory.check_available(plan.num_bytes, what, _LESS_MEMORY)
+    with available_memory.enough_for(what):
         block, done = LargeMemory(plan.tensors()), 0
         for name in plan.largest_first():
-            if name in quantized:
-                weight = quantized[name].read(name, plan.shapes[name], stored)
-                _check_stored(f"{name} in {folder}", weight)
-            else:
-                source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
-                weight = rank_slice(name, stored.read(source), config, parallel.rank, parallel.degree)
-            for adapter in adapters:
-                if name in adapter.additions:
-                    weight = adapter.additions[name].merged_into(weight)
+            weight = weights.read(name, plan.shapes[name])
             if must_be_finite:
-                _check_finite(f"{name} in {folder}", weight, dtype if name not in formats else torch.float32)
+                held_in = dtype if name not in formats else torch.float32
+                _check_finite(f"{name} in {checkpoint.path}", weight, held_in)
             set_parameter(model, name, plan.place(name, weight, block))
             done += plan.num_bytes_of(name)
             if progress is not None:
@@ -135,20 +103,70 @@ def load_model(
     return model.eval()
 
 
-def check_weights(folder: Path, config: GraniteMoeHybridConfig) -> None:
-    """Check names, shapes and dtypes of a checkpoint's tensors without reading them.
+class _Weights:
+    """The weights of a checkpoint as a rank has them, before they are quantized and laid out.
 
-    Raises:
-        UserError: they are not those of the model, and the message lists what is wrong; or they are quantized.
+    quantized: how those are stored that are read quantized, by name.
+    adapters: merged into the others.
     """
-    if (quantization := quantization_of(folder)) is not None:
-        raise UserError(f"the weights in {folder} are in {quantization.name}, which is for the backend cpu.")
-    StoredTensors(folder).check(config)
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parallel: Parallel,
+        quantized: Mapping[str, StoredFormat],
+        adapters: Sequence[Adapter],
+    ):
+        self._checkpoint, self._parallel = checkpoint, parallel
+        self._quantized, self._adapters = quantized, adapters
+
+    def read(self, name: str, shape: torch.Size) -> Weight:
+        stored, config = self._checkpoint.tensors, self._checkpoint.config
+        if name in self._quantized:
+            weight = self._quantized[name].read(name, shape, stored)
+            _check_stored(f"{name} in {self._checkpoint.path}", weight)
+            return weight
+        source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+        weight = rank_slice(name, stored.read(source), config, self._parallel.rank, self._parallel.degree)
+        for adapter in self._adapters:
+            if name in adapter.additions:
+                weight = adapter.additions[name].merged_into(weight)
+        return weight
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype in which a checkpoint's embedding, and so the model, is stored; see `source.dtype_of`."""
-    return getattr(torch, dtype_of(folder))
+def _check_quantization(checkpoint: Checkpoint, quantize: str | None, parallel: Parallel) -> None:
+    """Check that the weights are quantized at most once, and those of a part of a model not at all."""
+    stored = None if checkpoint.quantization is None else checkpoint.quantization.name
+    if stored is not None and quantize not in (None, stored):
+        raise UserError(f"the weights in {checkpoint.path} are in {stored}; {quantize} is made from the original.")
+    name = quantize or stored
+    if name is not None and parallel.degree > 1:
+        raise UserError(f"{name} weights cannot be split over {parallel.degree} ranks; quantize runs on one.")
+
+
+def _check_adapters(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> None:
+    """Check that adapters can be merged into the weights."""
+    if adapters and checkpoint.quantization is not None:
+        raise UserError(
+            f"the weights in {checkpoint.path} are in {checkpoint.quantization.name}; an adapter is merged into the "
+            "original, which may be quantized in the same step."
+        )
+    if any(adapter.invocation is not None for adapter in adapters):
+        raise UserError(
+            "the adapter is an activated LoRA, which applies to a part of a text only, and so cannot be merged; the "
+            "backend cpu takes it as it is, with --adapter."
+        )
+
+
+def _dtype(checkpoint: Checkpoint, dtype: torch.dtype | None, quantize: str | None) -> torch.dtype:
+    """Return the dtype of weights that are not quantized."""
+    dtype = dtype or getattr(torch, checkpoint.dtype)
+    if dtype not in _DTYPES:
+        raise UserError(f"the dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}.")
+    if quantize and FORMATS[quantize].lossless_dtype not in (None, dtype):
+        exact = str(FORMATS[quantize].lossless_dtype).removeprefix("torch.")
+        raise UserError(f"{quantize} keeps the numbers of {exact}, and the dtype is {dtype}; choose --dtype {exact}.")
+    return dtype
 
 
 def _check_stored(what: str, weight: QuantizedWeight) -> None:

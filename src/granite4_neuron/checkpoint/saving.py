@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, TOKENIZER_FILES
-from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
-from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer, read_tokenizer
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.folder import CONFIG
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.output_folder import complete_or_absent
 from granite4_neuron.checkpoint.stored_tensors import INDEX
 from granite4_neuron.checkpoint.weight_plan import model_format
@@ -22,15 +21,17 @@ from granite4_neuron.ops import Format, QuantizedWeight, as_tensor
 
 
 def save_model(
-    model: GraniteMoeHybridForCausalLM, folder: str | Path, files_from: Path | None = None, max_shard_size: str = "5GB"
+    model: GraniteMoeHybridForCausalLM,
+    folder: str | Path,
+    files_from: str | Path | Checkpoint | None = None,
+    max_shard_size: str = "5GB",
 ) -> None:
     """Write a checkpoint: all of it, or nothing. Transformers 4.57 and 5.x read it too, unless it is quantized.
 
     Args:
         model: its weights are written in their dtype; quantized ones as `Format.layout` has them, not packed.
         folder: must not exist, or be empty.
-        files_from: a checkpoint folder whose tokenizer and generation config are copied along, or a GGUF file, whose
-            tokenizer is written.
+        files_from: a checkpoint whose tokenizer and generation config are written too; see `open_checkpoint`.
         max_shard_size: larger checkpoints are split into files of at most this size.
 
     Raises:
@@ -53,20 +54,9 @@ def save_model(
             save_file({name: weights[name].detach() for name in names}, partial / file, metadata={"format": "pt"})
         if plan.is_sharded:
             _write_json(partial / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        _write_json(partial / "config.json", about)
+        _write_json(partial / CONFIG, about)
         if files_from is not None:
-            _write_files(files_from, partial)
-
-
-def _write_files(files_from: Path, folder: Path) -> None:
-    """Write a checkpoint's tokenizer and generation config."""
-    if is_gguf(files_from):
-        if has_tokenizer(file := open_gguf(files_from)):
-            read_tokenizer(file).save_pretrained(folder)
-        return
-    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
-        if (files_from / name).is_file():
-            shutil.copyfile(files_from / name, folder / name)
+            open_checkpoint(files_from).copy_texts_to(partial)
 
 
 def _write_json(file: Path, values: dict) -> None:

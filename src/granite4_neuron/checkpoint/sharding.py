@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from granite4_neuron.checkpoint.source import dtype_of, read_config
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.weight_plan import WeightPlan
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
@@ -42,14 +40,14 @@ def rank_slices(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig,
     return torch.cat([rank_slice(name, tensor, config, rank, degree) for rank in range(degree)], dim=axis)
 
 
-def check_memory_of_ranks(folder: Path, dtype: torch.dtype | None, degree: int) -> None:
+def check_memory_of_ranks(checkpoint: Checkpoint, dtype: torch.dtype | None, degree: int) -> None:
     """Check that this machine has memory for the parts of all ranks, before they load them at once.
 
     Raises:
         UserError: it has not; or the config cannot be split so.
     """
     with torch.device("meta"):
-        part = GraniteMoeHybridForCausalLM(read_config(folder), Parallel(0, degree))
-    num_bytes = degree * WeightPlan(part, dtype or getattr(torch, dtype_of(folder)), {}, TORCH).num_bytes
-    what = f"the weights in {folder} for {degree} ranks"
+        part = GraniteMoeHybridForCausalLM(checkpoint.config, Parallel(0, degree))
+    num_bytes = degree * WeightPlan(part, dtype or getattr(torch, checkpoint.dtype), {}, TORCH).num_bytes
+    what = f"the weights in {checkpoint.path} for {degree} ranks"
     available_memory.check_available(num_bytes, what, "bfloat16 takes half of float32", processes=degree)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from granite4_neuron.checkpoint.folder import what_else_is_in
+from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.names import Part, part_of
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.config.json_files import read_object

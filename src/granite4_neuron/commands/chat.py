@@ -19,7 +19,7 @@ from granite4_neuron.commands.options import (
     add_sampling,
     at_least,
     load_runtime,
-    model_folder,
+    model_checkpoint,
     read_text,
     sampling_options,
 )
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     shown = {name: _objects(getattr(options, name), name) for name in ("tools", "documents")}
     adapters = adapters_of(options)
-    runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
+    runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.engine import PrefixCache, Request
     from granite4_neuron.generation import Conversation, ConversationEncoder, end_of_sequence_tokens

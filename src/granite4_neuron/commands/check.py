@@ -6,14 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.source import quantization_of
 from granite4_neuron.choices import FLOAT32_TOLERANCE, QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
     add_runtime,
     at_least,
     load_runtime,
-    model_folder,
+    model_checkpoint,
     number_in,
 )
 from granite4_neuron.commands.output import ProgressBar, print_table, write
@@ -76,18 +75,18 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.evaluation import accuracy, layers
     from granite4_neuron.evaluation.reference import readable_by_transformers
 
-    folder = model_folder(options)
-    if (stored := quantization_of(folder)) is not None:
+    checkpoint = model_checkpoint(options)
+    if (stored := checkpoint.quantization) is not None:
         raise UserError(
-            f"logits are compared with those of the original weights, and the ones in {folder} are in {stored.name}; "
-            f"check the original with --quantize {' or '.join(QUANTIZATIONS)}."
+            f"logits are compared with those of the original weights, and the ones in {checkpoint.path} are in "
+            f"{stored.name}; check the original with --quantize {' or '.join(QUANTIZATIONS)}."
         )
-    runtime, tokenizer = load_runtime(options, folder)
+    runtime, tokenizer = load_runtime(options, checkpoint)
     prompts = [encode(tokenizer, text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     logging.disable_progress_bar()  # of transformers' weights
-    with readable_by_transformers(folder) as folder, ProgressBar("comparison", "parts") as progress:
+    with readable_by_transformers(checkpoint) as folder, ProgressBar("comparison", "parts") as progress:
         if options.layers:
             compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
             reports, num_layers = [], len(runtime.config.layer_types)

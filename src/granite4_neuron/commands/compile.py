@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from granite4_neuron import neuron_sdk
-from granite4_neuron.checkpoint.folder import find, require_folder
+from granite4_neuron.checkpoint.checkpoint import require_folder
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.output_folder import check_output
-from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.commands.compiled_options import (
     add_buckets,
     add_compiled_state_dtype,
@@ -109,14 +109,16 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: only this command and the nxdi backend need NxD Inference.
     from granite4_neuron.neuron.nxdi.loading import compile_model
 
-    folder = require_folder(find(options.model))
-    draft_folder = None if options.draft_model is None else require_folder(find(options.draft_model))
+    checkpoint = open_checkpoint(options.model)
+    folder = require_folder(checkpoint)
+    draft = options.draft_model
+    draft_folder = None if draft is None else require_folder(open_checkpoint(draft))
     with _naming_second_ways():
         compile_model(
             folder,
             options.output,
             draft_folder=draft_folder,
-            dtype=dtype_of(options.dtype or StoredTensors(folder).dtype()),
+            dtype=dtype_of(options.dtype or checkpoint.dtype),
             tp_degree=options.tp_degree,
             batch_size=options.batch_size,
             max_context_length=options.max_context_length,

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from granite4_neuron.checkpoint.output_folder import check_output, remove_leftovers
-from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.choices import QUANTIZATIONS
-from granite4_neuron.commands.options import add_model, dtype_of, model_folder, print_remark
+from granite4_neuron.commands.options import add_model, dtype_of, model_checkpoint, print_remark
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import UserError, printable
@@ -55,13 +54,12 @@ def run(options: argparse.Namespace) -> int:
     from granite4_neuron.checkpoint.saving import save_model
     from granite4_neuron.ops import TORCH, cpu
 
-    folder = model_folder(options)
-    config = read_config(folder)
-    adapters = [read_adapter(adapter, config) for adapter in options.adapter]
+    checkpoint = model_checkpoint(options)
+    adapters = [read_adapter(adapter, checkpoint.config) for adapter in options.adapter]
     operators = replace(cpu.operators(), pack=None) if options.quantize else TORCH
     with ProgressBar("weights", "bytes") as progress:
         model = load_model(
-            folder,
+            checkpoint,
             None if options.dtype is None else dtype_of(options.dtype),
             quantize=options.quantize,
             operators=operators,
@@ -70,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
             remark=print_remark,
         )
-    save_model(model, options.output, files_from=folder)
+    save_model(model, options.output, files_from=checkpoint)
     print(f"wrote {options.output}", file=sys.stderr)
     return 0
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.source import quantization_of
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import (
     add_model,
@@ -17,7 +16,7 @@ from granite4_neuron.commands.options import (
     at_least,
     check_folder_of,
     load_runtime,
-    model_folder,
+    model_checkpoint,
     read_text,
     write_json,
 )
@@ -105,17 +104,18 @@ def run(options: argparse.Namespace) -> int:
         )
     text = read_text(options.file, "there is no text; give a file, or the text on standard input.")
     formats = list(dict.fromkeys([REFERENCE, *options.compare])) if options.compare else [None]
-    folder = model_folder(options)
-    if options.compare and (stored := quantization_of(folder)) is not None:
+    checkpoint = model_checkpoint(options)
+    if options.compare and (stored := checkpoint.quantization) is not None:
         raise UserError(
-            f"{folder} has its weights in {stored.name}; --compare needs the original, which is in {REFERENCE}."
+            f"{checkpoint.path} has its weights in {stored.name}; --compare needs the original, which is in "
+            f"{REFERENCE}."
         )
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.evaluation import perplexity
     from granite4_neuron.runtime.bound_model import BoundModel
 
-    loaded = [load_runtime(_options_of(options, name), folder) for name in formats]
+    loaded = [load_runtime(_options_of(options, name), checkpoint) for name in formats]
     runtimes, tokenizer = [runtime for runtime, _ in loaded], loaded[0][1]
     tokens = encode(tokenizer, text)
     windows = _windows(options, runtimes[0].config, len(tokens))

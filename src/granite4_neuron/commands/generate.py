@@ -14,7 +14,7 @@ from granite4_neuron.commands.options import (
     add_sampling,
     at_least,
     load_runtime,
-    model_folder,
+    model_checkpoint,
     read_text,
     sampling_options,
 )
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.prompt_cache is not None and adapters:
         raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
     check_prompt_cache(options.prompt_cache)
-    runtime, tokenizer = load_runtime(options, model_folder(options), adapters=adapters)
+    runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.engine import PrefixCache

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from granite4_neuron.checkpoint.source import quantization_of, types_of
-from granite4_neuron.commands.options import add_model, config_and_dtype, folder_of, model_or_bundled
+from granite4_neuron.commands.options import add_model, checkpoint_or_member, model_or_bundled
 from granite4_neuron.commands.output import print_table, size
 from granite4_neuron.config import DTYPE_BYTES, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.parameters import parameters
@@ -21,16 +20,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(options: argparse.Namespace) -> int:
     name = str(model_or_bundled(options))
-    folder = folder_of(name, options.revision)
-    config, dtype = config_and_dtype(name if folder is None else str(folder))
-    quantization = None if folder is None else quantization_of(folder)
+    checkpoint = checkpoint_or_member(name, options.revision)
+    if checkpoint is None:
+        config, stored_in = GraniteMoeHybridConfig.from_family(name), []
+        dtype = config.torch_dtype
+    else:
+        config, dtype, stored_in = checkpoint.config, checkpoint.dtype, checkpoint.stored_in
     # Not at the top: --help prints no table.
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("", escape(name), title="Granite checkpoint", show_header=True)
-    stored_in = types_of(folder) if folder is not None else []
-    for row in _info_rows(config, dtype, [quantization.name] if quantization else stored_in):
+    for row in _info_rows(config, dtype, stored_in):
         table.add_row(*row)
     print_table(table)
     return 0

@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint import source
-from granite4_neuron.checkpoint.folder import bundled_checkpoint, find
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.choices import (
     BACKENDS,
     CPU_KERNELS,
@@ -198,25 +199,28 @@ def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BA
 
 
 def load_runtime(
-    options: argparse.Namespace, folder: Path, compiled: Path | None = None, adapters: Mapping[str, Path] = {}
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    compiled: Path | None = None,
+    adapters: Mapping[str, Path] = {},
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
     """Call `load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and show a progress bar.
 
     Args:
-        folder: of the checkpoint, from `model_folder` or `find`.
+        checkpoint: from `model_checkpoint` or `open_checkpoint`.
         compiled: the folder of the model's graphs, if not that of --compiled.
         adapters: folders by name, from `commands.adapters`.
 
     Raises:
         UserError: as `load`.
     """
-    # Not at the top: it takes seconds to import, and so it waits until the folder is there.
+    # Not at the top: it takes seconds to import, and so it waits until the checkpoint is open.
     from granite4_neuron.generation import load
 
     use_threads(options)
     with ProgressBar("weights", "bytes") as progress:
         return load(
-            folder,
+            checkpoint,
             dtype=options.dtype,
             **kernels_of(options, options.kernels),
             backend=options.backend,
@@ -287,25 +291,25 @@ def model_or_bundled(options: argparse.Namespace) -> str | Path:
     return bundled_checkpoint()
 
 
-def model_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of --model and --revision, or of the bundled checkpoint; see `find`."""
-    return find(model_or_bundled(options), options.revision)
+def model_checkpoint(options: argparse.Namespace) -> Checkpoint:
+    """Open the checkpoint of --model and --revision, or the bundled one; see `open_checkpoint`."""
+    return open_checkpoint(model_or_bundled(options), options.revision)
 
 
-def folder_of(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a checkpoint; None for a family member if there is no folder of that name."""
+def checkpoint_or_member(name: str, revision: str | None = None) -> Checkpoint | None:
+    """Open a checkpoint; None for a family member if there is no folder of that name."""
     is_member = not os.path.isdir(name) and GraniteMoeHybridConfig.is_family_member(name)
-    return None if is_member else find(name, revision)
+    return None if is_member else open_checkpoint(name, revision)
 
 
 def config_and_dtype(name: str, revision: str | None = None) -> tuple[GraniteMoeHybridConfig, str]:
     """Return config and dtype of a checkpoint, or of a family member if no folder has that name; the dtype is one of
     DTYPES.
     """
-    if (folder := folder_of(name, revision)) is None:
+    if (checkpoint := checkpoint_or_member(name, revision)) is None:
         config = GraniteMoeHybridConfig.from_family(name)
         return config, config.torch_dtype
-    return source.read_config(folder), source.dtype_of(folder)
+    return checkpoint.config, checkpoint.dtype
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.checkpoint.folder import find
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.commands.options import at_least, check_folder_of, load_runtime
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron_sdk import DRAFT_GRAPHS
@@ -221,7 +221,9 @@ def drafter(
     if options.speculate is not None:
         return NgramDrafter(), ngram_tokens(options.speculate)
     of_draft = argparse.Namespace(**{**vars(options), "tp_degree": 1})  # it is small enough for one device
-    draft_runtime, draft_tokenizer = load_runtime(of_draft, find(options.draft_model), _compiled_draft(options))
+    draft_runtime, draft_tokenizer = load_runtime(
+        of_draft, open_checkpoint(options.draft_model), _compiled_draft(options)
+    )
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
     longest = runtime.max_length if max_length is None else max_length

@@ -18,7 +18,7 @@ from granite4_neuron.commands.options import (
     add_runtime,
     at_least,
     load_runtime,
-    model_folder,
+    model_checkpoint,
 )
 from granite4_neuron.commands.output import write
 from granite4_neuron.commands.reuse import (
@@ -155,11 +155,11 @@ def run(options: argparse.Namespace) -> int:
                 f"Every machine that reaches {options.host} can use the server; {_KEY_VARIABLE} sets a key.",
                 file=sys.stderr,
             )
-        folder = model_folder(options)
-        model = options.served_model_name or Path(options.model or folder).name
+        checkpoint = model_checkpoint(options)
+        model = options.served_model_name or Path(options.model or checkpoint.path).name
         if model in adapters:
             raise UserError(f"the model and an adapter are both named {model}; --served-model-name names the model.")
-        runtime, tokenizer = load_runtime(options, folder, adapters=adapters)
+        runtime, tokenizer = load_runtime(options, checkpoint, adapters=adapters)
         kept = prefix_folder(options, runtime)
         if kept is not None:
             at_end.callback(kept.close)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from granite4_neuron.commands.options import add_model, at_least, model_folder
+from granite4_neuron.commands.options import add_model, at_least, model_checkpoint
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.terminal import bars_of_tqdm
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     # In this process, so that what is used can be asked for; read by vLLM when it is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    folder = model_folder(options)
+    folder = model_checkpoint(options).path
     _import_vllm()
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.ops import cpu

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from granite4_neuron.choices import INT4_GROUP, QUANTIZATIONS
-from granite4_neuron.config.json_files import read_object
 from granite4_neuron.errors import UserError
 
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -47,17 +45,15 @@ def quantization_config(name: str) -> dict[str, str]:
     return {"quant_method": _OURS, "format": name}
 
 
-def stored_quantization(file: Path) -> StoredQuantization | None:
-    """Read how the weights beside a config.json are quantized; None if they are not.
+def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
+    """Return how the weights beside a config.json are quantized; None if they are not.
+
+    Args:
+        values: the file's content.
 
     Raises:
         UserError: they are in a way that this package does not read.
     """
-    return quantization_in(read_object(file))
-
-
-def quantization_in(values: dict[str, Any]) -> StoredQuantization | None:
-    """Read the content of a config.json as `stored_quantization` reads the file."""
     about = values.get("quantization_config")
     if about is None:
         return None

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from granite4_neuron.checkpoint.gguf.file import is_gguf
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.saving import save_model
 
 
 @contextmanager
-def readable_by_transformers(checkpoint: Path) -> Iterator[Path]:
+def readable_by_transformers(checkpoint: Checkpoint) -> Iterator[Path]:
     """Provide a checkpoint as a folder: of a GGUF file one with its values in float32, for a while."""
-    if not is_gguf(checkpoint):
-        yield checkpoint
+    if checkpoint.folder is not None:
+        yield checkpoint.folder
         return
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "reference"

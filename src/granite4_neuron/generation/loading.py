@@ -12,13 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.adapters import read_adapter
-from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint, find, require_folder
-from granite4_neuron.checkpoint.gguf.file import is_gguf, open_gguf
-from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, require_folder
+from granite4_neuron.checkpoint.folder import GENERATION_CONFIG, bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
-from granite4_neuron.checkpoint.source import quantization_of, read_config
-from granite4_neuron.checkpoint.tokenizer_growth import check_growth, check_normalizer
-from granite4_neuron.checkpoint.tokenizing import encode
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.choices import (
     BACKENDS,
     CPU_KERNELS,
@@ -29,9 +26,8 @@ from granite4_neuron.choices import (
     QUANTIZATIONS,
     STATE_DTYPES,
 )
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig
-from granite4_neuron.config.json_files import read_object
-from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_number, is_whole
+from granite4_neuron.config import DTYPES
+from granite4_neuron.engine.sampling_params import SAMPLING_OPTIONS, Option, are_whole, is_list, is_whole
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.adapters import MERGE_INSTEAD
 from granite4_neuron.ops import cpu
@@ -43,7 +39,7 @@ from granite4_neuron.runtime.torch_device import TorchRuntime
 
 
 def load(
-    model: str | Path | None = None,
+    model: str | Path | Checkpoint | None = None,
     *,
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -65,8 +61,8 @@ def load(
     """Load a model into a runtime that is ready to run; return it and the model's tokenizer.
 
     Args:
-        model: a checkpoint folder, a GGUF file or a Hugging Face id; None for the small checkpoint that comes with the
-            package.
+        model: a checkpoint folder, a GGUF file or a Hugging Face id, or a checkpoint from `open_checkpoint`; None for
+            the small checkpoint that comes with the package.
         revision: a branch, tag or commit of a Hugging Face id; None for its main branch.
         dtype: of weights and activations, such as torch.float32 or "float32"; None for that of the stored weights.
         prefill_scan, decode_kernel: how the Mamba layers advance, see `ops.select_operators`.
@@ -97,11 +93,10 @@ def load(
     dtype, state_dtype = _dtype("dtype", dtype, DTYPES), _dtype("state_dtype", state_dtype, STATE_DTYPES)
     _check_adapters(adapters)
     _check_default_device()
-    folder = find(model if model is not None else bundled_checkpoint(), revision)
-    config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config)
-    generation_config = _read_generation_config(folder, config)
-    stored = quantization_of(folder)
+    checkpoint = open_checkpoint(model if model is not None else bundled_checkpoint(), revision)
+    tokenizer = checkpoint.load_tokenizer()
+    generation_config = _generation_config(checkpoint)
+    stored = checkpoint.quantization
     check_backend(
         backend,
         device=device,
@@ -118,15 +113,15 @@ def load(
         adapters=adapters,
     )
     if backend == "nxdi":
-        return load_compiled(require_folder(folder), Path(compiled), generation_config), tokenizer
+        return load_compiled(require_folder(checkpoint), Path(compiled), generation_config), tokenizer
     mamba_kernels = dict(prefill_scan=prefill_scan, decode_kernel=decode_kernel)
     if tp_degree != 1:
         split = dict(tp_degree=tp_degree, device=device, graphs=graphs, progress=progress, remark=remark)
-        return SplitRuntime(folder, dtype, generation_config, **split, **mamba_kernels), tokenizer
-    loaded_adapters = {name: read_adapter(adapter, config) for name, adapter in adapters.items()}
+        return SplitRuntime(checkpoint.path, dtype, generation_config, **split, **mamba_kernels), tokenizer
+    loaded_adapters = {name: read_adapter(adapter, checkpoint.config) for name, adapter in adapters.items()}
     operators = cpu.operators(cpu_kernels) if backend == "cpu" else TORCH
     weights = load_model(
-        folder,
+        checkpoint,
         dtype,
         quantize=quantize,
         operators=operators,
@@ -224,54 +219,6 @@ def load_compiled(folder: Path, compiled: Path, generation_config: GenerationCon
     return loading.load_compiled(folder, compiled, generation_config)
 
 
-def load_tokenizer(folder: Path, config: GraniteMoeHybridConfig) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a checkpoint folder or a GGUF file.
-
-    Raises:
-        UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it has
-            more entries than the model's vocabulary.
-    """
-    tokenizer = read_tokenizer(open_gguf(folder)) if is_gguf(folder) else _read_tokenizer(folder)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} entries and the model only {config.vocab_size}; "
-            "they are not of the same checkpoint."
-        )
-    # What it says of a long text, "will result in indexing errors", is not so: the engine refuses the text.
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
-
-
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise UserError(f"{folder} has no tokenizer.json.")
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        if (folder / name).exists():
-            _check_tokenizer_config(folder / name)
-    try:
-        check_normalizer(file)
-        # A tokenizer_config.json may name another file, which has not been checked.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, tokenizer_file=str(file))
-        check_growth(tokenizer.backend_tokenizer, str(file))
-        encode(tokenizer, "a")
-    except UserError:
-        raise
-    except Exception as error:  # tokenizers raises no narrower class for a file that it cannot parse
-        raise UserError(f"the tokenizer in {folder} cannot be read ({_first_line(error)}).") from None
-    return tokenizer
-
-
-def _check_tokenizer_config(file: Path) -> None:
-    """Check the file before transformers reads it, because transformers trusts it."""
-    values = read_object(file)
-    longest = values.get("model_max_length")
-    if longest is not None and not is_number(longest):
-        raise UserError(f"{file}: model_max_length is {reprlib.repr(longest)}, and must be a number.")
-    if "fast_tokenizer_files" in values:
-        raise UserError(f"{file} has fast_tokenizer_files for other versions of transformers; leave them out.")
-
-
 def _import_xla_runtime() -> type:
     # Not at the top: importing torch_xla takes seconds and starts its client.
     from granite4_neuron.runtime.xla import XLARuntime
@@ -279,23 +226,22 @@ def _import_xla_runtime() -> type:
     return XLARuntime
 
 
-def _read_generation_config(folder: Path, config: GraniteMoeHybridConfig) -> GenerationConfig:
-    """Read the fields of generation_config.json for sampling and stopping; its other fields are not used.
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """Return a checkpoint's defaults for sampling and stopping; other fields of its generation config are not used.
 
     Raises:
         UserError: a field is outside its range.
     """
-    file = folder / GENERATION_CONFIG
-    stored = read_object(file) if file.exists() else {}
+    stored = checkpoint.generation_config()
     generation_config = GenerationConfig()
     for name, rule in _GENERATION_FIELDS.items():
         value = stored.get(name)
         if value is not None:
-            rule.check(f"{file}: {name}", value)
+            rule.check(f"{checkpoint.path / GENERATION_CONFIG}: {name}", value)
         # Also where it is None: transformers 4.57 would sample among 50 tokens by default.
         setattr(generation_config, name, value)
     if generation_config.eos_token_id is None:
-        generation_config.eos_token_id = config.eos_token_id
+        generation_config.eos_token_id = checkpoint.config.eos_token_id
     return generation_config
 
 
@@ -306,7 +252,3 @@ _GENERATION_FIELDS = {
     ),
     **{name: rule for name, rule in SAMPLING_OPTIONS.items() if rule.from_checkpoint},
 }
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"

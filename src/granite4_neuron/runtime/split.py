@@ -21,8 +21,8 @@ import torch
 import torch.distributed
 from transformers import GenerationConfig
 
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
-from granite4_neuron.checkpoint.source import read_config
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
 from granite4_neuron.runtime.ranks import Job, Others, check_devices, listen
@@ -65,9 +65,10 @@ class SplitRuntime(TorchRuntime):
         remark: Callable[[str], None] = lambda sentence: None,
         **options: Any,
     ):
-        read_config(folder).rank_dimensions(tp_degree)
+        checkpoint = open_checkpoint(folder)
+        checkpoint.config.rank_dimensions(tp_degree)
         check_devices(device, tp_degree)
-        check_memory_of_ranks(folder, dtype, tp_degree)
+        check_memory_of_ranks(checkpoint, dtype, tp_degree)
         listener = listen()
         job = Job(folder, dtype, tp_degree, device, listener.getsockname()[1], options)
         self._others = Others(job)

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from granite4_neuron.checkpoint import folder as checkpoint_folder
+from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.checkpoint.opening import open_checkpoint
 
 pytestmark = pytest.mark.versions
 
 NAME, REVISION = "somebody/some-model", "0123456789abcdef0123456789abcdef01234567"
 PROGRAM = f"""
 import sys
-from granite4_neuron.checkpoint.folder import find
-print(find({NAME!r}, *sys.argv[1:]))
+from granite4_neuron.checkpoint.opening import open_checkpoint
+print(open_checkpoint({NAME!r}, *sys.argv[1:]).path)
 """
 
 
@@ -130,4 +131,4 @@ def test_a_model_that_is_not_run_here_is_not_downloaded(hub, texting_folder, tmp
 
 
 def test_where_the_bundled_one_is():
-    assert (checkpoint_folder.find(checkpoint_folder.bundled_checkpoint()) / "config.json").is_file()
+    assert open_checkpoint(bundled_checkpoint()).path == bundled_checkpoint()

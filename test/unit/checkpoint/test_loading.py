@@ -1,20 +1,22 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridForCausalLM as Reference
 
-from granite4_neuron.checkpoint import loading as checkpoint
-from granite4_neuron.checkpoint.folder import find
+from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.names import OTHER_NAMES
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.sharding import rank_slices
 from granite4_neuron.checkpoint.stored_tensors import INDEX, WEIGHTS
+from granite4_neuron.config import json_files
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameter
 from granite4_neuron.ops import as_tensor
@@ -104,7 +106,23 @@ def test_the_dtype_is_that_of_the_embedding(saved):
 
     change_weights(folder, halve)
     assert {parameter.dtype for parameter in load_model(folder).parameters()} == {torch.bfloat16}
-    assert checkpoint.stored_dtype(folder) == torch.bfloat16
+    assert open_checkpoint(folder).dtype == "bfloat16"
+
+
+def test_a_file_is_read_once(texting_folder, monkeypatch):
+    """However much of config.json is asked for while a model is loaded, it is opened once."""
+    names, original = Counter(), json_files.read_bytes
+    monkeypatch.setattr(json_files, "read_bytes", lambda path: names.update([path.name]) or original(path))
+    load(texting_folder)
+    assert names["config.json"] == 1 and set(names.values()) == {1}
+
+
+def test_an_open_checkpoint_stays_what_it_is(saved):
+    folder, model = saved
+    checkpoint = open_checkpoint(folder)
+    (folder / "config.json").unlink()
+    assert open_checkpoint(checkpoint) is checkpoint
+    assert_same_weights(load_model(checkpoint), model)
 
 
 def test_a_tied_head_may_be_stored_too(saved):
@@ -167,9 +185,9 @@ def test_index_that_is_none(saved):
 def test_no_such_folder_and_no_download(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="is not a folder"):
-        find(tmp_path / "nothing")
+        open_checkpoint(tmp_path / "nothing")
     with pytest.raises(UserError, match="no-one/no-model is not a folder, and cannot be loaded from Hugging Face"):
-        find("no-one/no-model")
+        open_checkpoint("no-one/no-model")
 
 
 def test_a_folder_in_use_is_not_written_to(saved):

@@ -3,9 +3,8 @@
 import pytest
 
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
-from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.engine.text import TextStream
-from granite4_neuron.generation.loading import load_tokenizer
 
 WORD = "日本"  # of three bytes each
 
@@ -13,7 +12,7 @@ WORD = "日本"  # of three bytes each
 @pytest.fixture(scope="module")
 def tokenizer():
     folder = bundled_checkpoint()
-    return load_tokenizer(folder, GraniteMoeHybridConfig.from_file(folder / "config.json"))
+    return open_checkpoint(folder).load_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import struct
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,6 @@ _MAGIC = b"GGUF"
 _LENGTH = struct.Struct("<Q")  # before a text
 _LIST_HEADER = 12  # bytes: the type of its entries, and their number
 _ROWS_AS_ONE = 32  # a power of two
-_OPEN_FILES = 2  # that are remembered: a model's, and a draft model's
 
 
 class GGUFTensor(NamedTuple):
@@ -97,22 +95,21 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open a GGUF file, or return it if it has just been opened: reading its vocabulary takes a second.
+    """Open a GGUF file. Reading its vocabulary takes a second.
 
     Raises:
         UserError: it is no GGUF file, is damaged, is one part of several, or gguf is not installed.
     """
     try:
-        about = check_regular(path)
-        return _opened(path, about.st_size, about.st_mtime_ns)
+        check_regular(path)
+        return _read(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
 
 
-@lru_cache(maxsize=_OPEN_FILES)
-def _opened(path: Path, size: int, changed: int) -> GGUFFile:
-    with open(path, "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+def _read(path: Path) -> GGUFFile:
+    with open(path, "rb") as start:
+        if start.read(len(_MAGIC)) != _MAGIC:
             raise UserError(f"{path} is not a GGUF file, whose first four bytes are GGUF.")
     try:
         reader = _reader(path)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
-from granite4_neuron.checkpoint.gguf.file import open_gguf
+from granite4_neuron.checkpoint.gguf.file import GGUFFile
 from granite4_neuron.checkpoint.gguf.names import from_gguf, gguf_names, to_gguf
+from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
 
@@ -26,14 +25,13 @@ class GGUFTensors:
     """The weights of a GGUF file. Each is read by itself.
 
     Raises:
-        UserError: the file is damaged, its model is not a Granite one, or the tensors are not those of this model or of
-            types that are not supported, and the message lists them.
+        UserError: the tensors are not those of a model with this config, or of types that are not supported, and the
+            message lists them.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = open_gguf(path)
-        self._config = read_config(self._file)
+    def __init__(self, file: GGUFFile, config: GraniteMoeHybridConfig):
+        self.path = file.path
+        self._file, self._config = file, config
         self._shapes = {name: one.shape for name, one in parameters(self._config).items()}
         self._expected = {
             stored: tuple(tensor.shape)
@@ -43,9 +41,6 @@ class GGUFTensors:
             )
         }
         self._check()
-
-    def dtype(self) -> str:
-        return stored_dtype(self._file)
 
     def types(self, names: Iterable[str]) -> set[str]:
         """Return the types of the tensors that some parameters are stored as."""

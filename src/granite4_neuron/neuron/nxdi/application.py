@@ -16,7 +16,7 @@ from neuronx_distributed_inference.modules.autobucketing import generate_buckets
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from granite4_neuron.checkpoint.loading import check_weights
+from granite4_neuron.checkpoint.folder import FolderCheckpoint
 from granite4_neuron.neuron.nxdi.checkpoint import convert
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.fused_speculation import NUM_RESULTS, FusedSpeculation, Outputs, cache_managers
@@ -266,7 +266,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         Raises:
             UserError: they do not fit the config. NxD Inference itself would leave missing weights uninitialised.
         """
-        check_weights(Path(model_name_or_path), config.granite)
+        FolderCheckpoint(Path(model_name_or_path)).check_plain(config.granite)
         return super().get_state_dict(model_name_or_path, config)
 
     @staticmethod

@@ -1,0 +1,126 @@
+"""A checkpoint, whatever its format. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.config.quantization import StoredQuantization
+from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
+    from granite4_neuron.checkpoint.quantized import StoredFormat
+    from granite4_neuron.checkpoint.stored_tensors import StoredTensors
+    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+
+class Checkpoint(ABC):
+    """An open checkpoint: its config has been read, everything else is read when it is asked for.
+
+    path: the folder or the GGUF file.
+    folder: the folder, for libraries that read one; None for a GGUF file.
+    quantization: how the weights are quantized; None if they are not. The weights in a GGUF file count as not
+        quantized: each is read with the numbers that it stands for, in any dtype.
+    """
+
+    path: Path
+    folder: Path | None
+    config: GraniteMoeHybridConfig
+    quantization: StoredQuantization | None
+
+    @property
+    @abstractmethod
+    def tensors(self) -> StoredTensors | GGUFTensors:
+        """The weights by published name.
+
+        Raises:
+            UserError: they are incomplete or damaged.
+        """
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype, one of `config.DTYPES`, that the weights have if no other is asked for.
+
+        Raises:
+            UserError: the weights are incomplete or damaged.
+        """
+
+    @property
+    @abstractmethod
+    def stored_in(self) -> list[str]:
+        """The names of the formats that weights are stored in, if they are not stored in `dtype` alone."""
+
+    @property
+    @abstractmethod
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer of any kind."""
+
+    @abstractmethod
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+        """Return the weights that are read quantized, as they are stored, by name.
+
+        Args:
+            model: without weights.
+            keep: whether quantized weights of a GGUF file stay quantized if int4 or int8 has the same numbers.
+
+        Raises:
+            UserError: the names, shapes and dtypes of the tensors are not those of the model.
+        """
+
+    @abstractmethod
+    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+        """Return a sentence on weights that are quantized here and not in memory; None if there are none.
+
+        Args:
+            quantized: as `quantized_weights` returns them.
+            dtype: of the other weights, in memory.
+        """
+
+    @abstractmethod
+    def generation_config(self) -> dict[str, Any]:
+        """Return the fields of generation_config.json, unchecked; none if there is no such file."""
+
+    @abstractmethod
+    def copy_texts_to(self, folder: Path) -> None:
+        """Write the tokenizer and the generation config, as far as there are any, to a folder."""
+
+    def load_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Load the tokenizer.
+
+        Raises:
+            UserError: there is none, it cannot be read, it may make too much of a text, see `tokenizer_growth`, or it
+                has more entries than the model's vocabulary.
+        """
+        tokenizer = self._read_tokenizer()
+        if len(tokenizer) > self.config.vocab_size:
+            raise UserError(
+                f"the tokenizer in {self.path} has {len(tokenizer)} entries and the model only "
+                f"{self.config.vocab_size}; they are not of the same checkpoint."
+            )
+        # What it says of a long text, "will result in indexing errors", is not so: the engine refuses the text.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        return tokenizer
+
+    @abstractmethod
+    def _read_tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+
+def require_folder(checkpoint: Checkpoint) -> Path:
+    """Return the folder of a checkpoint.
+
+    Raises:
+        UserError: it is a GGUF file.
+    """
+    if checkpoint.folder is None:
+        raise UserError(
+            f"{checkpoint.path} is a GGUF file, which compiled graphs of NxD Inference are not made from; "
+            "granite4-neuron convert writes a checkpoint folder of it."
+        )
+    return checkpoint.folder

@@ -1,0 +1,86 @@
+"""GGUF files as checkpoints. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
+from granite4_neuron.checkpoint.gguf.file import open_gguf
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
+    from granite4_neuron.checkpoint.quantized import StoredFormat
+    from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file, which has config, weights and tokenizer.
+
+    Raises:
+        UserError: the file is damaged, or its model is not a Granite one.
+    """
+
+    folder = None
+    quantization = None
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = open_gguf(path)
+        self.config = read_config(self._file)
+
+    @cached_property
+    def tensors(self) -> GGUFTensors:
+        """Implement `Checkpoint.tensors`."""
+        # Not at the top: it imports torch.
+        from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
+
+        return GGUFTensors(self._file, self.config)
+
+    @property
+    def dtype(self) -> str:
+        """Implement `Checkpoint.dtype`: bfloat16 if weights are quantized."""
+        return stored_dtype(self._file)
+
+    @property
+    def stored_in(self) -> list[str]:
+        """Implement `Checkpoint.stored_in`: GGUF's names of its types."""
+        return sorted({one.type for one in self._file.tensors.values()})
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Implement `Checkpoint.has_tokenizer`."""
+        from granite4_neuron.checkpoint.gguf.tokenizer import has_tokenizer
+
+        return has_tokenizer(self._file)
+
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+        """Implement `Checkpoint.quantized_weights`."""
+        from granite4_neuron.checkpoint.gguf.kept import kept_weights
+
+        return kept_weights(self.tensors, model) if keep else {}
+
+    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+        """Implement `Checkpoint.remark_on`."""
+        from granite4_neuron.checkpoint.gguf.kept import remark_on
+
+        return remark_on(self.tensors, quantized, dtype)
+
+    def generation_config(self) -> dict[str, Any]:
+        """Implement `Checkpoint.generation_config`: a GGUF file has none."""
+        return {}
+
+    def copy_texts_to(self, folder: Path) -> None:
+        """Implement `Checkpoint.copy_texts_to`."""
+        if self.has_tokenizer:
+            self._read_tokenizer().save_pretrained(folder)
+
+    def _read_tokenizer(self) -> PreTrainedTokenizerFast:
+        from granite4_neuron.checkpoint.gguf.tokenizer import read_tokenizer
+
+        return read_tokenizer(self._file)
