@@ -22,9 +22,9 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from benchmarks.implementations import Point, random_prompts
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.choices import DEVICES
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.runtime.backends.torch_device import DEVICES
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.runtime.torch_device import TorchRuntime
 

@@ -22,13 +22,13 @@ from benchmarks.bound import Machine, Rates
 from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.openvino import OpenVino
 from granite4_neuron import UserError, stream_generate
+from granite4_neuron.backends import BACKENDS
 from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.commands.options import dtype_of
 from granite4_neuron.commands.output import peak_memory_bytes
-from granite4_neuron.generation.loading import load_compiled
 from granite4_neuron.ops import cpu
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.split import SplitRuntime
@@ -77,7 +77,9 @@ class Ours:
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         if options.backend == "nxdi":
-            self._runtime = load_compiled(folder, Path(options.compiled), transformers.GenerationConfig())
+            self._runtime = BACKENDS["nxdi"].load(
+                open_checkpoint(folder), transformers.GenerationConfig(), compiled=options.compiled
+            )
         elif options.tp_degree > 1:
             split = dict(tp_degree=options.tp_degree, device=options.device, graphs=options.graphs)
             dtype = weights_dtype(folder, options)

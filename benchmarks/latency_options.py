@@ -13,11 +13,11 @@ from benchmarks.implementations import LLAMA_CPP, OPENVINO, TRANSFORMERS
 from benchmarks.llama_cpp import BENCH, GGUF_TYPES
 from benchmarks.plots import check_plot
 from granite4_neuron import UserError, neuron_sdk
+from granite4_neuron.backends import check_backend
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.commands.options import add_backend, add_cpu_options, check_folder_of, dtype_of
+from granite4_neuron.commands.options import add_backend, backend_options, check_folder_of
 from granite4_neuron.commands.reuse import add_speculation, ngram_tokens
 from granite4_neuron.config import DTYPES, family_names
-from granite4_neuron.generation.loading import check_backend
 from granite4_neuron.runtime.torch_device import find_device
 
 BACKENDS = ("cpu", "torch", "nxdi")
@@ -39,7 +39,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output-length", type=int, default=32, metavar="N", help="new tokens, default: 32")
     parser.add_argument("--warmup", type=int, default=1, metavar="N", help="runs that are not counted, default: 1")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that are counted, default: 3")
-    add_cpu_options(parser)
     parser.set_defaults(threads=os.cpu_count() or 1)
     add_speculation(parser)
     parser.add_argument(
@@ -105,18 +104,7 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"--compare transformers needs transformers 5; {transformers.__version__} is installed.")
     check_folder_of(options.json)
     check_plot(options.plot)
-    check_backend(
-        options.backend,
-        device=options.device,
-        graphs=options.graphs,
-        tp_degree=options.tp_degree,
-        cpu_kernels=options.cpu_kernels,
-        compiled=options.compiled,
-        quantize=options.quantize,
-        state_dtype=dtype_of(options.state_dtype),
-        tuned_configs=options.tuned_configs,
-        dtype=dtype_of(options.dtype),
-    )
+    check_backend(options.backend, backend_options(options))
     if options.backend == "nxdi":
         neuron_sdk.require()
     if options.backend == "torch":

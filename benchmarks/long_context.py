@@ -25,10 +25,13 @@ from transformers import GenerationConfig
 from benchmarks.errors import reports_errors
 from benchmarks.implementations import Point, random_prompts
 from granite4_neuron import UserError
-from granite4_neuron.choices import BACKENDS, CPU_KERNELS, DEVICES, STATE_DTYPES
+from granite4_neuron.backends import BACKENDS
+from granite4_neuron.choices import CPU_KERNELS
 from granite4_neuron.commands.options import at_least
 from granite4_neuron.config import ATTENTION, DTYPES, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.runtime.backends.cpu import STATE_DTYPES
+from granite4_neuron.runtime.backends.torch_device import DEVICES
 from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row

@@ -23,10 +23,11 @@ from rich.table import Table
 
 from benchmarks.errors import reports_errors
 from benchmarks.probe.process import OK, Place, Record, Step, run_apart, run_here
-from granite4_neuron.choices import DEVICES, KV_WRITES, NKI_PREFILL_SCANS
+from granite4_neuron.choices import KV_WRITES, NKI_PREFILL_SCANS
 from granite4_neuron.commands.options import check_folder_of, write_json
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import check_choice
+from granite4_neuron.runtime.backends.torch_device import DEVICES
 
 # Seconds. A compiler for a device may take minutes for a graph.
 _GRAPH, _GRAPHS, _BENCHMARK = 600, 3600, 4 * 3600

@@ -39,7 +39,7 @@ _LAST_LINES = 40
 
 @dataclass(frozen=True)
 class Place:
-    """Where steps run: one of `choices.DEVICES`, and a backend of torch.compile, None for the device's own."""
+    """Where steps run: a device of the backend torch, and a backend of torch.compile, None for the device's own."""
 
     device: str
     compiler: str | None = None

@@ -6,20 +6,16 @@ importing torch.
 
 from pathlib import Path
 
-BACKENDS = ("cpu", "torch", "xla", "nxdi")
 CPU_KERNELS = ("fused", "torch")
 # A module each in ops/formats.
 QUANTIZATIONS = tuple(sorted(file.stem for file in (Path(__file__).parent / "ops" / "formats").glob("[a-z]*.py")))
 INT4_GROUP = 32  # columns of a row that have a scale together
 
-# Of the backend torch.
-DEVICES = ("cpu", "cuda", "neuron")
-GRAPHS = ("layer", "model")
+# Of keys and values to their cache, see `ops.xla.write_cache_as`.
 KV_WRITES = ("index", "rows", "select")
 
-# Of SSM states.
-STATE_DTYPES = ("float32", "float16", "bfloat16")
-COMPILED_STATE_DTYPES = ("float32", "bfloat16")  # in the graphs of NxD Inference
+# Of SSM states in the graphs of NxD Inference.
+COMPILED_STATE_DTYPES = ("float32", "bfloat16")
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)

@@ -132,7 +132,7 @@ class TestCommand:
             model.model.layers[1].post_attention_layernorm.weight.mul_(1.1)
             return model
 
-        monkeypatch.setattr("granite4_neuron.generation.loading.load_model", with_a_wrong_norm)
+        monkeypatch.setattr("granite4_neuron.checkpoint.loading.load_model", with_a_wrong_norm)
         status, output, _ = check(texting_folder, "--cpu-kernels", "torch")
         assert status == 1 and "FAILED (layer 1, attention, is the first that is off)" in output
         (marked,) = [line for line in output.splitlines() if "<-" in line]

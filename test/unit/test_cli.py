@@ -379,7 +379,7 @@ class TestCheck:
             operators = replace(operators, quantize=lambda weight, format: format.quantize(weight.flip(-1)))
             return original(*arguments, operators=operators, **options)
 
-        monkeypatch.setattr("granite4_neuron.generation.loading.load_model", with_columns_in_another_order)
+        monkeypatch.setattr("granite4_neuron.checkpoint.loading.load_model", with_columns_in_another_order)
         status, output, _ = run(*command)
         assert status == 1 and "FAILED" in output
 
@@ -391,7 +391,7 @@ class TestCheck:
             model.model.layers[0].mamba.D.zero_()
             return model
 
-        monkeypatch.setattr("granite4_neuron.generation.loading.load_model", without_D)
+        monkeypatch.setattr("granite4_neuron.checkpoint.loading.load_model", without_D)
         status, output, _ = run("check", "--model", texting_folder, "--tokens", 5)
         assert status == 1 and "FAILED" in output
 

@@ -6,29 +6,22 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from granite4_neuron.backends import BACKENDS, all_options
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.choices import (
-    BACKENDS,
-    CPU_KERNELS,
-    DECODE_KERNELS,
-    DEVICES,
-    FOLDER_VARIABLE,
-    GRAPHS,
-    KERNELS,
-    PREFILL_SCANS,
-    QUANTIZATIONS,
-    STATE_DTYPES,
-)
+from granite4_neuron.choices import KERNELS
 from granite4_neuron.commands.output import ProgressBar
-from granite4_neuron.config import DTYPES, GraniteMoeHybridConfig, family_names
+from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError, printable
+from granite4_neuron.runtime.backends.common import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
+from granite4_neuron.runtime.backends.declaration import Option
 
 if TYPE_CHECKING:
     import torch
@@ -95,13 +88,15 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_runtime` as a group; call it last, because most people need none of them."""
     group = parser.add_argument_group("weights, kernels and devices")
     add_arithmetic(group)
-    add_cpu_options(group)
     add_backend(group)
 
 
 def add_arithmetic(parser: argparse._ActionsContainer, *, takes_several: bool = False) -> None:
-    """Add the dtype and the kernels; with `takes_several`, --kernels takes several names and is a list."""
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    """Add the dtype and the kernels; with `takes_several`, --kernels takes several names and is a list.
+
+    Options of a single kernel are None if they are not given: `kernels_of` returns what --kernels means for them.
+    """
+    _add_option(parser, DTYPE)
     parser.add_argument(
         "--kernels",
         choices=KERNELS,
@@ -110,19 +105,40 @@ def add_arithmetic(parser: argparse._ActionsContainer, *, takes_several: bool = 
         help="for Neuron devices: compute in torch, or in this package's NKI kernels wherever there is one (default: "
         "torch)",
     )
+    _add_option(parser, replace(PREFILL_SCAN, default=None))
+    _add_option(parser, replace(DECODE_KERNEL, default=None))
+
+
+def add_backend(parser: argparse._ActionsContainer, backends: Iterable[str] = BACKENDS) -> None:
+    """Add --backend, the options that only some of these backends have, and --threads."""
+    parser.add_argument("--backend", choices=list(backends), default="cpu", help="where to run (default: %(default)s)")
+    for name in backends:
+        for option in BACKENDS[name].options:
+            if option.help is not None and option not in ARITHMETIC:
+                _add_option(parser, option)
     parser.add_argument(
-        "--prefill-scan",
-        choices=PREFILL_SCANS,
-        help="how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step "
-        "(quadratic), or, on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd); "
-        "default: chunked, with --kernels nki ssd",
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="threads to compute with (default: one per processor core)",
     )
+
+
+def _add_option(parser: argparse._ActionsContainer, option: Option) -> None:
     parser.add_argument(
-        "--decode-kernel",
-        choices=DECODE_KERNELS,
-        help="how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel (default: "
-        "that of --kernels)",
+        f"--{option.name.replace('_', '-')}",
+        type=str if option.least is None else at_least(option.least),
+        choices=option.choices,
+        default=option.default,
+        metavar=option.metavar,
+        help=option.help,
     )
+
+
+def backend_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of backends among a command's options, by their names in `generation.load`."""
+    declared = all_options()
+    return {name: value for name, value in vars(options).items() if name in declared}
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -172,43 +188,13 @@ def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
     return {name: getattr(options, name) or chosen[name] for name in chosen if hasattr(options, name)}
 
 
-def add_backend(parser: argparse._ActionsContainer, backends: Sequence[str] = BACKENDS) -> None:
-    parser.add_argument("--backend", choices=backends, default="cpu", help="where to run (default: %(default)s)")
-    parser.add_argument("--compiled", metavar="DIR", help="for --backend nxdi: what the compile command wrote")
-    parser.add_argument(
-        "--device",
-        default=DEVICES[0],
-        metavar="NAME",
-        help=f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--graphs",
-        choices=GRAPHS,
-        default=GRAPHS[0],
-        help="for --backend torch: compile a graph for each kind of layer, or one for the whole model, which takes "
-        "much longer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tp-degree",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="for --backend torch: split the model over N GPUs of this machine (default: %(default)s)",
-    )
-
-
 def load_runtime(
-    options: argparse.Namespace,
-    checkpoint: Checkpoint,
-    compiled: Path | None = None,
-    adapters: Mapping[str, Path] = {},
+    options: argparse.Namespace, checkpoint: Checkpoint, adapters: Mapping[str, Path] = {}
 ) -> tuple[Runtime, PreTrainedTokenizerFast]:
-    """Call `load` with the options of `add_arithmetic`, `add_backend` and `add_cpu_options`, and show a progress bar.
+    """Call `load` with the options of `add_runtime`, and show a progress bar.
 
     Args:
         checkpoint: from `model_checkpoint` or `open_checkpoint`.
-        compiled: the folder of the model's graphs, if not that of --compiled.
         adapters: folders by name, from `commands.adapters`.
 
     Raises:
@@ -218,62 +204,15 @@ def load_runtime(
     from granite4_neuron.generation import load
 
     use_threads(options)
+    chosen = backend_options(options) | kernels_of(options, options.kernels)
     with ProgressBar("weights", "bytes") as progress:
         return load(
-            checkpoint,
-            dtype=options.dtype,
-            **kernels_of(options, options.kernels),
-            backend=options.backend,
-            device=options.device,
-            graphs=options.graphs,
-            tp_degree=options.tp_degree,
-            cpu_kernels=options.cpu_kernels,
-            compiled=compiled or options.compiled,
-            quantize=options.quantize,
-            state_dtype=options.state_dtype,
-            tuned_configs=options.tuned_configs,
-            adapters=adapters,
-            progress=progress,
-            remark=print_remark,
+            checkpoint, backend=options.backend, **chosen, adapters=adapters, progress=progress, remark=print_remark
         )
 
 
 def print_remark(sentence: str) -> None:
     print(printable(sentence), file=sys.stderr)
-
-
-def add_cpu_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options of the cpu backend: which kernels it runs, how they are launched, and in how many threads."""
-    parser.add_argument(
-        "--cpu-kernels",
-        choices=CPU_KERNELS,
-        default=CPU_KERNELS[0],
-        help="kernels of the cpu backend: fused ones, compiled for this processor at first use, or plain torch "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tuned-configs",
-        metavar="DIR",
-        help="for the cpu backend: a folder of launch parameters that the tune command wrote (default: the folder that "
-        f"the environment variable {FOLDER_VARIABLE} names, if any)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="for the cpu backend: hold the large weights in this format; lossless12 has the numbers of bfloat16 "
-        "(default: as stored)",
-    )
-    parser.add_argument(
-        "--state-dtype",
-        choices=STATE_DTYPES,
-        help="for the cpu backend: dtype of SSM states; 16 bits are rounded stochastically (default: float32)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=at_least(1, MOST_THREADS),
-        metavar="N",
-        help="threads to compute with (default: one per processor core)",
-    )
 
 
 def use_threads(options: argparse.Namespace) -> None:

@@ -220,10 +220,9 @@ def drafter(
     require(runtime, "verify")
     if options.speculate is not None:
         return NgramDrafter(), ngram_tokens(options.speculate)
-    of_draft = argparse.Namespace(**{**vars(options), "tp_degree": 1})  # it is small enough for one device
-    draft_runtime, draft_tokenizer = load_runtime(
-        of_draft, open_checkpoint(options.draft_model), _compiled_draft(options)
-    )
+    # It is small enough for one device.
+    of_draft = argparse.Namespace(**{**vars(options), "tp_degree": 1, "compiled": _compiled_draft(options)})
+    draft_runtime, draft_tokenizer = load_runtime(of_draft, open_checkpoint(options.draft_model))
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.draft_model} has another tokenizer than the model; they must have the same.")
     longest = runtime.max_length if max_length is None else max_length

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
-
 
 @dataclass(frozen=True)
 class LowRank:

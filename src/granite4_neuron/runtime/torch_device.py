@@ -19,13 +19,14 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from granite4_neuron.choices import DEVICES, GRAPHS, KV_WRITES
+from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.errors import UserError, check_choice
 from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer, GraniteMoeHybridForCausalLM, last_tokens
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.ops.xla import LOOPS, write_cache_as
+from granite4_neuron.runtime.backends.torch_device import DEVICES, GRAPHS
 from granite4_neuron.runtime.cuda_graph import CudaGraph, tensor_cores, to_host
 from granite4_neuron.runtime.graphs import (
     PREFILL_BUCKETS,

@@ -5,9 +5,9 @@ import torch
 from transformers import GenerationConfig
 
 from granite4_neuron import load
-from granite4_neuron.choices import BACKENDS
+from granite4_neuron.backends import BACKENDS
 from granite4_neuron.errors import UserError
-from granite4_neuron.generation import loading
+from granite4_neuron.runtime.backends.declaration import Backend
 from granite4_neuron.runtime.cpu import CPURuntime
 from granite4_neuron.runtime.interface import Row
 from granite4_neuron.state.hybrid_state import MambaState
@@ -81,7 +81,7 @@ def test_the_nki_kernel_has_no_float16():
 
 @pytest.mark.parametrize("backend", ["xla", "another"])
 def test_other_backends_refuse_it(backend, monkeypatch):
-    monkeypatch.setattr(loading, "BACKENDS", (*BACKENDS, "another"))
+    monkeypatch.setitem(BACKENDS, "another", Backend("another", (), load=lambda *_, **__: pytest.fail("it was loaded")))
     message = f"SSM states in 16 bits are for the backends cpu and nxdi; {backend} has them in float32"
     with pytest.raises(UserError, match=message):
         load(backend=backend, state_dtype=torch.float16)

@@ -1,0 +1,23 @@
+"""Options of all backends that are not compiled in advance."""
+
+from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.config import DTYPES
+from granite4_neuron.runtime.backends.declaration import Option
+
+DTYPE = Option("dtype", "of weights and activations (default: that of the weights)", choices=DTYPES, is_dtype=True)
+PREFILL_SCAN = Option(
+    "prefill_scan",
+    "how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step (quadratic), or, "
+    "on Neuron devices, with an NKI kernel token by token (scan) or chunk by chunk (ssd); default: chunked, with "
+    "--kernels nki ssd",
+    default=PREFILL_SCANS[0],
+    choices=PREFILL_SCANS,
+)
+DECODE_KERNEL = Option(
+    "decode_kernel",
+    "how Mamba layers advance by one token: in torch, or, on Neuron devices, with an NKI kernel (default: that of "
+    "--kernels)",
+    default=DECODE_KERNELS[0],
+    choices=DECODE_KERNELS,
+)
+ARITHMETIC = (DTYPE, PREFILL_SCAN, DECODE_KERNEL)

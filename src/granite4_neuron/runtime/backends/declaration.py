@@ -1,0 +1,77 @@
+"""Declarations of backends and of their options, from which the command line and `generation.load` are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from granite4_neuron.errors import check_choice
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from granite4_neuron.checkpoint.checkpoint import Checkpoint
+    from granite4_neuron.runtime.interface import Runtime
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a backend: a keyword of `generation.load`, and an option of the commands that run a model.
+
+    name: the keyword; on the command line its underscores are dashes.
+    help: for the command line; None for an option that commands have in another form.
+    refusal: the sentence for backends without this option, in which {value} and {backend} are replaced; None for a
+        sentence that only says whose option it is.
+    choices: its values, beside the default; None for any.
+    least: if it is a whole number, the least one.
+    is_dtype: whether it is a dtype: `generation.load` takes it by name or as torch's.
+    everywhere: a value that backends without this option have too, so that they need not refuse it.
+    """
+
+    name: str
+    help: str | None = None
+    refusal: str | None = None
+    default: Any = None
+    choices: Sequence[str] | None = None
+    metavar: str | None = None
+    least: int | None = None
+    is_dtype: bool = False
+    everywhere: str | None = None
+
+    def check(self, value: Any) -> None:
+        """Check that this is one of its values.
+
+        Raises:
+            UserError: it is not.
+        """
+        if self.choices is not None and value != self.default:
+            check_choice(self.name, self.spelled(value), self.choices)
+
+    def spelled(self, value: Any) -> Any:
+        """Return a value as the command line has it: dtypes by name."""
+        return str(value).removeprefix("torch.") if self.is_dtype else value
+
+
+class Load(Protocol):
+    """Loads a checkpoint into a backend's runtime. Each option of the backend is another keyword argument."""
+
+    def __call__(self, checkpoint: Checkpoint, generation_config: GenerationConfig, **options: Any) -> Runtime: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the command line and `generation.load` know of a backend.
+
+    options: that it has. It refuses all others, unless they have their default.
+    load: called with the options, `progress` and `remark`, as `checkpoint.loading.load_model` takes them. It imports
+        the runtime and its framework, which the declaration must not.
+    needs: the sentences that refuse it without an option, by the option's name.
+    refuses: the sentences that it has in place of `Option.refusal`, by the option's name.
+    """
+
+    name: str
+    options: Sequence[Option]
+    load: Load
+    needs: Mapping[str, str] = field(default_factory=dict)
+    refuses: Mapping[str, str] = field(default_factory=dict)

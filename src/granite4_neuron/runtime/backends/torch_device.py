@@ -1,0 +1,73 @@
+"""The backend torch: compiled graphs on a PyTorch device, or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from granite4_neuron.runtime.backends.common import ARITHMETIC
+from granite4_neuron.runtime.backends.declaration import Backend, Option
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
+    from granite4_neuron.checkpoint.checkpoint import Checkpoint
+    from granite4_neuron.runtime.torch_device import TorchRuntime
+
+DEVICES = ("cpu", "cuda", "neuron")
+GRAPHS = ("layer", "model")
+_BELONGS = "device, graphs and tp_degree belong to the backend torch; the backend here is {backend}."
+
+OPTIONS = (
+    *ARITHMETIC,
+    Option(
+        "device",
+        f"for --backend torch: the PyTorch device, one of {', '.join(DEVICES)}, or one of several such as cuda:1 "
+        "(default: %(default)s)",
+        _BELONGS,
+        default=DEVICES[0],
+        metavar="NAME",
+    ),
+    Option(
+        "graphs",
+        "for --backend torch: compile a graph for each kind of layer, or one for the whole model, which takes much "
+        "longer (default: %(default)s)",
+        _BELONGS,
+        default=GRAPHS[0],
+        choices=GRAPHS,
+    ),
+    Option(
+        "tp_degree",
+        "for --backend torch: split the model over N GPUs of this machine (default: %(default)s)",
+        _BELONGS,
+        default=1,
+        least=1,
+        metavar="N",
+    ),
+)
+
+
+def load(
+    checkpoint: Checkpoint,
+    generation_config: GenerationConfig,
+    *,
+    dtype: torch.dtype | None,
+    tp_degree: int,
+    progress: Callable[[int, int], None] | None,
+    remark: Callable[[str], None],
+    **options: Any,
+) -> TorchRuntime:
+    """Load a checkpoint into a `TorchRuntime`, or a `SplitRuntime`, which take the other options as they are."""
+    from granite4_neuron.checkpoint.loading import load_model
+    from granite4_neuron.runtime.split import SplitRuntime
+    from granite4_neuron.runtime.torch_device import TorchRuntime
+
+    if tp_degree != 1:
+        options |= dict(tp_degree=tp_degree, progress=progress, remark=remark)
+        return SplitRuntime(checkpoint.path, dtype, generation_config, **options)
+    model = load_model(checkpoint, dtype, progress=progress, remark=remark)
+    return TorchRuntime(model, generation_config, **options)
+
+
+BACKEND = Backend("torch", OPTIONS, load)

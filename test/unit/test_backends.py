@@ -1,0 +1,134 @@
+"""Declarations of backends: `load` and the command line have their options, and all other backends refuse them."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from granite4_neuron import UserError, cli, load
+from granite4_neuron.backends import BACKENDS, all_options, check_backend
+from granite4_neuron.checkpoint.loading import load_model
+from granite4_neuron.runtime.backends import cpu, torch_device
+from granite4_neuron.runtime.backends.common import ARITHMETIC
+from granite4_neuron.runtime.backends.declaration import Backend, Option
+from granite4_neuron.runtime.cpu import CPURuntime
+
+OF_NO_BACKEND = {"model", "revision", "backend", "progress", "remark", "others"}
+# A value of each option that is not its default.
+VALUES = {
+    "dtype": "bfloat16",
+    "prefill_scan": "quadratic",
+    "decode_kernel": "nki",
+    "cpu_kernels": "torch",
+    "tuned_configs": "folder",
+    "quantize": "int8",
+    "state_dtype": torch.float16,
+    "adapters": {"one": "folder"},
+    "device": "cuda",
+    "graphs": "model",
+    "tp_degree": 2,
+    "compiled": "folder",
+}
+NEEDED = {"nxdi": {"compiled": "folder"}}
+
+
+def test_load_has_every_option_with_its_default():
+    parameters = inspect.signature(load).parameters
+    declared = {name: option.default for name, option in all_options().items()}
+    assert {name: one.default for name, one in parameters.items() if name not in OF_NO_BACKEND} == declared
+    assert VALUES.keys() == declared.keys()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", VALUES)
+def test_an_option_is_taken_or_refused(backend, option):
+    given = NEEDED.get(backend, {}) | {option: VALUES[option]}
+    check_backend(backend, NEEDED.get(backend, {}))
+    if option in {each.name for each in BACKENDS[backend].options}:
+        check_backend(backend, given)
+        return
+    with pytest.raises(UserError, match=r"backends? (cpu|torch|nxdi)|were chosen when they were compiled"):
+        check_backend(backend, given)
+
+
+def test_what_every_backend_does_is_not_refused():
+    check_backend("torch", {"state_dtype": "float32"})
+    check_backend("xla", {"state_dtype": torch.float32})
+    with pytest.raises(UserError, match="were chosen when they were compiled"):
+        check_backend("nxdi", {"compiled": "folder", "state_dtype": "float32"})
+
+
+def test_declarations_import_no_framework():
+    program = "import sys, granite4_neuron.backends; print({'torch', 'torch_xla', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Declare another option of the cpu backend, whose class notes the values that it gets; return them."""
+    values = []
+
+    class Runtime(CPURuntime):
+        def __init__(self, *arguments, spare_cores, **options):
+            values.append(spare_cores)
+            super().__init__(*arguments, **options)
+
+    option = Option("spare_cores", "for the cpu backend: cores that compute nothing", default=0, least=0, metavar="N")
+    monkeypatch.setitem(BACKENDS, "cpu", replace(cpu.BACKEND, options=(*cpu.OPTIONS, option)))
+    monkeypatch.setattr("granite4_neuron.runtime.cpu.CPURuntime", Runtime)
+    return values
+
+
+class TestAnotherOption:
+    """A declaration, and a class that takes the option: nothing else has to name it."""
+
+    def test_of_load(self, given):
+        load()
+        load(spare_cores=2)
+        assert given == [0, 2]
+
+    def test_of_the_command_line(self, given, capsys):
+        assert cli.main(["generate", "--spare-cores", "3", "--max-tokens", "1", "An"]) == 0
+        assert given == [3] and capsys.readouterr().out
+
+    def test_a_wrong_value(self, given, capsys):
+        assert cli.main(["generate", "--spare-cores", "x", "An"]) == 2
+        assert "x is not a whole number of at least 0" in capsys.readouterr().err
+
+    def test_another_backend(self, given):
+        with pytest.raises(UserError, match="spare_cores is an option of the backend cpu; the backend here is torch"):
+            load(backend="torch", spare_cores=2)
+
+
+def test_another_backend(monkeypatch, capsys):
+    """A declaration in the registry and a runtime: the command line offers it, with its options and no others."""
+
+    def load_eagerly(checkpoint, generation_config, *, dtype, progress, remark, **options):
+        return CPURuntime(load_model(checkpoint, dtype), generation_config, kernels="torch", **options)
+
+    monkeypatch.setitem(BACKENDS, "eager", Backend("eager", ARITHMETIC, load_eagerly))
+    command = ["generate", "--backend", "eager", "--max-tokens", "4", "An assignment statement"]
+    assert cli.main(command) == 0
+    eager = capsys.readouterr().out
+    assert cli.main([each if each != "eager" else "cpu" for each in command]) == 0
+    assert capsys.readouterr().out == eager
+    assert cli.main([*command, "--quantize", "int8"]) == 2
+    assert "int8 weights are for the backend cpu; eager runs the original" in capsys.readouterr().err
+
+
+def test_a_name_that_no_backend_has():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'quantise'"):
+        load(quantise="int8")
+
+
+def test_a_value_that_there_is_not():
+    with pytest.raises(UserError, match="quantize is 'int5'; it must be one of int4, int8, lossless12"):
+        load(quantize="int5")
+    with pytest.raises(UserError, match="backend is 'gpu'; it must be one of cpu, torch, xla, nxdi"):
+        load(backend="gpu")
+    with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(torch_device.GRAPHS)):
+        load(backend="torch", graphs="all")
