@@ -19,6 +19,7 @@ TESTS = (
     "test/unit/ops/test_quantization.py",
     "test/unit/ops/cpu/kernels/test_kernels.py",
     "test/unit/ops/cpu/test_layers.py",
+    "test/integration/test_quantized_checkpoints.py",
 )
 
 

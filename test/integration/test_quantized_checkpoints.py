@@ -105,7 +105,9 @@ def test_convert(capsys, quantize, tmp_path):
     folder = tmp_path / "quantized"
     assert cli.main(["convert", "--quantize", quantize, "--output", str(folder)]) == 0
     size, original = ((each / WEIGHTS).stat().st_size for each in (folder, bundled_checkpoint()))
-    assert size <= {"int8": 0.6, "int4": 0.33, "lossless12": 0.8}[quantize] * original
+    # The original is in bfloat16. Norms, convolutions and, with some formats, the embedding stay in it.
+    of_a_row = FORMATS[quantize].num_bytes(torch.Size([1, 4096])) / (4096 * torch.bfloat16.itemsize)
+    assert size <= (of_a_row + 0.1) * original
     texts = []
     for options in (["--model", str(folder)], ["--quantize", quantize]):
         assert cli.main(["generate", *options, "--max-tokens", "8", "An assignment"]) == 0
