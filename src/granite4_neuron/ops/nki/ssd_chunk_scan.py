@@ -33,7 +33,7 @@ def ssd_chunk_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Define `ssd_chunk_scan` and `tensor_tensor_scan` in torch: same arguments, same results."""
+    """Define `ssd_chunk_scan` in torch: same arguments, same results."""
     states = initial_states.permute(0, 2, 3, 1).contiguous()
     y, states = mamba_chunk_scan_combined(
         x, dt, A, B, C, CHUNK_SIZE, D, initial_states=states, return_final_states=True

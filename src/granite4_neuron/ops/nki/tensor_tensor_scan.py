@@ -18,7 +18,6 @@ from granite4_neuron.ops.nki.common import (
     ones,
     program_share,
 )
-from granite4_neuron.ops.nki.ssd_chunk_scan import ssd_chunk_scan_torch
 
 TOKENS = MAX_PARTITIONS  # per tile
 PRODUCT_CHANNELS = PSUM_BANK // TOKENS
@@ -34,8 +33,17 @@ def tensor_tensor_scan_torch(
     D: torch.Tensor,
     initial_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Define `tensor_tensor_scan` in torch: same arguments, same results."""
-    return ssd_chunk_scan_torch(x, dt, A, B, C, D, initial_states)
+    """Define `tensor_tensor_scan` in torch, as a loop over tokens: same arguments, same results."""
+    length, heads_per_group = x.shape[1], x.shape[2] // B.shape[2]
+    inputs = x.float()
+    B, C = (values.float().repeat_interleave(heads_per_group, dim=2) for values in (B, C))
+    state, outputs = initial_states, []
+    for t in range(length):
+        decay = torch.exp(dt[:, t] * A)
+        added = torch.einsum("bhn,bhp->bnhp", B[:, t], dt[:, t, :, None] * inputs[:, t])
+        state = decay[:, None, :, None] * state + added
+        outputs.append(torch.einsum("bhn,bnhp->bhp", C[:, t], state) + D[:, None] * inputs[:, t])
+    return torch.stack(outputs, dim=1).to(x.dtype), state
 
 
 @nki.jit

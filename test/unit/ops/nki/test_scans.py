@@ -37,6 +37,17 @@ class TestDefinitions:
         inputs = scan_inputs(2, 150, heads=4, head_dim=32, groups=2, d_state=64)
         check(definition(**inputs), scan_oracle(inputs))
 
+    def test_the_scan_goes_token_by_token(self):
+        """One token at a time it has the same bits; chunks of matrix products would not."""
+        inputs = scan_inputs(2, 20, heads=4, head_dim=32, groups=2, d_state=64, dtype=torch.bfloat16)
+        y, states = tensor_tensor_scan_torch(**inputs)
+        state = inputs["initial_states"]
+        for t in range(20):
+            token = {name: inputs[name][:, t : t + 1] for name in ("x", "dt", "B", "C")}
+            one, state = tensor_tensor_scan_torch(**{**inputs, **token, "initial_states": state})
+            assert torch.equal(one[:, 0], y[:, t])
+        assert torch.equal(state, states)
+
     def test_convolution(self):
         inputs = conv_inputs(3, 7, 96, lengths=[7, 2, 0])
         check(conv1d_prefill_torch(**inputs), conv_oracle(inputs))
