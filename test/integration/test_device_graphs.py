@@ -1,6 +1,7 @@
 """The graphs that a Trainium would get, traced from NxD Inference's device code path at real sizes. Nothing is run."""
 
 import json
+import math
 import os
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.neuron.analysis.hlo_cost import parameter_numbers
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
 from test.support import nxdi
 
@@ -102,19 +104,41 @@ def sdk_custom_calls(text):
 
 
 def check_state(traced, expected_to_pass=0):
-    """Check that each state tensor has its own output, in order, of its shape and dtype; count those passed through."""
+    """Check that the aliases given to the compiler pair each state tensor with its own new value.
+
+    They are compared with the graph itself: the new value has the old one's shape and dtype, and is made of it. It may
+    also depend on other state, but what is as large as it all along the way, like a cache that tokens are added to, is
+    the old value.
+    """
     # Placeholders have no values for pytest to print, so the comparison uses printable ones.
     first, count = len(traced.results), len(traced.states)
     aliases, total = traced.aliases, len(traced.outputs)
     assert aliases == list(range(first, first + count))
     assert total == first + count
     before = [(tuple(state.shape), state.dtype) for state in traced.states]
-    after = [(tuple(output.shape), output.dtype) for output in traced.outputs[first:]]
+    after = [(tuple(traced.outputs[output].shape), traced.outputs[output].dtype) for output in aliases]
     assert before == after
     module = instructions(hlo_text(traced))
     root = next(instruction for instruction in reversed(module.values()) if instruction.opcode == "tuple")
-    passed_through = sum(module[name].opcode == "parameter" for name in root.operands[first:])
+    passed_through = sum(module[root.operands[output]].opcode == "parameter" for output in aliases)
     assert passed_through == expected_to_pass
+    parameters = parameter_numbers(traced.outputs, traced.states)
+    for parameter, output in zip(parameters, aliases, strict=True):
+        name = root.operands[output]
+        assert parameter in parameters_of(module, name)
+        assert not parameters_of(module, name, math.prod(module[name].shapes[0][1])) & (set(parameters) - {parameter})
+
+
+def parameters_of(module, name, size=None):
+    """Return the numbers of the parameters that a value is made of; with `size`, through tensors of that size only."""
+    names, found = [name], {name}
+    while names:
+        for operand in module[names.pop()].operands:
+            sizes = [math.prod(dimensions) for _, dimensions in module[operand].shapes]
+            if operand not in found and (size is None or size in sizes):
+                found.add(operand)
+                names.append(operand)
+    return {module[each].parameter for each in found} - {None}
 
 
 GRAPHS = [
@@ -142,6 +166,16 @@ def test_graph(name, tp_degree, batch_size, kind, bucket, tmp_path):
     assert len(found) == (layers if kind == "prefill_continuation_model" else 0)
     is_flash = kind == "prefill_continuation_model" or (kind, bucket) == ("context_encoding_model", 512)
     assert sdk_custom_calls(text) == [FLASH_ATTENTION] * (layers if is_flash else 0)
+
+
+@pytest.mark.parametrize("kind", ["context_encoding_model", "token_generation_model"])
+def test_swapped_aliases_are_seen(kind, tmp_path):
+    app = application(one_layer_of_each_kind("h-micro", tmp_path))
+    traced = trace(app, kind, 128 if kind == "context_encoding_model" else 1024)
+    check_state(traced)
+    *others, key, value = traced.states
+    with pytest.raises(AssertionError):
+        check_state(replace(traced, states=[*others, value, key]))
 
 
 @pytest.mark.parametrize(("tp_degree", "batch_size"), [(1, 2), (4, 4)])

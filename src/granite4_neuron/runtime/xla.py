@@ -1,13 +1,15 @@
 """Runs steps of the model as XLA graphs of torch_xla, over state that stays on the device.
 
-All graphs use the same state buffers: a step's new state takes the memory of the old one
-(`HybridState.input_output_aliases`). Prefill looks up its one sequence in the state. Decode advances the recurrent
-state of all sequences in place.
+All graphs use the same state buffers: new state takes the memory of the old one (`input_output_aliases`). torch_xla
+donates the buffer of each tensor that a graph writes in place, and XLA's compiler pairs donated buffers with outputs. A
+test compares the pairs in the compiled graphs with those that are meant.
+
+Prefill looks up its one sequence in the state. Decode advances the recurrent state of all sequences in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from transformers import GenerationConfig
@@ -18,7 +20,7 @@ from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.xla import XLA
 from granite4_neuron.runtime.graphs import PREFILL_BUCKETS, GraphRuntime, Tensors
-from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 try:
     import torch_xla
@@ -64,13 +66,13 @@ class XLARuntime(GraphRuntime):
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
         """Implement `Runtime.copy`, of the whole slot, in a graph of its own; nothing passes through the host."""
         state.copy(self._slot(source), self._slot(destination), state.max_length)
-        _run_graph(list(state.input_output_aliases(first=0)))
+        _run_graph([], state.tensors())
 
     def _run(
         self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
         logits = self.model(*self._where(inputs, in_order), state, kv_length=kv_length, all_logits=all_logits)
-        _run_graph([logits, *state.input_output_aliases(first=1)])
+        _run_graph([logits], state.tensors())
         return logits
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
@@ -78,21 +80,21 @@ class XLARuntime(GraphRuntime):
         # They are views. With them stays what they are views of, which is no output of this graph: a later sync would
         # compute it, from state whose memory has been donated by then.
         kept_inputs = [kept.clone() for kept in kept_inputs]
-        _run_graph([logits, *state.input_output_aliases(first=1), *kept_inputs])
+        _run_graph([logits, *kept_inputs], state.tensors(KeyValueState))
         return logits, kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
         self.model.advance(kept_inputs, *self._where(inputs, True)[1:], state)
-        _run_graph(list(state.input_output_aliases(first=0)))
+        _run_graph([], state.tensors(MambaState))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
         tensors = state.slot_tensors(self._slot(slot), 0, state.max_length)
-        _run_graph(list(tensors.values()))
+        _run_graph(list(tensors.values()), [])
         return tensors
 
     def _write_slot(self, state: HybridState, tensors: Mapping[str, torch.Tensor], slot: int) -> None:
         state.set_slot_tensors(tensors, self._slot(slot), 0, state.max_length)
-        _run_graph(list(state.input_output_aliases(first=0)))
+        _run_graph([], state.tensors())
 
     def _where(self, inputs: Tensors, in_order: bool) -> list[torch.Tensor | None]:
         """Return the model's inputs on the device; without slots it takes all sequences in order."""
@@ -104,6 +106,7 @@ class XLARuntime(GraphRuntime):
         return torch.tensor([slot]).to(self.device)
 
 
-def _run_graph(outputs: list[torch.Tensor]) -> None:
-    """Run the graph with these outputs, in this order. Those that are state tensors, written in place, are donated."""
+def _run_graph(results: Sequence[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
+    """Run the graph with these results. `written`: the state tensors that it writes in place; they are donated."""
+    outputs = [*results, *input_output_aliases(written, len(results))]
     torch_xla._XLAC._xla_sync_multi(outputs, devices=[], wait=False, sync_xla_data=True)

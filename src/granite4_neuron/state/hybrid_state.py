@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,10 +100,11 @@ class HybridState:
                 layers.append(KeyValueState(key, value))
         return cls(layers, num_sequences, max_length, has_null_slot)
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Return every state tensor, layer by layer."""
+    def tensors(self, kind: type[MambaState] | type[KeyValueState] | None = None) -> Iterator[torch.Tensor]:
+        """Return every state tensor, layer by layer; with `kind`, only those of layers of this kind."""
         for layer in self.layers:
-            yield from vars(layer).values()
+            if kind is None or isinstance(layer, kind):
+                yield from vars(layer).values()
 
     def slot_views(self, slot: int) -> dict[str, torch.Tensor]:
         """Return a slot's part of each state tensor, by layer and field: "layers.0.ssm_state"."""
@@ -112,14 +113,6 @@ class HybridState:
             for index, layer in enumerate(self.layers)
             for field, tensor in vars(layer).items()
         }
-
-    def input_output_aliases(self, first: int) -> dict[torch.Tensor, int]:
-        """Return, for each state tensor in order, which output of a compiled step is its new value, in its memory.
-
-        Args:
-            first: the index of the first state tensor among the step's outputs, after the logits.
-        """
-        return {tensor: index for index, tensor in enumerate(self.tensors(), start=first)}
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor, length: int) -> None:
         """Copy what slots hold of sequences of up to `length` tokens to other slots; both [n], int64."""
@@ -161,6 +154,19 @@ class HybridState:
     def _first_slot(self, layer: MambaState | KeyValueState) -> int:
         """Return the slot that is entry 0 of a layer's tensors."""
         return NULL_SLOT if self.has_null_slot or isinstance(layer, KeyValueState) else NULL_SLOT + 1
+
+
+def input_output_aliases(states: Iterable[torch.Tensor], num_results: int) -> dict[torch.Tensor, int]:
+    """Return which output of a compiled graph is the new value of each state tensor, and takes the old one's memory.
+
+    Every XLA graph, those of NxD Inference too, returns its results first, and then the new value of each state tensor
+    that it writes.
+
+    Args:
+        states: the tensors that the graph writes, in the order of `HybridState.tensors`.
+        num_results: the number of outputs before them: tokens, logits, kept inputs.
+    """
+    return {state: index for index, state in enumerate(states, start=num_results)}
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

@@ -28,7 +28,7 @@ from granite4_neuron.neuron.analysis.hlo_cost import (
 )
 from granite4_neuron.neuron.analysis.roofline import Minimum, minimum, minimum_of_commit
 from granite4_neuron.ops.xla import XLA
-from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState
+from granite4_neuron.state.hybrid_state import HybridState, KeyValueState, MambaState, input_output_aliases
 
 # The parts of a graph that are traced on their own, where a model has them; the rest are norms, routers and residuals.
 EMBEDDING, HEAD, EXPERTS, SHARED_MLP, REST = "embedding", "head", "experts", "shared MLP", "rest"
@@ -256,30 +256,31 @@ class _Tracing:
     def traced(self) -> Traced:
         state = self._new_state()
         before = {tensor: tensor.clone() for tensor in state.tensors()}
-        logits, kept_inputs = self._commit(state) if self.kind == COMMIT else self._step(state)
-        written = [tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values()]
-        outputs = [*logits, *written, *kept_inputs]
-        numbers = parameter_numbers(outputs, [before[tensor] for tensor in written])
+        results = self._commit(state) if self.kind == COMMIT else self._step(state)
+        written = (tensor for layer in state.layers if self._is_written(layer) for tensor in vars(layer).values())
+        aliases = input_output_aliases(written, len(results))
+        outputs = [*results, *aliases]
+        numbers = parameter_numbers(outputs, [before[tensor] for tensor in aliases])
         return Traced(
             hlo_proto(outputs),
-            donated={number: output for output, number in enumerate(numbers, start=len(logits))},
+            donated=dict(zip(numbers, aliases.values(), strict=True)),
             components={name: hlo_proto(part) for name, part in self._parts()},
             weight_bytes=sum(weight.numel() for weight in self.weights.values()) * self.dtype.itemsize,
             state_bytes=sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.tensors()),
         )
 
-    def _step(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _step(self, state: HybridState) -> list[torch.Tensor]:
         """Return logits, and the inputs kept for the commit."""
         if self.kind != VERIFY:
-            return [self.model(self._ids(), *self._where(), state)], []
+            return [self.model(self._ids(), *self._where(), state)]
         logits, kept_inputs = self.model.verify(self._ids(), *self._where(), state)
-        return [logits], kept_inputs
+        return [logits, *kept_inputs]
 
-    def _commit(self, state: HybridState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return no logits and no kept inputs: a commit only writes state."""
+    def _commit(self, state: HybridState) -> list[torch.Tensor]:
+        """Return nothing: a commit only writes state."""
         kept_inputs = [self._kept_input() for layer in self.model.model.layers if layer.is_mamba]
         self.model.advance(kept_inputs, *self._where(), state)
-        return [], []
+        return []
 
     def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Return each component's name and outputs, from the first layer that has it."""

@@ -122,8 +122,7 @@ def _application(
 
 
 def _traced(traced: Trace) -> Traced:
-    first = len(traced.results)
-    donated = zip(parameter_numbers(traced.outputs, traced.states), range(first, len(traced.outputs)), strict=True)
+    donated = zip(parameter_numbers(traced.outputs, traced.states), traced.aliases, strict=True)
     components: dict[str, bytes] = {}
     for name, outputs in traced.components.items():
         components.setdefault(_COMPONENTS[name.rpartition(".")[2]], hlo_proto(outputs))

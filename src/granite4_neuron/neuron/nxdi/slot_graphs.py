@@ -16,6 +16,7 @@ from torch import nn
 
 from granite4_neuron.config import MAMBA
 from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+from granite4_neuron.state.hybrid_state import input_output_aliases
 
 COMMIT_MODEL_TAG = "commit_model"
 COPY_MODEL_TAG = "copy_model"
@@ -137,8 +138,7 @@ class _SlotModelInstance(DecoderModelInstance):
 
     def get(self, bucket_rank: int, **kwargs: object) -> tuple[SlotModel, dict[nn.Parameter, int]]:
         module, _ = super().get(bucket_rank, **kwargs)
-        first = module.num_results
-        self.input_output_aliases = {state: first + i for i, state in enumerate(module.written_states())}
+        self.input_output_aliases = input_output_aliases(module.written_states(), module.num_results)
         return module, self.input_output_aliases
 
 

@@ -55,9 +55,9 @@ class NeuronStep(DenseStep):
 class HybridCacheManager(KVCacheManager):
     """NxD Inference's cache for the attention layers, conv_state and ssm_state for the Mamba layers.
 
-    All of them are in `past_key_values`, in the order of `HybridState.input_output_aliases`. So whatever NxD Inference
-    does with a cache it does with the whole state: alias a graph's outputs to its inputs, keep it on the device, or
-    copy it from model to model on the CPU.
+    All of them are in `past_key_values`, in the order of `HybridState.tensors`. NxD Inference treats the whole state as
+    its cache: it aliases a graph's outputs to its inputs, keeps it on the device, or copies it from model to model on
+    the CPU.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig, num_kv_head: int, global_rank: nn.Module):

@@ -38,15 +38,15 @@ class Trace:
     """One graph of one rank.
 
     outputs: results, then the new value of each state tensor.
-    aliases: the index among `outputs` of the new value of each state tensor, in the order in which they are kept.
-    states: the state tensors themselves, before the step, as far as the graph has them.
+    states: the state tensors before the step, those that the compiler is told to alias.
+    aliases: for each of `states`, the index among `outputs` of its new value, as the compiler is told.
     components: the outputs of a module when it is traced alone, by its name.
     weight_bytes: of all parameters but the state.
     """
 
     outputs: list[torch.Tensor]
-    aliases: list[int]
     states: list[torch.Tensor]
+    aliases: list[int]
     weight_bytes: int
     components: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -74,13 +74,12 @@ def trace(
         _use_placeholders(instance.module)
         index = wrapper.neuron_config.buckets.index(bucket)
         module, aliases = instance.get(index)
-        states = list(aliases)
         weights = (parameter for name, parameter in module.named_parameters() if "past_key_values" not in name)
         weight_bytes = sum(weight.nbytes for weight in weights)
         inputs = [_placeholder(tensor) for tensor in wrapper.input_generator()[index]]
         with _calls_of_components(module) as calls, torch.no_grad(), torch.device("xla"):
             outputs = list(module(*inputs))
-        traced = Trace(outputs, [aliases[state] for state in states], states, weight_bytes)
+        traced = Trace(outputs, list(aliases), list(aliases.values()), weight_bytes)
         if with_components:
             with torch.no_grad(), torch.device("xla"):
                 for name, (component, arguments, options) in calls.items():
