@@ -72,7 +72,7 @@ def fused_application(name, draft, folder, tp_degree, batch_size):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 
     options = dict(on_device_sampling_config=dict(do_sample=False))
     configs = []
@@ -81,7 +81,7 @@ def fused_application(name, draft, folder, tp_degree, batch_size):
         one = one_layer_of_each_kind(each, folder / each)
         configs.append(config_of(one, tp_degree, batch_size, **options, **speculation))
     draft_config, config = configs
-    config.fused_spec_config = FusedSpecNeuronConfig(NeuronGraniteMoeHybridModel, draft_config, str(folder / draft))
+    config.fused_spec_config = FusedSpecNeuronConfig(SpeculativeModel, draft_config, str(folder / draft))
     return NeuronGraniteMoeHybridForCausalLM(str(folder / name), config)
 
 

@@ -79,11 +79,11 @@ def application(draft, draft_config, kernels=None, **options):
     from neuronx_distributed_inference.models.config import FusedSpecNeuronConfig
 
     from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
-    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 
     speculation = dict(speculation_length=TOKENS, enable_fused_speculation=True)
     config = nxdi.make_config(bundled_checkpoint(), kernels, **speculation, **options)
-    config.fused_spec_config = FusedSpecNeuronConfig(NeuronGraniteMoeHybridModel, draft_config, str(draft))
+    config.fused_spec_config = FusedSpecNeuronConfig(SpeculativeModel, draft_config, str(draft))
     return NeuronGraniteMoeHybridForCausalLM(str(bundled_checkpoint()), config)
 
 
@@ -208,7 +208,7 @@ def test_its_prefix_of_weights_is_not_left_on_the_class(draft):
 
 
 def commit_of_all_drafts(patch):
-    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel as Model
+    from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel as Model
 
     correct = Model.advance
     patch.setattr(Model, "advance", lambda self, kept, at, accepted: correct(self, kept, at, 0 * accepted + TOKENS))
@@ -282,6 +282,17 @@ def test_a_draft_model_that_does_not_fit(changes, message):
     draft = bundled_checkpoint()
     with pytest.raises(UserError, match=message):
         application(draft, nxdi.make_config(draft, **{**GREEDY, **SLOTS, **changes}), **GREEDY, **SLOTS)
+
+
+def test_models_that_cannot_verify():
+    from granite4_neuron.neuron.nxdi import NeuronGraniteMoeHybridForCausalLM
+    from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+
+    draft = bundled_checkpoint()
+    config = application(draft, nxdi.make_config(draft, **GREEDY), **GREEDY).config
+    config.fused_spec_config.worker_cls = NeuronGraniteMoeHybridModel
+    with pytest.raises(UserError, match="is NeuronGraniteMoeHybridModel; it must be SpeculativeModel"):
+        NeuronGraniteMoeHybridForCausalLM(str(draft), config)
 
 
 def test_a_draft_model_of_another_vocabulary(tmp_path):

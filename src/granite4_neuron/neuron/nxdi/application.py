@@ -20,8 +20,8 @@ from granite4_neuron.checkpoint.folder import FolderCheckpoint
 from granite4_neuron.neuron.nxdi.checkpoint import convert
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.fused_speculation import NUM_RESULTS, FusedSpeculation, Outputs, cache_managers
-from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
 from granite4_neuron.neuron.nxdi.slot_graphs import SlotOperations
+from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
 
 CONTINUATION_MODEL_TAG = "prefill_continuation_model"
@@ -52,7 +52,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
     1, a prompt of one token looks like one of two.
     """
 
-    _model_cls = NeuronGraniteMoeHybridModel
+    _model_cls = SpeculativeModel
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -9,7 +9,7 @@ from neuronx_distributed_inference.models.model_wrapper import ModelWrapper
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
-from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 from granite4_neuron.neuron.nxdi.state import HybridCacheManager, int32_arange
 
 Outputs = torch.Tensor | list[torch.Tensor]
@@ -22,11 +22,11 @@ NUM_RESULTS = 4
 class FusedSpeculationModel(NeuronFusedSpecModel):
     """Two models of this package: a small one drafts and the other verifies.
 
-    The graph itself finds out how many tokens are accepted, and still has both models' recurrent state before the step.
-    It advances that state again by the accepted tokens, so it keeps no state per token.
+    The graph computes how many tokens are accepted while it still has both models' recurrent state before the step. It
+    advances that state again by the accepted tokens, so it keeps no state per token.
 
-    The position of each row decides what its drafts attend to. NxD Inference's own mask for drafts is one for all rows,
-    which is wrong if rows have different lengths.
+    What a row's drafts attend to follows from the row's position. NxD Inference has one mask for the drafts of all
+    rows, which is wrong if rows have different lengths.
     """
 
     def __init__(self, config: GraniteMoeHybridInferenceConfig):
@@ -98,7 +98,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
     @staticmethod
     def _commit(
-        model: NeuronGraniteMoeHybridModel,
+        model: SpeculativeModel,
         inputs: list[torch.Tensor],
         position_ids: torch.Tensor,
         accepted: torch.Tensor,
@@ -113,7 +113,7 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
 
 class FusedSpeculation:
-    """Differences of an application of NxD Inference whose graphs have such a model."""
+    """What fused speculation changes in an application of NxD Inference."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
         """Return the weights; of fused speculation those of both models."""
@@ -137,6 +137,11 @@ class FusedSpeculation:
         if config.fused_spec_config is None:
             raise UserError(
                 "neuron_config.enable_fused_speculation needs config.fused_spec_config, with a draft model."
+            )
+        worker_cls = config.fused_spec_config.worker_cls
+        if not issubclass(worker_cls, SpeculativeModel):
+            raise UserError(
+                f"config.fused_spec_config.worker_cls is {worker_cls.__name__}; it must be SpeculativeModel."
             )
         draft = config.fused_spec_config.draft_config
         if not isinstance(draft, GraniteMoeHybridInferenceConfig):

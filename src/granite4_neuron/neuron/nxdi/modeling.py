@@ -1,13 +1,38 @@
-"""The model that NxD Inference traces: embedding, attention, experts and head are its own, the other layers ours."""
+"""The model that NxD Inference traces: embedding, attention, experts and head are its own, the other layers ours.
+
+How state goes through the graphs:
+
+* Which tensors: two for each layer, the parameters `kv_mgr.past_key_values` in the order of the layers (`state.py`).
+  Key and value [slots, kv_heads, length, head_dim] of an attention layer; of a Mamba layer conv_state [slots, conv_dim,
+  d_conv - 1] and ssm_state [slots, num_heads, head_dim, d_state].
+* In and out: a graph reads these parameters and writes none in place. It returns its results (tokens, logits or both,
+  captured tensors) and then the new value of every state tensor, in the same order. `NeuronDecoderLayer.forward`
+  returns a layer's new pair, and `HybridCacheManager.update_kv_by_layer_id` puts new keys and values into the caches.
+* Who makes them aliases: NxD Inference, for its own kinds of graphs. `DecoderModelInstance.get` maps each state
+  parameter to the index of its output (`input_output_aliases`), and NxD hands the map to the compiler. For the other
+  kinds, which `slot_graphs.py` has, `state.hybrid_state.input_output_aliases` makes the map.
+* What is donated: every old value whose new one the graph returns. On a device the new value takes its memory, all
+  graphs share the buffers, and no state comes back to the host. In CPU mode the outputs do come back, and
+  `NeuronGraniteMoeHybridForCausalLM._copy_past_key_values` assigns them.
+
+| graph | reads | returns new |
+|---|---|---|
+| context encoding | nothing: its sequences start from zeros | all state; a row writes its own slot |
+| continuation, token generation | all state | all state |
+| verification | all state | keys and values; recurrent state as it was |
+| commit | recurrent state, the kept inputs of a verification | recurrent state |
+| copy | a slot | all state |
+
+The first two rows are here, verification is in `speculative_model.py`, and the last two are in `slot_graphs.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding
-from neuronx_distributed.utils.tensor_capture.registry import TensorRegistry
 from neuronx_distributed_inference.models.model_base import NeuronBaseModel
 from neuronx_distributed_inference.modules.generation.sampling import create_sampler
 from torch import nn
@@ -30,15 +55,8 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
     * context encoding, tokens == n: the first tokens of sequences. The mask has ones for real tokens.
     * continuation, 1 < tokens < n: further tokens of prompts, which also attend to the cache. The mask has ones for all
       tokens of a sequence up to the step's last real one.
-    * verification, tokens == neuron_config.speculation_length < n: drafts of sequences that have begun. Recurrent state
-      is not changed, and `kept_inputs` has the inputs of `advance`. The mask has ones for the tokens before the step.
     * token generation, tokens == 1: the mask has ones for the tokens before this one.
-
-    keeps_inputs: whether token generation also fills `kept_inputs`.
     """
-
-    keeps_inputs = False
-    kept_inputs: Sequence[torch.Tensor] = ()
 
     def setup_attr_for_model(self, config: GraniteMoeHybridInferenceConfig) -> None:
         neuron_config = config.neuron_config
@@ -81,46 +99,43 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         position_ids = _positions(input_ids, end, position_ids, seq_ids)
         return super().forward(input_ids, attention_mask, position_ids, seq_ids, sampling_params, *args, **kwargs)
 
-    def advance(
-        self, kept_inputs: Sequence[torch.Tensor], position_ids: torch.Tensor, accepted: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Return the recurrent state after the first tokens of a verification, by a masked replay.
+    def get_model_output(
+        self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return final hidden states, as `for_head` selects them, and each state tensor's new value."""
+        step = self.make_step(position_ids, seq_ids)
+        if step.is_continuation:
+            tokens = position_ids.shape[1]
+            kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
+        # The residual stream is float32 for weights of any dtype: in bfloat16 it would be the largest error.
+        hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
+        # Padding enters as zeros, and so it is finite in every layer.
+        kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
+        hidden_states, state = super().get_model_output(
+            input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
+        )
+        self.sliced_hidden = True  # NxD Inference would select the last tokens' hidden states
+        return self.for_head(hidden_states, step), state
 
-        Args:
-            kept_inputs: of each Mamba layer, [slots, tokens, conv_dim + num_heads].
-            position_ids: [slots, 1], of that step's first tokens.
-            accepted: [slots], 0 to tokens; tokens after these have dt = 0 and do not change the state.
+    def make_step(self, position_ids: torch.Tensor, seq_ids: torch.Tensor) -> NeuronStep:
+        """Return the step that the layers share; position_ids [batch, tokens] are those of `_positions`."""
+        return NeuronStep(*self.step_arguments(position_ids, seq_ids))
 
-        Returns:
-            conv_state and ssm_state of each Mamba layer.
+    def step_arguments(
+        self, position_ids: torch.Tensor, seq_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+        """Return the positional arguments of a `NeuronStep`."""
+        lengths = (position_ids >= 0).int().sum(1, dtype=torch.int32)  # torch_xla sums booleans in int64
+        slots = seq_ids.int()
+        sequences = None if len(slots) == self.kv_mgr.num_slots else slots
+        return position_ids.int(), lengths, slots, self.n_positions, sequences
+
+    def for_head(self, hidden_states: torch.Tensor, step: NeuronStep) -> torch.Tensor:
+        """Select the hidden states that the head takes: [batch, tokens, hidden_size] to [batch, 1, hidden_size].
+
+        A mask selects them, and no index: that suits a compiler for static shapes.
         """
-        if not kept_inputs:
-            return []
-        positions = position_ids.int() + int32_arange(kept_inputs[0].shape[1], position_ids)
-        slots = int32_arange(len(accepted), position_ids)
-        step = NeuronStep(positions, accepted.int(), slots, self.n_positions, None, has_begun=True)
-        new = []
-        for (idx, layer), inputs in zip(self.mamba_layers(), kept_inputs, strict=True):
-            state = self.kv_mgr.mamba_state(idx)
-            layer.mamba.advance(inputs, step, state)
-            new += [state.conv_state, state.ssm_state]
-        return new
-
-    def mamba_layers(self) -> Iterator[tuple[int, NeuronDecoderLayer]]:
-        """Return each Mamba layer with its index among all layers."""
-        return ((idx, layer) for idx, layer in enumerate(self.layers) if layer.is_mamba)
-
-    def _is_context_encoding(self, input_ids: torch.Tensor) -> bool:
-        return 1 < input_ids.shape[-1] == self.n_positions
-
-    def _is_for_speculation(self, input_ids: torch.Tensor) -> bool:
-        return 1 < input_ids.shape[-1] == self.speculation_length < self.n_positions
-
-    def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return [batch, 1], the position after each row's last real token; the cache's end if the mask has none."""
-        if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
-            return torch.full_like(attention_mask[:, :1], self.max_length)
-        return attention_mask.sum(1, keepdim=True, dtype=torch.int32)
+        return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True)
 
     def create_attn_mask(
         self,
@@ -136,66 +151,20 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         before = int32_arange(self.n_positions, position_ids) < position_ids[:, :1]
         return before[:, None, None].expand(-1, 1, tokens, -1)
 
-    def get_model_output(
-        self, input_ids: torch.Tensor, seq_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return final hidden states of rows' last tokens [batch, 1, hidden_size], and each state tensor's new value.
+    def _is_context_encoding(self, input_ids: torch.Tensor) -> bool:
+        return 1 < input_ids.shape[-1] == self.n_positions
 
-        A verification returns the hidden states of all tokens, [batch, tokens, hidden_size].
+    def _is_for_speculation(self, input_ids: torch.Tensor) -> bool:
+        return False
+
+    def _end(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Return [batch, 1], the position after each row's last real token.
+
+        It is the cache's end for steps whose mask does not have their own tokens.
         """
-        lengths = (position_ids >= 0).int().sum(1, dtype=torch.int32)  # torch_xla sums booleans in int64
-        slots = seq_ids.int()
-        sequences = None if len(slots) == self.kv_mgr.num_slots else slots
-        verifies = self._is_for_speculation(input_ids)
-        self.kept_inputs = []
-        step = NeuronStep(
-            position_ids.int(),
-            lengths,
-            slots,
-            self.n_positions,
-            sequences,
-            verifies=verifies,
-            has_begun=verifies,
-            journal=self.kept_inputs if verifies or self.keeps_inputs else None,
-        )
-        if step.is_continuation:
-            tokens = position_ids.shape[1]
-            kwargs["active_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device).tril()
-        # The residual stream is float32 for weights of any dtype: in bfloat16 it would be the largest error.
-        hidden_states = self.embed_tokens(input_ids).float() * self.embedding_multiplier
-        # Padding enters as zeros, and so it is finite in every layer.
-        kwargs["inputs_embeds"] = hidden_states.masked_fill(~step.is_real[..., None], 0.0)
-        hidden_states, state = super().get_model_output(
-            input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
-        )
-        # Selected by a mask instead of an index, which suits a compiler for static shapes.
-        self.sliced_hidden = True
-        if verifies:
-            return hidden_states, state
-        return hidden_states.masked_fill(~step.is_last[..., None], 0.0).sum(1, keepdim=True), state
-
-    def _sample_on_device(
-        self,
-        logits: torch.Tensor,
-        sampling_params: torch.Tensor,
-        is_for_speculation: bool,
-        is_for_context_encoding: bool,
-    ) -> torch.Tensor:
-        """Return tokens [batch, 1]; for a verification the greedy tokens after each token, [batch, tokens]."""
-        if not is_for_speculation:
-            return super()._sample_on_device(logits, sampling_params, is_for_speculation, is_for_context_encoding)
-        tokens = self.sampler(logits.flatten(0, 1), sampling_params, rank_id=self.rank_util.get_rank())
-        return tokens.view(logits.shape[:2]).to(torch.int32)
-
-    def _get_captured_tensors(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the tensors that tensor_capture_config names."""
-        captured = super()._get_captured_tensors(device)
-        # The call above cleared the names in the registry, but the next step or graph needs them again.
-        wanted = self.neuron_config.tensor_capture_config
-        TensorRegistry.get_instance().configure(
-            True, wanted.modules_to_capture, wanted.max_intermediate_tensors, wanted.capture_inputs
-        )
-        return captured
+        if input_ids.shape[1] == 1 or self._is_for_speculation(input_ids):
+            return torch.full_like(attention_mask[:, :1], self.max_length)
+        return attention_mask.sum(1, keepdim=True, dtype=torch.int32)
 
 
 class NeuronDecoderLayer(DecoderLayer):
@@ -234,8 +203,7 @@ class NeuronDecoderLayer(DecoderLayer):
             return hidden_states, call.new, call.cos_cache, call.sin_cache, None
         state = kv_mgr.mamba_state(idx, attention_arguments.get("kvcache_buffer"))
         hidden_states, inputs = super().forward(hidden_states, step, state, None)
-        if step.journal is not None:
-            step.journal.append(inputs)
+        step.keep(inputs)
         return hidden_states, (state.conv_state, state.ssm_state), cos_cache, sin_cache, None
 
     def attend(self, x: torch.Tensor, step: NeuronStep, call: _AttentionCall, rotary: None) -> torch.Tensor:

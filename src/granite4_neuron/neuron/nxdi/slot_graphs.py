@@ -15,14 +15,14 @@ from neuronx_distributed_inference.modules.autobucketing import generate_buckets
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.neuron.nxdi.modeling import NeuronGraniteMoeHybridModel
+from granite4_neuron.neuron.nxdi.speculative_model import SpeculativeModel
 from granite4_neuron.state.hybrid_state import input_output_aliases
 
 COMMIT_MODEL_TAG = "commit_model"
 COPY_MODEL_TAG = "copy_model"
 
 
-class VerificationModel(NeuronGraniteMoeHybridModel):
+class VerificationModel(SpeculativeModel):
     """A verification of all slots, in their order.
 
     Results: logits [slots, tokens, vocab_size], and the kept inputs of each Mamba layer, [slots, tokens, conv_dim +
@@ -41,7 +41,7 @@ class VerificationModel(NeuronGraniteMoeHybridModel):
         return [logits, *self.kept_inputs, *states]
 
 
-class CommitModel(NeuronGraniteMoeHybridModel):
+class CommitModel(SpeculativeModel):
     """The recurrent state of all slots after the accepted tokens of a verification.
 
     Results: each slot's new length, [slots]. The recurrent state tensors follow; keys and values are not touched.
@@ -56,11 +56,11 @@ class CommitModel(NeuronGraniteMoeHybridModel):
     def forward(
         self, accepted: torch.Tensor, position_ids: torch.Tensor, *kept_inputs: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Take the arguments of `NeuronGraniteMoeHybridModel.advance` in another order."""
+        """Take the arguments of `SpeculativeModel.advance` in another order."""
         return [position_ids[:, 0] + accepted, *self.advance(kept_inputs, position_ids, accepted)]
 
 
-class CopyModel(NeuronGraniteMoeHybridModel):
+class CopyModel(SpeculativeModel):
     """Copies a slot to another one.
 
     Results: the source, [1]. All state tensors follow.
@@ -107,7 +107,7 @@ class SlotGraph(ModelWrapper):
         return _SlotModelInstance(model_cls=self.model_cls, config=self.config)
 
     def _get_seq_bucket(self, buckets: list[int], input_len: int, speculation_length: int, strategy: str) -> int:
-        """Return the smallest bucket for the tokens before the step; its own need no room in what attention visits."""
+        """Return the smallest bucket for the tokens before the step; the step's own tokens need no room in it."""
         return next(bucket for bucket in buckets if bucket >= input_len)
 
     def run(self, *inputs: torch.Tensor | Sequence[torch.Tensor]) -> list:

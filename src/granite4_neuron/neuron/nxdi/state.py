@@ -23,17 +23,19 @@ class NeuronStep(DenseStep):
     contract of `DenseStep`.
 
     Args:
-        journal: where each Mamba layer's inputs are collected for `Mamba2.advance`; None for nowhere.
         has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between
             that and zeros costs as much as to advance it.
     """
 
-    def __init__(self, *args, journal: list[torch.Tensor] | None = None, has_begun: bool = False, **kwargs):
+    def __init__(self, *args, has_begun: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
-        self.journal, self.has_begun = journal, has_begun
+        self.has_begun = has_begun
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         return self.rows_of(state).clone() if self.has_begun else super().read(state)
+
+    def keep(self, inputs: torch.Tensor) -> None:
+        """Do nothing with the inputs of a Mamba layer's `advance`; `JournalStep` keeps them."""
 
     @property
     def is_context_encoding(self) -> bool:
@@ -139,8 +141,8 @@ class HybridCacheManager(KVCacheManager):
 def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> torch.Tensor:
     """Add a batch's tokens [batch, kv_heads, tokens, head_dim] to a cache [slots, kv_heads, length, head_dim].
 
-    Padding repeats its row's first token, where that one goes. Rows without a sequence go to the last place: what is
-    there is read by tokens after it, and there are none.
+    Padding repeats its row's first token, where that one goes. Rows without a sequence write to the last place,
+    which only later tokens would read, and there are none.
     """
     is_real = step.is_real
     new = new.where(is_real[:, None, :, None], new[:, :, :1])
@@ -152,5 +154,5 @@ def _with_tokens(cache: torch.Tensor, new: torch.Tensor, step: NeuronStep) -> to
 
 
 def int32_arange(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Return 0 to count - 1 on a tensor's device: the device has no fast integers of 64 bits."""
+    """Return 0 to count - 1 on a tensor's device, in int32: `hlo_lint` finds arithmetic on integers of 64 bits."""
     return torch.arange(count, dtype=torch.int32, device=like.device)
