@@ -1,4 +1,15 @@
-"""The part of a Mamba-2 layer between its projections, as two functions that can be replaced together."""
+"""What a Mamba-2 layer computes between its projections: a causal convolution, then the recurrence.
+
+`model.mamba2.Mamba2` calls the two functions of a `MambaKernels`, by the number of tokens in the step:
+
+| step | set | convolution | recurrence |
+|---|---|---|---|
+| prefill, several tokens | `CHUNKED` | `causal_conv1d` | `chunked_scan`: `mamba_chunk_scan_combined`, chunk by chunk |
+| decode, one token | `SINGLE_TOKEN` | `causal_conv1d` | `single_token_scan`: `selective_state_step`, in place |
+
+These are the definitions. A backend's sets (`Operators.mamba_prefill`, `Operators.mamba_decode`) have other functions
+with the same arguments and results.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +56,7 @@ class FusedMixer:
 
 @dataclass(frozen=True)
 class MambaKernels:
-    """Convolution and scan, for steps of one token or for steps of several.
+    """The convolution and the scan of one kind of step.
 
     scan: as `chunked_scan`.
     convolve: as `causal_conv1d`; y may be in x's dtype.
@@ -70,7 +81,7 @@ def chunked_scan(
     ssm_state: torch.Tensor,
     chunk_size: int,
 ) -> Results:
-    """Compute the recurrence over a step's tokens, from `ssm_state` on; linear in the number of tokens.
+    """Compute the recurrence over a step's tokens, from `ssm_state` on, in time linear in the number of tokens.
 
     Args:
         x, dt, A, B, C, D: as `mamba_chunk_scan_combined` takes them.
@@ -121,7 +132,10 @@ SINGLE_TOKEN = MambaKernels(single_token_scan)
 
 
 def with_layout(kernels: MambaKernels, has_kernel_layout: bool) -> MambaKernels:
-    """Return `kernels` for states of this layout. If theirs is another, transpose states before and after the scan."""
+    """Return `kernels` for states of this layout. If theirs is another, transpose states before and after the scan.
+
+    It is for an NKI kernel beside functions in torch: both kinds of steps have the state in one layout.
+    """
     if kernels.has_kernel_layout == has_kernel_layout:
         return kernels
 
