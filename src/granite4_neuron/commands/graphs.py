@@ -41,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "optimisation, beside the least that a step can cost; fused is what would move if element-wise work moved "
         "nothing. Temporaries are those of one layer of each kind, "
         "compiled for the CPU, which in bfloat16 include float32 copies of weights. What the compiler for Trainium is "
-        "known to handle badly is listed below the table.",
+        "reported to handle badly is listed below the table.",
     )
     add_model(graph, family=True)
     graph.add_argument(

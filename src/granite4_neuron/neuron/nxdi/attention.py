@@ -124,10 +124,11 @@ class _Softmax:
         return self
 
     def add_where(self, key: torch.Tensor, value: torch.Tensor, is_there: torch.Tensor) -> _Softmax:
-        """Do as `add`, for a mask [batch, 1, keys, 1] that is the same for all rows; cheaper for many rows.
+        """Do as `add`, for a mask [batch, 1, keys, 1] that is the same for all rows.
 
-        The scores are left as they are. A key that is not there is replaced by the first one, which keeps the largest
-        score what it is where any key is there, and its value and its part of the sum are zeros.
+        It masks keys and values and not the scores: with many rows there are more scores. The first key stands in for
+        one that is not there, so that the largest score is right if any key is there. Values that are not there, and
+        their parts of the sum, are zeros.
         """
         first = key[:, :, :1]
         scores = _multiply(self._query, key.where(is_there, first).transpose(2, 3)).float()

@@ -89,8 +89,8 @@ def experts_prefill(
           reaches no other; nor does a block without rows, which computes all the same.
         - Weights have one place on chip. Those of gate and up arrive while the block before is multiplied by down,
           and the other way around.
-        - h-small at 4 ranks in bfloat16: 102 instructions per block, of which TensorE is busy for 10.2 us. An expert's
-          weights take 13 us at 362 GB/s, and a block's rows 5.8 us.
+        - h-small at 4 ranks in bfloat16: 102 instructions per block. By the documented rates TensorE is busy for 10.2
+          us, an expert's weights take 13 us at 362 GB/s, and a block's rows 5.8 us. Nothing of it has been timed.
         - Up to 128 tokens, `experts_decode` reads no less and needs no blocks.
 
     Pseudocode:

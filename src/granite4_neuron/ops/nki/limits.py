@@ -1,4 +1,4 @@
-"""Limits of a Mamba layer's kernels, which cannot check them themselves, for an assertion does not compile."""
+"""Limits of a Mamba layer's kernels, checked before a launch: each refusal is a sentence about the model."""
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.ops.nki.common import MAX_PARTITIONS, PSUM_BANK
