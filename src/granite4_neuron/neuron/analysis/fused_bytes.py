@@ -9,7 +9,7 @@ if it must be in memory:
 * an element-wise result from which several such values are computed; and the graph's outputs.
 
 Such a value is written once, and read once by each of those that are computed from it. A constant, and what depends on
-constants only, is not moved. No compiler is bound to do as well, or as badly.
+constants only, is not moved. A compiler may do better or worse.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELEMENT_WISE = {
     *("reduce-precision", "remainder", "rsqrt", "select", "sign", "sine", "sqrt", "subtract", "tanh", "xor"),
 }
 _FREE = _LAYOUTS | _ELEMENT_WISE | _CONSTANTS | {"tuple"}
-# What these sum or arrange can be computed on the way; it need not be in memory.
+# Their operands are computed on the way to them, and need not be in memory.
 _READS_THROUGH = {"reduce", "pad", "concatenate", "copy"}
 
 
@@ -102,7 +102,7 @@ class _Graph:
         return written + self._read(instruction.operands)
 
     def _read(self, operands: tuple[str, ...]) -> float:
-        """Return the bytes of all that lies and that these are computed from; of a slice only the part it takes."""
+        """Return the bytes in memory that these values are computed from; of a slice only the part it takes."""
         parts: dict[str, dict[str, float]] = {}
         pending = [(operand, operand, 1.0) for operand in operands]
         seen = set()

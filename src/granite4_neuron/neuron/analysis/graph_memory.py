@@ -1,4 +1,4 @@
-"""What loaded graphs take of a core's memory beside tensors: microcode, and each graph's code, rings and collectives.
+"""Memory that loaded graphs take beside tensors: a core's microcode, and each graph's code, rings and collectives.
 
 The Neuron SDK's page on device memory (neuron-runtime/explore/device-memory) names these parts, and says how many bytes
 microcode takes. It has no figures for language models. So those of a graph are estimates, from what the Neuron runtime

@@ -66,10 +66,10 @@ def hlo_proto(outputs: Sequence[torch.Tensor]) -> bytes:
 
 
 def parameter_numbers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
-    """Return the number of the parameter that each of `inputs` is in the graph of `outputs`.
+    """Return the parameter number of each of `inputs` in the graph of `outputs`.
 
-    Read off the graph that returns the inputs as well, which has the same numbers: parameters are numbered as the
-    outputs, one after another, need them.
+    The graph that returns the inputs as well shows them, and it has the same numbers: parameters are numbered in the
+    order in which the outputs, one after another, need them.
     """
     import torch_xla
 

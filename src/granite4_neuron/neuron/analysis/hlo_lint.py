@@ -1,4 +1,4 @@
-"""Finds operations in a traced graph that neuronx-cc, Trainium's compiler, is known to reject or to handle badly.
+"""Finds operations in a traced graph that neuronx-cc, Trainium's compiler, is reported to reject or to handle badly.
 
 Source: the error codes and limits in the Neuron SDK's documentation up to release 2.32, and reports of other ports.
 """

@@ -1,4 +1,4 @@
-"""Costs of kernels. In a graph they are custom calls, of which XLA knows nothing but shapes."""
+"""Costs of kernels, which are custom calls in a graph: XLA knows only their shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kernel_name(call: Instruction) -> str:
 
 
 def kernel_cost(name: str, operands: Sequence[Shape], results: Sequence[Shape]) -> tuple[float, float]:
-    """Return FLOPs, and bytes read and written: every operand and result once, and no FLOPs, where nothing is known."""
+    """Return FLOPs, and bytes moved; for an unknown kernel no FLOPs, and every operand and result once."""
     cost = _COSTS.get(name)
     everything = float(sum(size_of(shape) for shape in (*operands, *results)))
     return (0.0, everything) if cost is None else cost(operands, everything)

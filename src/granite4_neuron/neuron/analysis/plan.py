@@ -175,7 +175,7 @@ def plan(
     check_ranks(instance, tp_degree)
     if context > config.max_position_embeddings:
         raise UserError(f"the context is {context}; the model's longest is {config.max_position_embeddings}.")
-    # NxD Inference keeps embedding and head apart where they are one.
+    # NxD Inference stores a tied head a second time.
     table = parameters(replace(config, tie_word_embeddings=False), tp_degree)
     heads = config.rank_dimensions(tp_degree).attention_heads if ATTENTION in config.layer_types else 0
     return Plan(

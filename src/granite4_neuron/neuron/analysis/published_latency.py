@@ -136,7 +136,7 @@ H_SMALL = Model(
     dense_layers=0, experts=72, top_k=10, expert=768, shared=1536,
 )  # fmt: skip
 
-# By the dimensions that their makers published.
+# With the dimensions that their makers published.
 LLAMA_70B = Model(80, 8192, 64, 8, 128, 128256, dense=28672)
 LLAMA_405B = Model(126, 16384, 128, 8, 128, 128256, dense=53248)
 QWEN3_32B = Model(64, 5120, 64, 8, 128, 151936, dense=25600)

@@ -1,4 +1,4 @@
-"""From the published names and layouts of weights to those of `NeuronGraniteMoeHybridModel`, before NxD shards them."""
+"""Converts weights from published names and layouts to those of the traced model, before NxD shards them."""
 
 from __future__ import annotations
 

@@ -104,13 +104,13 @@ class GraniteMoeHybridInferenceConfig(InferenceConfig):
         """Set the attributes that NxD Inference's layers need besides config.json's fields."""
         super().add_derived_config()
         self.head_dim = self.granite.head_dim
-        # Granite's shared MLP has a width of its own, which NxD Inference's shared experts have not: it is a layer.
+        # NxD Inference's shared experts have the experts' width. Granite's shared MLP has its own: it is a layer.
         self.n_shared_experts = 0
         neuron_config = self.neuron_config
         if isinstance(neuron_config, MoENeuronConfig):
             neuron_config.normalize_top_k_affinities = False  # the softmax is over the chosen experts already
         neuron_config.kv_cache_tiling = False  # an option of fused speculation: tiles have a fifth axis
-        # Else the compiler gets, with each collective, a look-up of one of its elements.
+        # Otherwise each collective adds a look-up of one of its elements to the graph.
         neuron_config.disable_numeric_cc_token = True
         if neuron_config.on_cpu:
             neuron_config.attn_kernel_enabled = False  # the kernel is the device's

@@ -1,4 +1,4 @@
-"""A rank's feed-forward parts of a layer. Their results are added before anything is said to the other ranks."""
+"""A rank's feed-forward parts of a layer. The layer adds their results before it sends them to the other ranks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class NeuronExperts(nn.Module):
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Compute the experts by kernel. A choice that is no expert's number costs nothing."""
+        """Compute the experts by kernel. A choice whose number is no expert's is skipped."""
         if len(x) <= SLOT_TOKENS:
             slots = expert_slots(chosen, weights, self.num_experts)
             return sum(launch(experts_decode, x, *self._weights(), *slots))

@@ -93,7 +93,7 @@ def compile_model(
 
 @contextmanager
 def _compiling_at_a_time(jobs: int) -> Iterator[None]:
-    """Bound the threads of NxD's ModelBuilder within it, which has one executor for all graphs and no option for it."""
+    """Bound how many graphs NxD's ModelBuilder compiles at a time: its executor for them takes no option."""
     executor = futures.ThreadPoolExecutor
     futures.ThreadPoolExecutor = partial(executor, max_workers=jobs)
     try:

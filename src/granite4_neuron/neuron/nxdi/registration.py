@@ -18,10 +18,11 @@ def register_model(model_types: MutableMapping[str, dict[str, type]] = MODEL_TYP
 def run_inference_demo() -> None:
     """Run NxD Inference's inference_demo with the options of this process, and with this model among its types.
 
-    It has a table of its own. It is imported only here, because it seeds the random numbers of its process.
+    inference_demo has its own table of models. It is imported only here, because the import seeds the random numbers of
+    the process.
 
     Raises:
-        UserError: the options ask for something that the model is not made for.
+        UserError: the options ask for something that the model does not support.
     """
     from neuronx_distributed_inference import inference_demo
 

@@ -17,7 +17,7 @@ import torch_xla
 
 @contextmanager
 def as_custom_calls() -> Iterator[None]:
-    """Make graphs that are traced within it have these operators of NxD and NxD Inference as custom calls."""
+    """Trace these operators of NxD and NxD Inference as custom calls, while the context lasts."""
     with ExitStack() as patches:
         for module, name, stand_in in _STAND_INS:
             __import__(module)
@@ -28,7 +28,7 @@ def as_custom_calls() -> Iterator[None]:
 def custom_call(
     name: str, inputs: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Return the results of an operator of which only the name is known."""
+    """Return the results of an operator that is known by its name only."""
     return torch_xla._XLAC._xla_custom_call(list(inputs), name, list(shapes), list(dtypes), False, "", 2, {})
 
 
