@@ -11,19 +11,21 @@ How state goes through the graphs:
 * Who makes them aliases: NxD Inference, for its own kinds of graphs. `DecoderModelInstance.get` maps each state
   parameter to the index of its output (`input_output_aliases`), and NxD hands the map to the compiler. For the other
   kinds, which `slot_graphs.py` has, `state.hybrid_state.input_output_aliases` makes the map.
-* What is donated: every old value whose new one the graph returns. On a device the new value takes its memory, all
+* What is donated: every old value whose new one the graph returns. By the alias the new value takes its memory, all
   graphs share the buffers, and no state comes back to the host. In CPU mode the outputs do come back, and
   `NeuronGraniteMoeHybridForCausalLM._copy_past_key_values` assigns them.
 
 | graph | reads | returns new |
 |---|---|---|
-| context encoding | nothing: its sequences start from zeros | all state; a row writes its own slot |
+| context encoding | all state; its own sequences start from zeros | all state |
 | continuation, token generation | all state | all state |
 | verification | all state | keys and values; recurrent state as it was |
 | commit | recurrent state, the kept inputs of a verification | recurrent state |
-| copy | a slot | all state |
+| copy | all state | all state |
+| fused speculation | all state of two models | all state, the recurrent one after the accepted tokens |
 
-The first two rows are here, verification is in `speculative_model.py`, and the last two are in `slot_graphs.py`.
+The first two rows are here, verification is in `speculative_model.py`, commit and copy in `slot_graphs.py`, and fused
+speculation in `fused_speculation.py`.
 """
 
 from __future__ import annotations
