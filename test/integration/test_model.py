@@ -30,7 +30,7 @@ from granite4_neuron.evaluation.accuracy import Difference
 from granite4_neuron.generation import bundled_checkpoint
 from granite4_neuron.neuron.analysis.hlo_lint import findings
 from granite4_neuron.runtime.interface import Row, require
-from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.hybrid_state import HybridState, input_output_aliases
 from test.integration.test_bundled import PROMPTS as TEXTS
 from test.integration.test_logits import NOT_IN_REFERENCE
 from test.support import nxdi
@@ -575,7 +575,7 @@ def check_aliases(wrapper):
     states, capture = list(module.kv_mgr.past_key_values), wrapper.neuron_config.tensor_capture_config
     first = (2 if wrapper.neuron_config.output_logits else 1) + (capture.get_offset() if capture else 0)
     assert len(states) == 2 * wrapper.config.num_hidden_layers == len(aliases)
-    assert [aliases.get(state) for state in states] == list(range(first, first + len(states)))
+    assert aliases == input_output_aliases(states, first)
     with torch.inference_mode():
         outputs = module(*wrapper.input_generator()[0])
     assert len(outputs) == first + len(states)

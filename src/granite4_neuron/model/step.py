@@ -15,6 +15,10 @@ class Step(ABC):
 
     All tensors are computed when the step is made, none later: so a step can be traced whole.
 
+    A Mamba layer gets its rows' state from `read` and gives it back to `write`. With a null slot (`NullSlotStep`) these
+    are state[read_slots] and state[slots] = rows. Without one (`DenseStep`) they are state[sequences], or the whole
+    state if the rows are all sequences in order; rows that begin read zeros.
+
     Args:
         positions: [batch, tokens], integer, each token's position in its sequence, consecutive within a row.
         lengths: [batch], integer, how many of a row's tokens are real; the rest is padding on the right.

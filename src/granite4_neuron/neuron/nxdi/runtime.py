@@ -45,9 +45,9 @@ class NeuronRuntime:
         self.model = model
         self.generation_config = generation_config
         cannot: dict[Ability, str] = {
-            "all_logits": "NxD Inference's graphs give the logits after a prompt's last token, and none before it.",
-            "snapshot": "NxD Inference keeps the state on the device: a sequence's can be copied to another slot "
-            "there, and not to the host.",
+            "all_logits": "NxD Inference's graphs return logits after a prompt's last token only.",
+            "snapshot": "NxD Inference keeps the state on the device: a sequence can be copied to another slot there, "
+            "but not to the host.",
         }
         if not neuron_config.speculation_length:
             cannot["verify"] = "the model was compiled without graphs that verify; compile it with --verify."
@@ -85,7 +85,7 @@ class NeuronRuntime:
 
     @property
     def fingerprint(self) -> NoReturn:
-        """None: only snapshots need one."""
+        """Refused: only snapshots need a fingerprint."""
         self._refuse("snapshot")
 
     @property

@@ -87,7 +87,7 @@ def experts_prefill(
         - Products are of the weights' dtype and add up in float32; silu is in float32.
         - Rows share instructions but no arithmetic, so that a row without a token, which has whatever was in memory,
           reaches no other; nor does a block without rows, which computes all the same.
-        - Weights have one place on chip. Those of gate and up arrive while the block before is multiplied by down,
+        - Weights have one place on chip. Those of gate and up can arrive while the block before is multiplied by down,
           and the other way around.
         - h-small at 4 ranks in bfloat16: 102 instructions per block. By the documented rates TensorE is busy for 10.2
           us, an expert's weights take 13 us at 362 GB/s, and a block's rows 5.8 us. Nothing of it has been timed.
