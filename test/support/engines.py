@@ -80,11 +80,11 @@ def poison_state(state, free, stored) -> None:
 
 
 def free_slots(engine: Engine) -> list[int]:
-    return engine._slots.free([sequence.slot for sequence in engine._running.values()])
+    return engine._slots.free([sequence.slot for sequence in engine._live.running.values()])
 
 
 def poison_engine(engine: Engine) -> None:
-    stored = {sequence.slot: sequence.stored for sequence in engine._running.values()}
+    stored = {sequence.slot: sequence.stored for sequence in engine._live.running.values()}
     poison_state(engine._slots.state, free_slots(engine), stored)
 
 

@@ -32,6 +32,9 @@ class Slots:
     runs and the memory of free slots is needed, the state is allocated again. Which slots are in use is known to who
     uses them only, so none can be lost.
 
+    state: of the runtime; None where the runtime keeps its state.
+    failed_steps: steps with the state, and allocations of it, that have failed since the last step that did not.
+
     Args:
         runtime: allocates the state.
         num_sequences, max_length: of the state, at least 1.
@@ -60,6 +63,7 @@ class Slots:
         self._num_sequences = num_sequences
         self._max_length = max_length
         self._memory_bytes = memory_bytes
+        self.failed_steps = 0
         self._allocate()
 
     def check(self, length: int) -> None:
@@ -108,7 +112,9 @@ class Slots:
 
     def _allocate(self) -> None:
         self._lengths, self.state = {}, None  # the old one's memory first
+        self.failed_steps += 1  # until there is a state
         self.state = self._runtime.allocate(self._num_slots, self._max_length)
+        self.failed_steps -= 1
         # Of the longest sequence that each slot has had.
         self._lengths = dict.fromkeys(self.free(()), 0)
 

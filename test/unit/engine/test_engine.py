@@ -92,8 +92,8 @@ def test_a_slot_that_keeps_its_state_would_be_seen(model, alone):
     engine = Engine(ChunkRuntime(model), 1)
     id = engine.add(request_of(3))
     poison_engine(engine)
-    engine._start_waiting()
-    engine._running[id].stored = 1
+    engine._scheduler.admit()
+    engine._live.running[id].stored = 1
     assert run(engine)[id][-1].finish_reason == "error"
 
 
@@ -192,7 +192,7 @@ class TestMemory:
         while engine.has_work:
             for output in engine.step():
                 outputs.setdefault(output.id, []).append(output)
-            running.add(frozenset(engine._running))
+            running.add(frozenset(engine._live.running))
         assert running == {frozenset(), frozenset(ids[:1]), frozenset(ids[1:2]), frozenset(ids[2:])}
         assert [tokens_of(outputs[id]) for id in ids] == [alone(number, 8, False) for number in (6, 7, 4)]
 
@@ -233,10 +233,10 @@ class TestEnds:
         while engine.has_work:
             for output in engine.step():
                 outputs[output.id].append(output)
-            if len(outputs[ids[1]]) == 4 and ids[1] in engine._running:
+            if len(outputs[ids[1]]) == 4 and ids[1] in engine._live.running:
                 for layer in engine._slots.state.layers:
                     if isinstance(layer, MambaState):
-                        layer.ssm_state[engine._running[ids[1]].slot] = math.nan
+                        layer.ssm_state[engine._live.running[ids[1]].slot] = math.nan
         *before, last = outputs[ids[1]]
         assert tokens_of(before) == alone(1, 12, False)[:4]
         assert last.finish_reason == "error" and last.token is None and not last.is_requests_fault

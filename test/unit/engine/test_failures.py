@@ -13,6 +13,11 @@ import torch
 from granite4_neuron import UserError, stream_generate
 from granite4_neuron.engine import DraftModel, Engine, PrefixCache, Request
 from granite4_neuron.engine.drafters import NgramDrafter
+from granite4_neuron.engine.drafting import Drafting
+from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
+from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.saving_time import SavingTime
+from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
 from granite4_neuron.engine.slots import Slots
 from granite4_neuron.generation import loop
@@ -53,11 +58,15 @@ def engine_of(runtime, **options):
 def check_goes_on(engine, alone):
     """Check that nothing is in use, and that all texts are right, also from the prefix cache."""
     assert not engine.has_work and free_slots(engine) == [1, 2, 3]
-    assert engine._cache.stats.in_use == 0 and not any(node.users for node in engine._cache._entries)
+    assert engine._prefixes.cache.stats.in_use == 0 and not any(node.users for node in engine._prefixes.cache._entries)
     for _ in range(2):
         ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
         outputs = run(engine)
         assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
+
+
+def check_size(cache):
+    assert cached_bytes(cache) == (cache.stats.num_bytes, cache.stats.snapshots)
 
 
 def raising(error):
@@ -365,7 +374,7 @@ class TestWhatOnlySavesTime:
         caplog.clear()
         monkeypatch.undo()
         check_goes_on(engine, alone)
-        assert cached_bytes(engine._cache) == (engine._cache.stats.num_bytes, engine._cache.stats.snapshots)
+        check_size(engine._prefixes.cache)
 
     @pytest.mark.parametrize(
         "drafts",
@@ -432,10 +441,13 @@ def tokens_in(runtime, cache):
     return tokens
 
 
+PARTS_OF_ENGINE = (Engine, Scheduler, LiveSequences, _Guard, PrefixReuse, Drafting, SavingTime)
+
+
 def functions_of_engine():
     """Return the engine's functions but `step`: a signal is never handled between its last two lines."""
-    functions = [each for each in vars(Engine).values() if hasattr(each, "__code__") and each is not Engine.step]
-    return [getattr(each, "__wrapped__", each) for each in functions]
+    functions = [each for part in PARTS_OF_ENGINE for each in vars(part).values() if hasattr(each, "__code__")]
+    return [getattr(each, "__wrapped__", each) for each in functions if each is not Engine.step]
 
 
 class Interrupt:
@@ -502,7 +514,7 @@ class TestInterrupts:
             for id in ids:
                 engine.cancel(id)
             check_goes_on(engine, alone)
-            assert cached_bytes(engine._cache) == (engine._cache.stats.num_bytes, engine._cache.stats.snapshots)
+            check_size(engine._prefixes.cache)
         assert interrupted > 60
 
     def test_outputs_that_count_are_returned_by_the_next_step(self, runtime, alone):
@@ -516,7 +528,7 @@ class TestInterrupts:
             except KeyboardInterrupt:
                 pass
             assert engine.has_work
-            kept, engine._outputs = engine._outputs, []
+            kept, engine._live.outputs = engine._live.outputs, []
             outputs += kept
         assert [output.id for output in outputs] == [id] * NEW and tokens_of(outputs) == alone(0)
 
@@ -559,11 +571,11 @@ def test_a_cancelled_sequence_gives_nothing_more(runtime, monkeypatch):
 def test_memory_that_runs_out_beside_a_step_ends_nobody(runtime, alone, monkeypatch):
     engine = engine_of(runtime)
     ids = [engine.add(Request(prompt, NEW)) for prompt in PROMPTS]
-    fits = Engine._fits
-    monkeypatch.setattr(Engine, "_fits", raising(MemoryError()))
+    fits = Scheduler._fits
+    monkeypatch.setattr(Scheduler, "_fits", raising(MemoryError()))
     with pytest.raises(MemoryError):
         engine.step()
-    monkeypatch.setattr(Engine, "_fits", fits)
+    monkeypatch.setattr(Scheduler, "_fits", fits)
     outputs = run(engine)
     assert [tokens_of(outputs[id]) for id in ids] == [alone(number) for number in range(3)]
 

@@ -67,7 +67,7 @@ def test_sequences_at_a_time(runtime):
     ids = [engine.add(Request(prompt, 6)) for prompt in prompts]
     outputs = run(engine)
     assert [tokens_of(outputs[id]) for id in ids] == expected
-    assert engine._cache.stats.evictions > 0 and engine._cache.stats.in_use == 0
+    assert engine._prefixes.cache.stats.evictions > 0 and engine._prefixes.cache.stats.in_use == 0
 
 
 def test_the_least_recently_used_makes_room_and_the_pinned_do_not(runtime):
@@ -81,7 +81,7 @@ def test_the_least_recently_used_makes_room_and_the_pinned_do_not(runtime):
     prompt = pinned + OTHERS[30:36]
     assert generate_one(engine, Request(prompt, 6)) == plain(runtime, prompt)
     assert engine.stats.cached_tokens - before == 20
-    assert engine._cache.stats.snapshots == 2
+    assert engine._prefixes.cache.stats.snapshots == 2
 
 
 def test_another_state_knows_nothing(runtime):

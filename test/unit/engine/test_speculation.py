@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from granite4_neuron import UserError
-from granite4_neuron.engine import DraftModel, Engine, GenerationStats, Request
+from granite4_neuron.engine import DraftModel, Engine, Request
 from granite4_neuron.engine.drafters import DraftRequest, NgramDrafter
 from granite4_neuron.runtime.interface import Row
 from test.support.engines import (
@@ -160,7 +160,7 @@ class TestDraftModel:
         engine = Engine(runtime, 1)
         return [engine.add(request_of(number)) for number in numbers] and [
             DraftRequest(number, prompt_of(number), count, sequence.sampler)
-            for number, count, sequence in zip(numbers, most, engine._waiting, strict=True)
+            for number, count, sequence in zip(numbers, most, engine._live.waiting, strict=True)
         ]
 
     def test_are_what_it_says_alone(self, runtime, alone):
@@ -181,7 +181,6 @@ class TestDraftModel:
 
         def read_for(tokens):
             small.read = 0
-            engine.stats = GenerationStats()
             new = generate_one(engine, Request(tokens, MAX_TOKENS))
             assert new == generate_one(Engine(ChunkRuntime(model), 1), Request(tokens, MAX_TOKENS))
             assert engine.stats.acceptance_rate == 1
@@ -236,7 +235,7 @@ class TestEnds:
             assert tokens_of(outputs[limited]) == text[:count] and outputs[limited][-1].finish_reason == "length"
             end = text.index(text[count]) + 1
             assert tokens_of(outputs[stopped]) == text[:end] and outputs[stopped][-1].finish_reason == "stop"
-            assert engine._drafter.ended == [limited, stopped] or engine._drafter.ended == [stopped, limited]
+            assert sorted(engine._scheduler._drafting.drafter.ended) == [limited, stopped]
 
     def test_cancelled_between_steps_and_the_slot_used_again(self, runtime, model, other_model, alone):
         engine = self.engine(runtime, model, other_model, alone, num_sequences=2)
@@ -272,9 +271,9 @@ class TestEnds:
         bad, good = engine.add(request_of(10)), engine.add(request_of(11))
         outputs = {bad: [], good: []}
         while engine.has_work:
-            if len(outputs[bad]) > 6 and bad in engine._running:
+            if len(outputs[bad]) > 6 and bad in engine._live.running:
                 with torch.inference_mode():
-                    engine._slots.state.layers[0].ssm_state[engine._running[bad].slot] = torch.nan
+                    engine._slots.state.layers[0].ssm_state[engine._live.running[bad].slot] = torch.nan
             for output in engine.step():
                 outputs[output.id].append(output)
         assert outputs[bad][-1].finish_reason == "error" and tokens_of(outputs[good]) == alone(11)

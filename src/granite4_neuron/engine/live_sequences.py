@@ -1,0 +1,139 @@
+"""The sequences of an engine that have not ended, and what ends them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from granite4_neuron.engine.drafting import Drafting
+from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.request import GenerationStats, Output
+from granite4_neuron.engine.sampling import RequestFault
+from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.errors import UserError, sentence_of
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class LiveSequences:
+    """The sequences that wait or run, and their outputs. Only this class decides what a failure ends.
+
+    Whatever is done for sequences is done within `guard`: if it fails, they end with an error output, and no others. It
+    counts for a sequence when `count` has added its outputs. An interrupt leaves a guard without an end; then
+    `end_unfinished` ends the sequences for which something was done that does not count.
+
+    waiting: in order of arrival.
+    running: by id, in the order in which they started; each has a slot.
+    outputs: that count, and that no step has returned yet.
+
+    Args:
+        prefixes, drafting: are told which sequences have ended.
+        stats: counts the tokens.
+    """
+
+    def __init__(self, prefixes: PrefixReuse, drafting: Drafting, stats: GenerationStats):
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: dict[int, RunningSequence] = {}
+        self.outputs: list[Output] = []
+        self.stats = stats
+        self._prefixes = prefixes
+        self._drafting = drafting
+        self._unfinished: dict[int, RunningSequence] = {}  # by id, for which something is done that does not count yet
+
+    def __bool__(self) -> bool:
+        """Whether a sequence waits or runs, or has outputs that no step has returned yet."""
+        return bool(self.waiting or self.running or self.outputs)
+
+    def guard(self, *sequences: RunningSequence) -> _Guard:
+        """Return a context in which something is done for sequences. If it fails, those that have not ended do."""
+        return _Guard(self, self._unfinished, sequences)
+
+    def count(
+        self, sequence: RunningSequence, num_tokens: int, logits: torch.Tensor, outputs: Sequence[Output]
+    ) -> None:
+        """Have a step count for a sequence: its state has seen so many more tokens, and these are its outputs. If they
+        end it, keep a snapshot of it; else note whether one is due.
+
+        Args:
+            logits: [vocab_size], after the last of those tokens.
+        """
+        sequence.stored += num_tokens
+        sequence.logits = logits
+        self.outputs += outputs
+        self.stats.generated_tokens += sum(output.error is None for output in outputs)
+        reason = outputs[-1].finish_reason if outputs else None
+        if reason is None:
+            sequence.is_due = self._prefixes.is_due(sequence)
+        else:
+            if reason != "error":
+                self._prefixes.keep(sequence)
+            self.end(sequence)
+        self._unfinished.pop(sequence.id, None)
+
+    def end_unfinished(self) -> None:
+        """End the sequences of a step that has been interrupted and does not count."""
+        self.fail(list(self._unfinished.values()), "it was interrupted in the middle of a step.")
+
+    def fail(self, sequences: Sequence[RunningSequence], error: str, is_requests_fault: bool = False) -> None:
+        """End sequences, with an error output where no output has ended them. It may be interrupted and done again."""
+        ended = {output.id for output in self.outputs if output.finish_reason is not None}
+        for sequence in sequences:
+            if sequence.id in self.running or sequence in self.waiting:
+                if sequence.id not in ended:
+                    self.outputs.append(Output(sequence.id, None, "", "error", error, is_requests_fault))
+                self.end(sequence)
+            self._unfinished.pop(sequence.id, None)
+
+    def end(self, sequence: RunningSequence) -> None:
+        """Forget a sequence. It may be interrupted and done again."""
+        self._prefixes.release(sequence)
+        self._drafting.end(sequence)
+        if sequence.id not in self.running or (self.waiting and self.waiting[0] is sequence):
+            self.waiting.remove(sequence)
+        self.running.pop(sequence.id, None)
+
+    def cancel(self, id: int) -> bool:
+        """End a sequence and drop its outputs; return whether there was anything of it."""
+        found = [self.running[id]] if id in self.running else [each for each in self.waiting if each.id == id]
+        for sequence in found:
+            self.end(sequence)
+        outputs = [output for output in self.outputs if output.id == id]
+        if outputs:
+            self.outputs = [output for output in self.outputs if output.id != id]
+        return bool(found or outputs)
+
+
+class _Guard:
+    """See `LiveSequences.guard`. It is no generator because it is entered for each token.
+
+    Args:
+        unfinished: by id, the sequences for which something is done that does not count yet.
+    """
+
+    def __init__(
+        self, live: LiveSequences, unfinished: dict[int, RunningSequence], sequences: Sequence[RunningSequence]
+    ):
+        self._live = live
+        self._unfinished = unfinished
+        self._sequences = sequences
+
+    def __enter__(self) -> None:
+        unfinished = self._unfinished
+        self._new = [sequence.id for sequence in self._sequences if sequence.id not in unfinished]
+        for sequence in self._sequences:
+            unfinished[sequence.id] = sequence
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            if not isinstance(error, Exception):  # an interrupt: the next call ends what is unfinished
+                return False
+            if not isinstance(error, UserError):
+                _LOGGER.error("A step of the engine failed.", exc_info=error)
+            failed = [sequence for sequence in self._sequences if sequence.id in self._unfinished]
+            self._live.fail(failed, sentence_of(error), isinstance(error, RequestFault))
+        for id in self._new:
+            self._unfinished.pop(id, None)
+        return True

@@ -1,0 +1,98 @@
+"""How the sequences of an engine use its prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from granite4_neuron.engine.prefix_cache import PrefixCache, common_length
+from granite4_neuron.engine.request import GenerationStats
+from granite4_neuron.engine.sampling import are_finite
+from granite4_neuron.engine.saving_time import SavingTime
+from granite4_neuron.engine.sequence import RunningSequence
+from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
+from granite4_neuron.engine.slots import Slots
+from granite4_neuron.runtime.interface import Runtime
+
+
+class PrefixReuse:
+    """Lets sequences begin from cached prefixes, and keeps snapshots of them for later ones. If the cache fails, they
+    go on without.
+
+    Args:
+        cache: None to reuse nothing.
+        runtime: cuts the prompts.
+        slots: with the state of the sequences.
+        stats: counts the tokens found.
+    """
+
+    def __init__(
+        self, cache: PrefixCache | SlotPrefixCache | None, runtime: Runtime, slots: Slots, stats: GenerationStats
+    ):
+        self.cache = cache
+        self._runtime = runtime
+        self._slots = slots
+        self._stats = stats
+        self._saving_time = SavingTime("The prefix cache")
+
+    @property
+    def interval(self) -> int | None:
+        """The cache keeps snapshots at its multiples; None for no such snapshots."""
+        return None if self.cache is None else self.cache.interval
+
+    def is_worth_waiting(self, sequence: RunningSequence, others: Sequence[RunningSequence]) -> bool:
+        """Return whether one of the others, which run in this step, will put a shared prefix into the cache."""
+        if self.cache is None or sequence.has_begun:
+            return False
+        lengths = (common_length(sequence.keys, other.keys) for other in others)
+        chunk, is_exact = self._runtime.tokens_per_step, self._runtime.is_exact_at_any_cut
+        kept = (other.next_kept(self.cache.interval, chunk, is_exact) for other in others)
+        return any(its_kept <= length for its_kept, length in zip(kept, lengths, strict=True))
+
+    def begin(self, sequence: RunningSequence) -> None:
+        """Start a prompt from its longest cached prefix, which may be all of it."""
+        if self.cache is None or sequence.has_begun:
+            return
+        sequence.has_begun = True
+        with self._saving_time:
+            self._restore(sequence)
+
+    def _restore(self, sequence: RunningSequence) -> None:
+        self.cache.attach(self._slots.state)
+        sequence.prefix = self.cache.find(sequence.keys)
+        sequence.cuts |= self.cache.new_branches(sequence.keys)
+        if sequence.prefix is not None:
+            self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
+            sequence.stored = sequence.cached_tokens = sequence.prefix.length
+            self._stats.cached_tokens += sequence.stored
+
+    def is_due(self, sequence: RunningSequence) -> bool:
+        """Return whether a snapshot of a sequence is to be kept at its current length."""
+        return self.cache is not None and sequence.is_kept(self.cache.interval)
+
+    def keep_due(self, sequences: Iterable[RunningSequence]) -> None:
+        """Keep the snapshots that are due since the last step."""
+        for sequence in sequences:
+            if sequence.is_due:
+                sequence.is_due = False
+                self.keep(sequence)
+
+    def keep(self, sequence: RunningSequence) -> None:
+        """Keep a snapshot of a sequence whose logits are finite."""
+        if self.cache is None or not are_finite(sequence.logits):
+            return
+        with self._saving_time:
+            keys = sequence.keys[: sequence.stored]
+            self.cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
+            if not sequence.is_prompt:
+                self.cache.make_ready()
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Let go of the prefix that a sequence started from."""
+        if sequence.prefix is not None:
+            with self._saving_time:
+                self.cache.release(sequence.prefix)
+
+    def detach(self) -> None:
+        """Have the cache forget what belongs to the state, which may be lost."""
+        if self.cache is not None:
+            self.cache.detach()
