@@ -274,15 +274,17 @@ sys.stdin.read()
 INTERRUPTED_END = """
 from granite4_neuron import load
 from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.rank_calls import Call, encode
 
 class Interrupted:
     def join(self, *seconds):
         raise KeyboardInterrupt
 
 runtime, _ = load(backend="torch", tp_degree=2)
-runtime.allocate(1, 60)
-runtime._others.call("step", 0, [Row(1, 0, [3])], False)  # waits for rank 0 in its first sum
-runtime._others._watcher = Interrupted()
+state = runtime.allocate(1, 60)
+step = Call("step", [state, [Row(1, 0, [3])]], 9, list(runtime._numbered), False)
+runtime._ranks.send([encode(step, runtime._numbered)])  # waits for rank 0 in its first sum
+runtime._ranks._watcher = Interrupted()
 try:
     runtime.close()
 except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The processes of a model that is split over devices: what each loads, and how they make the same calls."""
+"""The processes of a model that is split over devices: what each loads, how they start and end, and what they do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-import safetensors.torch
 import torch
 import torch.distributed
 from transformers import GenerationConfig
@@ -27,10 +26,8 @@ from granite4_neuron.checkpoint.loading import load_model
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.runtime.interface import Row, Verification
+from granite4_neuron.runtime.rank_calls import NUMBERED, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.runtime.torch_device import TorchRuntime, find_device
-from granite4_neuron.state.hybrid_state import HybridState
-from granite4_neuron.state.snapshot import Snapshot
 from granite4_neuron.system.terminal import guard_streams
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}  # by device
@@ -48,7 +45,7 @@ _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process tha
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardSpec:
     """What each rank loads, and where they meet.
 
     port: of this machine, where rank 0 listens.
@@ -99,19 +96,19 @@ def listen() -> socket.socket:
     return socket.create_server((_LOOPBACK, 0))
 
 
-class Others:
-    """The processes of ranks 1 and up, which make the calls that they are sent, one after another."""
+class RankProcesses:
+    """The processes of ranks 1 and up. Each makes the calls that it is sent, one after another."""
 
-    def __init__(self, job: Job):
+    def __init__(self, spec: ShardSpec):
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        threads = max(1, torch.get_num_threads() // job.degree)
+        threads = max(1, torch.get_num_threads() // spec.degree)
         self._ends = threading.Event()
         try:
             with _interrupts_for_later():
-                for rank in range(1, job.degree):
+                for rank in range(1, spec.degree):
                     ours, theirs = context.Pipe()
-                    arguments = theirs, job, rank, threads
+                    arguments = theirs, spec, rank, threads
                     process = context.Process(target=_follow, args=arguments, name=f"{_NAME}{rank}", daemon=True)
                     _start(process)
                     theirs.close()
@@ -126,20 +123,20 @@ class Others:
                 process.kill()
             raise
 
-    def call(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> None:
-        """Have each of them make a call, while this process goes on.
+    def send(self, messages: Sequence[bytes]) -> None:
+        """Send each of them its message: a call to make while this process goes on.
 
         Raises:
             UserError: they have ended.
         """
         if self._ends.is_set():
             raise UserError("the other processes of this split model have ended; load it again, in a new process.")
-        for at, pipe in enumerate(self._pipes):
-            pipe.send((name, arguments if of_rank is None else (*arguments, of_rank[at])))
+        for pipe, message in zip(self._pipes, messages, strict=True):
+            pipe.send_bytes(message)
 
-    def answers(self) -> list[Any]:
+    def answers(self) -> list[bytes]:
         """Wait for an answer of each."""
-        return [pipe.recv() for pipe in self._pipes]
+        return [pipe.recv_bytes() for pipe in self._pipes]
 
     def end_if_one_has_ended(self, error: BaseException) -> None:
         """End this process if a call failed here because one of them has ended by itself."""
@@ -234,39 +231,51 @@ def _end_without(process: BaseProcess) -> NoReturn:
         os._exit(_EXIT_WITHOUT_OTHERS)
 
 
-def _follow(pipe: Connection, job: Job, rank: int, threads: int) -> None:
+def _follow(pipe: Connection, spec: ShardSpec, rank: int, threads: int) -> None:
     """Run a rank other than 0: load its part, and make the calls that rank 0 sends until it closes the pipe."""
     for number in _SIGNALS_TO_END:  # a start of multiprocessing's resource tracker would let them through
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     guard_streams()
     torch.set_num_threads(threads)
-    follower = None
+    runtime, answer = None, None
     try:
-        job.join(rank)
-        runtime = TorchRuntime(job.load(rank), GenerationConfig(), device=job.device_of(rank), **job.options)
-        follower = _Follower(pipe, runtime)
-        _answer(pipe, None)
+        spec.join(rank)
+        runtime = TorchRuntime(spec.load(rank), GenerationConfig(), device=spec.device_of(rank), **spec.options)
     except UserError as error:
-        _answer(pipe, str(error))
-    while (message := _next_call(pipe)) is not None:
-        name, arguments = message
-        getattr(follower, name)(*arguments)
-    if follower is not None:
-        follower.runtime.release_graphs()
+        answer = Refusal(str(error))
+    _answer(pipe, answer)
+    numbered: dict[int, Any] = {}
+    while (message := _next_message(pipe)) is not None:
+        _make_call(pipe, runtime, message, numbered)
+    if runtime is not None:
+        runtime.release_graphs()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
+def _make_call(pipe: Connection, runtime: TorchRuntime, message: bytes, numbered: dict[int, Any]) -> None:
+    """Make a call of rank 0 with this rank's states and verifications; let go first of those that rank 0 has let go."""
+    call = decode(message, numbered, runtime)
+    for number in numbered.keys() - set(call.alive):
+        del numbered[number]
+    method = getattr(runtime, call.name)
+    result = result_or_refusal(method, call.arguments) if call.answers else method(*call.arguments)
+    if isinstance(result, NUMBERED):
+        numbered[call.number], result = result, None
+    if call.answers:
+        _answer(pipe, result)
+
+
 def _answer(pipe: Connection, answer: Any) -> None:
     with suppress(BrokenPipeError):  # rank 0 has closed it
-        pipe.send(answer)
+        pipe.send_bytes(encode(answer, {}))
 
 
-def _next_call(pipe: Connection) -> tuple[str, Sequence[Any]] | None:
+def _next_message(pipe: Connection) -> bytes | None:
     """Wait for a call; None if rank 0 has closed the pipe."""
     try:
-        return pipe.recv()
+        return pipe.recv_bytes()
     except (EOFError, ConnectionResetError):
         return None
 
@@ -275,54 +284,3 @@ def _end_with_parent() -> None:
     """End this process with its parent's, also while it waits for rank 0 within a step."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(0)
-
-
-class _Follower:
-    """A rank's part of what `SplitRuntime` does, with states and verifications by their numbers."""
-
-    def __init__(self, pipe: Connection, runtime: TorchRuntime):
-        self.runtime = runtime
-        self._pipe = pipe
-        self._states: dict[int, HybridState] = {}
-        self._verifications: dict[int, Verification] = {}
-
-    def allocate(self, number: int, num_sequences: int, max_length: int, alive: Sequence[int]) -> None:
-        """Allocate a state, after letting go of those that are not alive in rank 0."""
-        self._states = {each: self._states[each] for each in alive}
-        refusal = None
-        try:
-            self._states[number] = self.runtime.allocate(num_sequences, max_length)
-        except UserError as error:
-            refusal = str(error)
-        _answer(self._pipe, refusal)
-
-    def warm_up(self, state: int, verifies: bool) -> None:
-        self.runtime.warm_up(self._states[state], verifies)
-
-    def step(self, state: int, rows: Sequence[Row], all_logits: bool) -> None:
-        self.runtime.step(self._states[state], rows, all_logits)
-
-    def verify(self, state: int, rows: Sequence[Row], number: int, alive: Sequence[int]) -> None:
-        """Verify, after letting go of verifications that are not alive in rank 0."""
-        self._verifications = {each: self._verifications[each] for each in alive}
-        self._verifications[number] = self.runtime.verify(self._states[state], rows)
-
-    def commit(self, state: int, verification: int, accepted: Sequence[int]) -> None:
-        self.runtime.commit(self._states[state], self._verifications[verification], accepted)
-
-    def copy(self, state: int, source: int, destination: int, length: int) -> None:
-        self.runtime.copy(self._states[state], source, destination, length)
-
-    def weights_digest(self) -> None:
-        _answer(self._pipe, self.runtime.weights_digest())
-
-    def snapshot(self, state: int, slot: int, length: int, start: int) -> None:
-        tensors = self.runtime.snapshot(self._states[state], slot, length, start).tensors
-        _answer(self._pipe, safetensors.torch.save(dict(tensors)))
-
-    def restore(self, state: int, spans: Sequence[tuple[int, int]], slot: int, stored: Sequence[bytes]) -> None:
-        snapshots = [
-            Snapshot(*span, safetensors.torch.load(each), self.runtime.dtype, self.runtime.fingerprint)
-            for span, each in zip(spans, stored, strict=True)
-        ]
-        self.runtime.restore(self._states[state], snapshots, slot)

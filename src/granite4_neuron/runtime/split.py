@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed
 from transformers import GenerationConfig
@@ -25,7 +23,8 @@ from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
-from granite4_neuron.runtime.ranks import Job, Others, check_devices, listen
+from granite4_neuron.runtime.rank_calls import NUMBERED, Call, OfRank, Refusal, decode, encode, result_or_refusal
+from granite4_neuron.runtime.ranks import RankProcesses, ShardSpec, check_devices, listen
 from granite4_neuron.runtime.torch_device import TorchRuntime
 from granite4_neuron.state.fingerprint import facts_digest
 from granite4_neuron.state.hybrid_state import HybridState
@@ -70,23 +69,23 @@ class SplitRuntime(TorchRuntime):
         check_devices(device, tp_degree)
         check_memory_of_ranks(checkpoint, dtype, tp_degree)
         listener = listen()
-        job = Job(folder, dtype, tp_degree, device, listener.getsockname()[1], options)
-        self._others = Others(job)
+        spec = ShardSpec(folder, dtype, tp_degree, device, listener.getsockname()[1], options)
+        self._ranks = RankProcesses(spec)
         # With a priority, so that it comes before multiprocessing waits for daemons.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         try:
-            job.join(0, listener)
-            model = job.load(0, progress=progress, remark=remark)
-            super().__init__(model, generation_config, device=job.device_of(0), **options)
-            _raise_first(self._others.answers())
+            spec.join(0, listener)
+            model = spec.load(0, progress=progress, remark=remark)
+            super().__init__(model, generation_config, device=spec.device_of(0), **options)
+            _check_refusals([decode(answer, {}, None) for answer in self._ranks.answers()])
         except BaseException as error:
-            self._others.end_if_one_has_ended(error)
+            self._ranks.end_if_one_has_ended(error)
             self._end(_SECONDS_TO_END if isinstance(error, UserError) else 0)
             raise
         self.weights_digest = partial(self._digest_of_all, self.weights_digest)
         self._numbers = itertools.count()
-        self._states: weakref.WeakKeyDictionary[HybridState, int] = weakref.WeakKeyDictionary()
-        self._verifications: weakref.WeakValueDictionary[int, _Numbered] = weakref.WeakValueDictionary()
+        # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
+        self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def close(self) -> None:
         """End the other ranks' processes; the runtime is of no use afterwards."""
@@ -97,68 +96,46 @@ class SplitRuntime(TorchRuntime):
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
         """Implement `Runtime.allocate`, on every rank."""
-        alive = list(self._states)  # held until the end, so that all ranks find the same memory free
-        number = next(self._numbers)
-        numbers = [self._states[each] for each in alive]
-        refusals = []
-        with self._together("allocate", number, num_sequences, max_length, numbers):
-            try:
-                state = super().allocate(num_sequences, max_length)
-            except UserError as error:
-                refusals.append(str(error))
-            refusals += self._others.answers()
-        _raise_first(refusals)
-        self._states[state] = number
-        return state
+        states = self._on_every_rank("allocate", super().allocate, num_sequences, max_length, answers=True)
+        return states[0]
 
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`, on every rank."""
-        with self._together("warm_up", self._states[state], verifies):
-            super().warm_up(state, verifies)
+        self._on_every_rank("warm_up", super().warm_up, state, verifies)
 
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`; every rank has the logits."""
-        with self._together("step", self._states[state], rows, all_logits):
-            return super().step(state, rows, all_logits)
+        [logits] = self._on_every_rank("step", super().step, state, rows, all_logits)
+        return logits
 
     def verify(self, state: HybridState, rows: Sequence[Row]) -> Verification:
         """Implement `Runtime.verify`; each rank keeps its own inputs."""
         check_verification(self, rows)
-        number, alive = next(self._numbers), list(self._verifications)
-        with self._together("verify", self._states[state], rows, number, alive):
-            verification = _Numbered(number=number, **vars(super().verify(state, rows)))
-        self._verifications[number] = verification
+        [verification] = self._on_every_rank("verify", super().verify, state, rows)
         return verification
 
     def commit(self, state: HybridState, verification: Verification, accepted: Sequence[int]) -> None:
         """Implement `Runtime.commit`, on every rank."""
         accepted_rows(verification.rows, accepted)
-        with self._together("commit", self._states[state], verification.number, accepted):
-            super().commit(state, verification, accepted)
+        self._on_every_rank("commit", super().commit, state, verification, accepted)
 
     def copy(self, state: HybridState, source: int, destination: int, length: int) -> None:
         """Implement `Runtime.copy`, on every rank."""
-        with self._together("copy", self._states[state], source, destination, length):
-            super().copy(state, source, destination, length)
+        self._on_every_rank("copy", super().copy, state, source, destination, length)
 
     def snapshot(self, state: HybridState, slot: int, length: int, start: int = 0) -> Snapshot:
         """Implement `Runtime.snapshot`, of every rank's part: "rank1.layers.0.ssm_state"."""
-        with self._together("snapshot", self._states[state], slot, length, start):
-            own = super().snapshot(state, slot, length, start)
-            parts = [own.tensors, *map(safetensors.torch.load, self._others.answers())]
-        return replace(own, tensors=_joined(parts))
+        parts = self._on_every_rank("snapshot", super().snapshot, state, slot, length, start, answers=True)
+        return replace(parts[0], tensors=_joined([each.tensors for each in parts]))
 
     def restore(self, state: HybridState, snapshots: Sequence[Snapshot], slot: int) -> None:
         """Implement `Runtime.restore`, on every rank."""
         check_chain(snapshots, self.dtype, self.fingerprint, state.max_length)
-        own, *others = (
+        parts = OfRank(
             [replace(each, tensors=_part(each.tensors, rank)) for each in snapshots]
             for rank in range(self.model.parallel.degree)
         )
-        spans = [(each.start, each.length) for each in snapshots]
-        stored = [[safetensors.torch.save(dict(each.tensors)) for each in part] for part in others]
-        with self._together("restore", self._states[state], spans, slot, of_rank=stored):
-            super().restore(state, own, slot)
+        self._on_every_rank("restore", super().restore, state, parts, slot)
 
     def slot_layout(self, start: int, length: int) -> Layout:
         """Implement `Runtime.slot_layout`; the ranks' parts have the same shapes."""
@@ -166,30 +143,46 @@ class SplitRuntime(TorchRuntime):
 
     def _digest_of_all(self, own: Callable[[], str]) -> str:
         """Return a digest of all ranks' weights; `own` returns that of this one's."""
-        with self._together("weights_digest"):
-            return facts_digest(own(), *self._others.answers())
+        return facts_digest(*self._on_every_rank("weights_digest", own, answers=True))
 
-    @contextmanager
-    def _together(self, name: str, *arguments: Any, of_rank: Sequence[Any] | None = None) -> Iterator[None]:
-        """Have the other ranks make a call while the body makes it here.
+    def _on_every_rank(self, name: str, own: Callable[..., Any], *arguments: Any, answers: bool = False) -> list[Any]:
+        """Have every rank make a call of `TorchRuntime`.
 
         Args:
-            of_rank: a last argument for each of them.
+            name, own: of the method, and what it is here.
+            answers: whether to wait for what the others return.
+
+        Returns:
+            What it returned here, and if they answer, on the others.
+
+        Raises:
+            UserError: they answer, and it is refused on a rank; that leaves them in step. After any other error the
+                runtime is closed.
         """
+        number, alive = next(self._numbers), dict(self._numbered)  # held, so that all ranks find the same memory free
+        of_ranks = [_of_rank(arguments, rank) for rank in range(self.model.parallel.degree)]
+        calls = [Call(name, each, number, list(alive), answers) for each in of_ranks[1:]]
+        messages = [encode(call, alive) for call in calls]
         try:
-            self._others.call(name, *arguments, of_rank=of_rank)
-            yield
+            self._ranks.send(messages)
+            results = [result_or_refusal(own, of_ranks[0]) if answers else own(*of_ranks[0])]
+            if answers:
+                results += [decode(answer, {}, self) for answer in self._ranks.answers()]
         except BaseException as error:
-            self._others.end_if_one_has_ended(error)
+            self._ranks.end_if_one_has_ended(error)
             self.release_graphs()
             self._end(0)
             raise
+        _check_refusals(results)
+        if isinstance(results[0], NUMBERED):
+            self._numbered[number] = results[0]
+        return results
 
     def _end(self, seconds: float) -> None:
         """End the other ranks; kill those that do not end by themselves within some seconds."""
         self._at_exit.cancel()
         # The group of ranks that were killed would wait for them.
-        if self._others.end(seconds) and torch.distributed.is_initialized():
+        if self._ranks.end(seconds) and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
@@ -204,14 +197,13 @@ def _part(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Ten
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _raise_first(refusals: Sequence[str | None]) -> None:
+def _of_rank(arguments: Sequence[Any], rank: int) -> list[Any]:
+    """Return the arguments of a call on one rank."""
+    return [each[rank] if isinstance(each, OfRank) else each for each in arguments]
+
+
+def _check_refusals(answers: Sequence[Any]) -> None:
     """Raise UserError with the first refusal, if there is one."""
-    for refusal in filter(None, refusals):
-        raise UserError(refusal)
-
-
-@dataclass(frozen=True, eq=False)
-class _Numbered(Verification):
-    """A verification, with the number by which other ranks know it."""
-
-    number: int = field(kw_only=True)
+    for answer in answers:
+        if isinstance(answer, Refusal):
+            raise UserError(answer.sentence)

@@ -1,0 +1,56 @@
+"""What ranks of a split model send each other."""
+
+import pytest
+import torch
+
+from granite4_neuron.errors import UserError
+from granite4_neuron.runtime.interface import Row, Verification
+from granite4_neuron.runtime.rank_calls import Call, Refusal, decode, encode, result_or_refusal
+from granite4_neuron.state.fingerprint import Fingerprint
+from granite4_neuron.state.hybrid_state import HybridState
+from granite4_neuron.state.snapshot import Snapshot
+from test.support.checkpoints import small_config
+
+
+def new_state():
+    return HybridState.allocate(small_config(), 1, 8, torch.float32, "cpu")
+
+
+class Rank:
+    dtype, fingerprint = torch.bfloat16, Fingerprint.parse("b")
+
+
+def test_states_and_verifications_are_those_of_the_rank_that_is_called():
+    ours, theirs = new_state(), new_state()
+    rows = [Row(1, 0, [3, 4])]
+    verifications = [Verification(rows, torch.zeros(1), ()) for _ in range(2)]
+    call = Call("commit", [ours, verifications[0], [1], rows], 7, [2, 5], False)
+    message = encode(call, {2: ours, 5: verifications[0]})
+    found = decode(message, {2: theirs, 5: verifications[1]}, None)
+    assert found.arguments[0] is theirs and found.arguments[1] is verifications[1]
+    assert (found.name, found.arguments[2:], *found[2:]) == ("commit", [[1], rows], 7, [2, 5], False)
+
+
+def test_a_snapshot_gets_the_fingerprint_of_its_rank():
+    """The ranks' weights are not the same."""
+    tensors = {"layers.0.ssm_state": torch.randn(2, 3), "layers.1.key": torch.randn(4).bfloat16()}
+    sent = Snapshot(2, 6, tensors, torch.bfloat16, Fingerprint.parse("a"))
+    [[got]] = decode(encode([[sent]], {}), {}, Rank)
+    assert (got.start, got.length, got.dtype, got.fingerprint) == (2, 6, torch.bfloat16, Rank.fingerprint)
+    assert got.tensors.keys() == tensors.keys()
+    assert all(torch.equal(got.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_state_of_another_runtime_is_refused():
+    with pytest.raises(KeyError, match="this HybridState is not of this runtime"):
+        encode([new_state()], {2: new_state()})
+
+
+def test_a_refusal_is_an_answer_and_other_errors_are_not():
+    def failing(error):
+        raise error
+
+    assert result_or_refusal(failing, [UserError("no room.")]) == Refusal("no room.")
+    assert decode(encode(Refusal("no room."), {}), {}, None) == Refusal("no room.")
+    with pytest.raises(RuntimeError):
+        result_or_refusal(failing, [RuntimeError()])
