@@ -137,7 +137,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a sequence runs or waits, or has outputs that no step has returned yet."""
-        return bool(self._live)
+        return self._live.has_work
 
     @property
     def failed_steps(self) -> int:

@@ -43,7 +43,8 @@ class LiveSequences:
         self._drafting = drafting
         self._unfinished: dict[int, RunningSequence] = {}  # by id, for which something is done that does not count yet
 
-    def __bool__(self) -> bool:
+    @property
+    def has_work(self) -> bool:
         """Whether a sequence waits or runs, or has outputs that no step has returned yet."""
         return bool(self.waiting or self.running or self.outputs)
 
