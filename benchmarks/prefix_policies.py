@@ -52,7 +52,7 @@ class SizesOnly:
 class LeastRecentlyUsed(Entries):
     """Evicts the entry that was not used for longest."""
 
-    def least(self) -> Node:
+    def victim(self) -> Node:
         return min((entry for entry in self if not entry.users), key=lambda entry: entry.last_use)
 
 
@@ -78,7 +78,7 @@ class MarconiEntries(Entries):
         self._config, self._itemsize = runtime.config, runtime.dtype.itemsize
         self._saved: dict[tuple[int, int], float] = {}
 
-    def least(self) -> Node:
+    def victim(self) -> Node:
         self.has_evicted = True
         unused = [entry for entry in self if not entry.users]
         entries = [entry for entry in unused if len(entry.children) <= 1] or unused
@@ -112,20 +112,20 @@ class MarconiCache(PrefixCache):
         self._window: int | None = None
         self._branches: set[int] = set()
 
-    def find(self, tokens: Sequence[int]):
+    def match_prefix(self, tokens: Sequence[int]):
         self._prompts.append(list(tokens))
-        return super().find(tokens)
+        return super().match_prefix(tokens)
 
     def new_branches(self, tokens: Sequence[int]) -> set[int]:
         self._branches = super().new_branches(tokens)
         return self._branches
 
-    def keep(self, tokens: Sequence[int], state: object, slot: int, logits: torch.Tensor) -> None:
+    def insert(self, tokens: Sequence[int], state: object, slot: int, logits: torch.Tensor) -> None:
         is_end = len(tokens) > len(self._prompts[-1])
         if is_end:
             self._sequences.append(list(tokens))
         if is_end or len(tokens) in self._branches:
-            super().keep(tokens, state, slot, logits)
+            super().insert(tokens, state, slot, logits)
 
     def tune(self) -> None:
         """Choose `alpha`, if it is time: between requests, as Marconi does it aside."""
@@ -209,17 +209,17 @@ def _serve(cache: PrefixCache, runtime: SizesOnly, prompt: Tokens, answer: Token
     """Ask and fill a cache as `Engine` does for a sequence that runs alone; return how many tokens it had."""
     limit = len(prompt) + len(answer)
     sequence = RunningSequence(0, Request(prompt, len(answer)), limit, TextStream(None, [], prompt), AppliedAdapter())
-    prefix = cache.find(prompt)
+    prefix = cache.match_prefix(prompt)
     sequence.cuts |= cache.new_branches(prompt)
     sequence.stored = 0 if prefix is None else prefix.length
     while sequence.is_prompt:
         sequence.stored = sequence.next_cut(runtime.tokens_per_step, runtime.is_exact_at_any_cut)
         if sequence.is_kept(cache.interval):
-            cache.keep(prompt[: sequence.stored], None, 0, runtime.logits)
+            cache.insert(prompt[: sequence.stored], None, 0, runtime.logits)
     sequence.tokens += answer
     while sequence.stored < limit - 1:  # the last token is chosen, and not run
         sequence.stored = min(limit - 1, sequence.next_cut(cache.interval or limit, False))
-        cache.keep(sequence.tokens[: sequence.stored], None, 0, runtime.logits)
+        cache.insert(sequence.tokens[: sequence.stored], None, 0, runtime.logits)
     if prefix is not None:
         cache.release(prefix)
     return 0 if prefix is None else prefix.length

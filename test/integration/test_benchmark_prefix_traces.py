@@ -48,7 +48,7 @@ def test_no_policy_finds_more_than_this_package(name, seed):
 
 def test_sizes_are_those_of_the_model():
     runtime, cache = SizesOnly(CONFIG), PrefixCache(SizesOnly(CONFIG), None, None)
-    cache.keep(range(100), None, 0, runtime.logits)
+    cache.insert(range(100), None, 0, runtime.logits)
     assert cache.stats.num_bytes == 22_321_152 + 401_408 + 100 * 4_096
 
 

@@ -43,7 +43,5 @@ class AppliedAdapter:
         return self.number if position >= self.start else 0
 
     def keys(self, tokens: Sequence[int], start: int = 0) -> list[int]:
-        """Return what a prefix cache knows tokens by that begin at a position: those that an adapter applies to are
-        others than those of the model without it, or with another.
-        """
+        """Return prefix-cache keys of tokens from `start` on; tokens under an adapter have keys of their own."""
         return [(self.at(position) << _TOKEN_BITS) + token for position, token in enumerate(tokens, start)]

@@ -133,14 +133,14 @@ class DraftModel:
 
     def _restore(self, followed: _Followed) -> None:
         """Start from the cached prefix of a prompt."""
-        prefix = self._cache.find(followed.tokens[:-1])
+        prefix = self._cache.match_prefix(followed.tokens[:-1])
         if prefix is not None:
             self._cache.restore(prefix, self._state, followed.slot)
             self._cache.release(prefix)
             followed.stored, followed.logits = prefix.length, prefix.logits
 
     def _keep(self, followed: _Followed) -> None:
-        self._cache.keep(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
+        self._cache.insert(followed.tokens[: followed.stored], self._state, followed.slot, followed.logits)
 
     def _last_logits(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         logits = self._runtime.verify(self._state, rows).logits

@@ -112,7 +112,7 @@ class Engine:
         if memory_bytes is not None:
             check_count("memory_bytes", memory_bytes, 0)
         check_has("tokenizer", tokenizer, "backend_tokenizer")
-        check_has("prefix_cache", prefix_cache, "find", "keep")
+        check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
         check_has("drafter", drafter, "propose", "end")
         if drafter is not None:
             require(runtime, "verify")

@@ -123,7 +123,7 @@ class PrefixCache:
         """The bytes of the files in its folder; None without one."""
         return None if self._folder is None else self._folder.num_bytes
 
-    def find(self, tokens: Sequence[int]) -> Prefix | None:
+    def match_prefix(self, tokens: Sequence[int]) -> Prefix | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self._check_tree()
         self._stats.queries += 1
@@ -134,7 +134,7 @@ class PrefixCache:
                 self._load(found)
                 before, node = node.length, self._longest(tokens)
                 self._stats.folder_hit_tokens += node.length - before
-        self._entries.look_up(node if node.length else None)
+        self._entries.record_match(node if node.length else None)
         if not node.length:
             return None
         prefix = Prefix(node.length, self._snapshots(node), node.logits, node)
@@ -167,14 +167,14 @@ class PrefixCache:
         """Copy a prefix into a slot."""
         self._runtime.restore(state, prefix.snapshots, slot)
 
-    def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
+    def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
         """Keep a snapshot of a sequence, unless there already is one or there is no room.
 
         Args:
             tokens: all tokens that the slot has seen.
             logits: [vocab_size], float32, after the last of them.
         """
-        self._keep(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
+        self._insert(tokens, partial(self._runtime.snapshot, state, slot, len(tokens)), logits)
         self._write(self._longest(tokens), tokens)
 
     def make_ready(self) -> None:
@@ -188,8 +188,8 @@ class PrefixCache:
         if self._folder is not None and entry.length:
             self._folder.keep(tuple(tokens[: entry.length]), self._snapshots(entry), entry.logits)
 
-    def _keep(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
-        """Keep a snapshot as `keep` does; `take` makes it, with the keys and values from a position on."""
+    def _insert(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
+        """Keep a snapshot as `insert` does; `take` makes it, with the keys and values from a position on."""
         self._check_tree()
         self._is_changing = True
         self._change(tokens, take, logits)
@@ -198,17 +198,17 @@ class PrefixCache:
     def _change(self, tokens: Sequence[int], take: Callable[[int], Snapshot], logits: torch.Tensor) -> None:
         node, child, shared = self._descend(tokens)
         if node.length == len(tokens) and node.recurrent is not None:
-            self._entries.use(node)
+            self._entries.touch(node)
             return
         covered = node.length + shared
         needed = self._num_bytes(len(tokens) - covered) + logits.nbytes
         if not self._has_room(needed, child or node):
             return
         if child is not None:
-            node = self._split(child, shared)
+            node = child.split_at(shared)
         if covered < len(tokens):
             # Before making room, which depends on it: the new entry takes the place of one that it goes on from.
-            self._entries.continue_from(node)
+            self._entries.record_continuation(node)
         self._make_room(needed, node)
         self._add(node, tuple(tokens[covered:]), take(covered), logits)
 
@@ -230,7 +230,7 @@ class PrefixCache:
         def take(start: int) -> Snapshot:
             return replace(snapshot, start=start, tensors=cut_keys_and_values(tensors, start, snapshot.length))
 
-        self._keep(snapshot.tokens, take, logits)
+        self._insert(snapshot.tokens, take, logits)
         if not self._has_room_for_state:  # the snapshot came with memory of its own
             self._runtime.prepare_snapshot(False)
 
@@ -283,17 +283,6 @@ class PrefixCache:
     def _snapshot(self, node: Node, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         return Snapshot(node.start, node.length, tensors, self._runtime.dtype, self._runtime.fingerprint)
 
-    def _split(self, node: Node, length: int) -> Node:
-        """Insert a node between a node and its parent, after the first `length` of the node's tokens."""
-        first, rest = node.tokens[:length], node.tokens[length:]
-        upper = Node(node.parent, node.start + length, first, cut_keys_and_values(node.keys_and_values, 0, length))
-        upper.children[rest[0]] = node
-        upper.continuations = 2  # the node's tokens, and those of the sequence that it is inserted for
-        node.parent.children[first[0]] = upper
-        node.parent, node.tokens = upper, rest
-        node.keys_and_values = cut_keys_and_values(node.keys_and_values, length, length + len(rest))
-        return upper
-
     def _add(self, node: Node, tokens: tuple[int, ...], snapshot: Snapshot, logits: torch.Tensor) -> None:
         if tokens:
             parent = node
@@ -305,7 +294,7 @@ class PrefixCache:
         node.entry_bytes = node.logits.nbytes + sum(tensor.nbytes for tensor in node.recurrent.values())
         self._stats.num_bytes += node.entry_bytes
         self._stats.snapshots += 1
-        self._entries.use(node)
+        self._entries.touch(node)
 
     @property
     def _has_room_for_state(self) -> bool:
@@ -322,7 +311,7 @@ class PrefixCache:
     def _make_room(self, needed: int, neighbour: Node) -> None:
         """Evict the entries worth least until there is room."""
         while self.max_bytes is not None and self._stats.num_bytes + needed > self.max_bytes:
-            self._evict(self._entries.least(), neighbour)
+            self._evict(self._entries.victim(), neighbour)
 
     def _bytes_in_use(self, neighbour: Node) -> int:
         """Return the bytes that cannot be evicted: entries with users, and the keys and values of their prefixes."""

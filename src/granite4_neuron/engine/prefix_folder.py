@@ -101,7 +101,7 @@ class PrefixFolder:
         """Have the thread write a snapshot if it is not there, and note its use, unless it has too much to do.
 
         Args:
-            tokens: as `PrefixCache.keep`.
+            tokens: as `PrefixCache.insert`.
             snapshots: one after another, up to the last of the tokens. Their tensors are not copied.
             logits: [vocab_size], float32, after the last of them.
         """

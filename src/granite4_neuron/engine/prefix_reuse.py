@@ -58,7 +58,7 @@ class PrefixReuse:
 
     def _restore(self, sequence: RunningSequence) -> None:
         self.cache.attach(self._slots.state)
-        sequence.prefix = self.cache.find(sequence.keys)
+        sequence.prefix = self.cache.match_prefix(sequence.keys)
         sequence.cuts |= self.cache.new_branches(sequence.keys)
         if sequence.prefix is not None:
             self.cache.restore(sequence.prefix, self._slots.state, sequence.slot)
@@ -82,7 +82,7 @@ class PrefixReuse:
             return
         with self._saving_time:
             keys = sequence.keys[: sequence.stored]
-            self.cache.keep(keys, self._slots.state, sequence.slot, sequence.logits)
+            self.cache.insert(keys, self._slots.state, sequence.slot, sequence.logits)
             if not sequence.is_prompt:
                 self.cache.make_ready()
 

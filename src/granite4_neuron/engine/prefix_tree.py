@@ -7,12 +7,25 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from weakref import WeakSet
 
 import torch
 
-_KINDS = 3
+from granite4_neuron.state.snapshot import cut_keys_and_values
+
 _MOST_COMPARED = 100  # entries of a kind: looking for the one to evict must not take longer the more there are
+
+
+class NodeKind(IntEnum):
+    """What a node's place in the tree says about its use: how many sequences have gone on from it, at most two."""
+
+    END = 0  # of a sequence
+    CONTINUED = 1  # by one sequence; a longer entry has mostly taken its place
+    BRANCH = 2  # where sequences diverged
+
+
+_KINDS = tuple(NodeKind)
 
 
 @dataclass(eq=False)
@@ -23,7 +36,7 @@ class Node:
         was evicted.
     entry_bytes: the bytes of these two.
     continuations: how many sequences have gone on from it so far, each with another token or yet without one.
-    users: what `PrefixCache.find` has returned of it and somebody holds; it is not evicted while there are any.
+    users: what `PrefixCache.match_prefix` has returned of it and somebody holds; it is not evicted while there are any.
     last_use: the number of look-ups when it was kept or found last.
     """
 
@@ -53,11 +66,9 @@ class Node:
         return path[::-1]
 
     @property
-    def kind(self) -> int:
-        """What its place in the tree says about its use: 0 for the end of a sequence, 1 for a place that one sequence
-        went on from (a longer entry has mostly taken its place), 2 for one where sequences diverged.
-        """
-        return min(self.continuations, _KINDS - 1)
+    def kind(self) -> NodeKind:
+        """What its place in the tree says about its use."""
+        return _KINDS[min(self.continuations, NodeKind.BRANCH)]
 
     @property
     def entry_above(self) -> Node:
@@ -78,7 +89,7 @@ class Node:
         one where sequences diverged.
         """
         node = self.parent
-        while node.parent is not None and (node.recurrent is None or node.kind < _KINDS - 1):
+        while node.parent is not None and (node.recurrent is None or node.kind != NodeKind.BRANCH):
             node = node.parent
         return self.length - node.length
 
@@ -92,6 +103,17 @@ class Node:
             if node.parent is None:
                 break
         return freed
+
+    def split_at(self, length: int) -> Node:
+        """Insert a node between this one and its parent, after the first `length` of this one's tokens; return it."""
+        first, rest = self.tokens[:length], self.tokens[length:]
+        upper = Node(self.parent, self.start + length, first, cut_keys_and_values(self.keys_and_values, 0, length))
+        upper.children[rest[0]] = self
+        upper.continuations = 2  # this node's tokens, and those of the sequence that it is inserted for
+        self.parent.children[first[0]] = upper
+        self.parent, self.tokens = upper, rest
+        self.keys_and_values = cut_keys_and_values(self.keys_and_values, length, length + len(rest))
+        return upper
 
 
 class Entries:
@@ -108,33 +130,34 @@ class Entries:
 
     def __init__(self) -> None:
         # By kind, each in the order of their last use.
-        self._of_kind: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(_KINDS)]
-        # What is taken for known before any look-up: where sequences diverged, others will, and what has a longer entry
-        # below is seldom found. Other numbers than 0 leave each kind a chance.
-        self._found, self._seen = [1.0, 0.1, 2.0], [1] * _KINDS
+        self._of_kind: list[OrderedDict[Node, None]] = [OrderedDict() for _ in NodeKind]
+        # Priors of the hit rates. Where sequences diverged, others will; an entry with a longer one below is seldom
+        # found. None is 0, so that each kind has a chance.
+        self._found = [1.0, 0.1, 2.0]
+        self._seen = [1] * len(NodeKind)
         self._look_ups = 0
 
     def __iter__(self) -> Iterator[Node]:
         return itertools.chain.from_iterable(self._of_kind)
 
-    def look_up(self, found: Node | None) -> None:
-        """Count a look-up, and the entry that it found."""
+    def record_match(self, found: Node | None) -> None:
+        """Count a look-up, and the entry that it found, if any."""
         self._look_ups += 1
         for kind, entries in enumerate(self._of_kind):
             self._seen[kind] += len(entries)
         if found is not None:
             self._found[found.kind] += 1
-            self.use(found)
+            self.touch(found)
 
-    def use(self, entry: Node) -> None:
-        """Take note that an entry is new, or was used."""
+    def touch(self, entry: Node) -> None:
+        """Record that an entry is new, or was used."""
         entries = self._of_kind[entry.kind]
         entries[entry] = None
         entries.move_to_end(entry)
         entry.last_use = self._look_ups
 
-    def continue_from(self, node: Node) -> None:
-        """Take note that one more sequence goes on from a node, which may be an entry."""
+    def record_continuation(self, node: Node) -> None:
+        """Record that one more sequence goes on from a node, which may be an entry."""
         is_entry = self._of_kind[node.kind].pop(node, self) is None
         node.continuations += 1
         if is_entry:
@@ -143,8 +166,8 @@ class Entries:
     def remove(self, entry: Node) -> None:
         del self._of_kind[entry.kind][entry]
 
-    def least(self) -> Node:
-        """Return the entry to evict: none that has users; there must be one."""
+    def victim(self) -> Node:
+        """Return the entry to evict: one without users; there must be one."""
         worth: dict[Node, float] = {}
         for entries, found, seen in zip(self._of_kind, self._found, self._seen, strict=True):
             unused = (entry for entry in entries if not entry.users)

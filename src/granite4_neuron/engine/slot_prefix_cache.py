@@ -82,7 +82,7 @@ class SlotPrefixCache:
         self._forget()
         self._state = None
 
-    def find(self, tokens: Sequence[int]) -> KeptSlot | None:
+    def match_prefix(self, tokens: Sequence[int]) -> KeptSlot | None:
         """Find the longest cached prefix of a sequence, which may be all of it."""
         self._stats.queries += 1
         prefixes = [kept for kept in self._kept.values() if kept.tokens == tuple(tokens[: kept.length])]
@@ -113,7 +113,7 @@ class SlotPrefixCache:
         """Record that a sequence that started from a copy of this prefix has ended."""
         self._found.discard(prefix)
 
-    def keep(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
+    def insert(self, tokens: Sequence[int], state: HybridState | None, slot: int, logits: torch.Tensor) -> None:
         """Keep a copy of a slot, unless there already is one for these tokens.
 
         Args:

@@ -121,7 +121,7 @@ def stream_generate(
             right, after their last token. Then also if one of the prompts ended early, such as with logits that are not
             finite.
     """
-    check_has("prefix_cache", prefix_cache, "find", "keep")
+    check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
     params = SamplingParams(**options)
     singles, _ = split(prompt)
     if tokenizer is None and not (ignore_eos and all(map(is_tokens, singles))):

@@ -64,7 +64,7 @@ def state(runtime):
 class TestTree:
     def keep(self, cache, state, *prompts):
         for tokens in prompts:
-            cache.keep(tokens, state, 1, LOGITS)
+            cache.insert(tokens, state, 1, LOGITS)
 
     def kept(self, cache, prompts=PROMPTS):
         return [number for number, tokens in enumerate(prompts) if cache.export(tokens) is not None]
@@ -78,7 +78,7 @@ class TestTree:
 
     def test_what_was_found_is_evicted_last(self, cache, state):
         for number in (0, 1):
-            cache.release(cache.find(PROMPTS[number] + (7,)))
+            cache.release(cache.match_prefix(PROMPTS[number] + (7,)))
         self.keep(cache, state, PROMPTS[3])
         assert self.kept(cache) == [0, 1, 3]
         self.keep(cache, state, PROMPTS[4], PROMPTS[5])
@@ -89,7 +89,7 @@ class TestTree:
         assert self.kept(cache) == [0, 2, 3]
 
     def test_what_is_in_use_stays_and_keeps_its_place(self, cache, state):
-        prefix = cache.find(PROMPTS[1])
+        prefix = cache.match_prefix(PROMPTS[1])
         self.keep(cache, state, *PROMPTS[3:6])
         assert self.kept(cache) == [1, 4, 5]
         cache.release(prefix)
@@ -140,14 +140,14 @@ class TestTree:
             text = tuple((TOKENS if base < 2 else OTHERS)[: 2 * length]) + (base,) * length
             before = list(kept)
             if use == "find":
-                prefix = cache.find(text)
+                prefix = cache.match_prefix(text)
                 hits = [each for each in kept if text[: len(each)] == each]
                 assert (0 if prefix is None else prefix.length) == max(map(len, hits), default=0)
                 if hits:
                     kept.sort(key=max(hits, key=len).__eq__)
                     in_use.append((kept[-1], prefix))
             elif use == "keep":
-                cache.keep(text, state, 1, LOGITS)
+                cache.insert(text, state, 1, LOGITS)
                 kept = [each for each in kept if each != text] + [text]
                 kept = [each for each in kept if cache.export(each) is not None]
             elif in_use:
@@ -180,16 +180,16 @@ class TestTree:
         assert other.export(PROMPTS[0]).num_bytes == exported.num_bytes == other.stats.num_bytes
 
     def test_counts(self, cache):
-        found = cache.find(PROMPTS[5]), cache.find(PROMPTS[0] + (1, 2))
+        found = cache.match_prefix(PROMPTS[5]), cache.match_prefix(PROMPTS[0] + (1, 2))
         assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
     def test_logits_are_its_own(self, runtime, state):
         """The caller's logits may be a view of a step's logits, whose memory is used again."""
         cache, logits = PrefixCache(runtime, None, None), torch.arange(VOCAB).float()
-        cache.keep(PROMPTS[0], state, 1, logits)
+        cache.insert(PROMPTS[0], state, 1, logits)
         logits.zero_()
-        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+        assert torch.equal(cache.match_prefix(PROMPTS[0]).logits, torch.arange(VOCAB).float())
 
     def test_an_engine_goes_on_from_several_pieces(self, any_runtime):
         """This holds for 16-bit states too: only the last piece has states."""
@@ -199,7 +199,7 @@ class TestTree:
         for prompt in (TOKENS[:45], TOKENS[:60], TOKENS[:60] + OTHERS[:5]):
             id = engine.add(Request(prompt, 3))
             cached.append(run(engine)[id][0].prompt.cached_tokens)
-        assert cached == [0, 45, 60] and len(cache.find(TOKENS[:60]).snapshots) > 1
+        assert cached == [0, 45, 60] and len(cache.match_prefix(TOKENS[:60]).snapshots) > 1
 
     def test_where_prompts_part(self, runtime, state):
         """The place is far enough behind the prefix that is found already, and not only behind the beginning."""
@@ -230,7 +230,7 @@ class TestReservedSlots:
             text = tuple((TOKENS if base < 2 else OTHERS)[: 5 * length])
             if is_find:
                 hits = [each for each in expected if text[: len(each)] == each]
-                prefix = cache.find(text)
+                prefix = cache.match_prefix(text)
                 assert (0 if prefix is None else prefix.length) == max(map(len, hits), default=0)
                 if hits:
                     text = max(hits, key=len)
@@ -238,7 +238,7 @@ class TestReservedSlots:
                     expected.append(text)
                     cache.release(prefix)
                 continue
-            cache.keep(text, state, 1, LOGITS)
+            cache.insert(text, state, 1, LOGITS)
             if text not in expected and len(expected) == slots:
                 expected.remove(next(each for each in expected if not pinned or each != pin))
                 evictions += 1
@@ -257,14 +257,14 @@ class TestReservedSlots:
 
     def test_logits_are_its_own(self, runtime):
         cache, logits = SlotPrefixCache(runtime, (2, 3)), torch.arange(VOCAB).float()
-        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, logits)
+        cache.insert(PROMPTS[0], runtime.allocate(3, 20), 1, logits)
         logits.zero_()
-        assert torch.equal(cache.find(PROMPTS[0]).logits, torch.arange(VOCAB).float())
+        assert torch.equal(cache.match_prefix(PROMPTS[0]).logits, torch.arange(VOCAB).float())
 
     def test_counts(self, runtime):
         cache = SlotPrefixCache(runtime, (2, 3))
-        cache.keep(PROMPTS[0], runtime.allocate(3, 20), 1, LOGITS)
-        found = cache.find(PROMPTS[1]), cache.find(PROMPTS[0] + (1, 2))
+        cache.insert(PROMPTS[0], runtime.allocate(3, 20), 1, LOGITS)
+        found = cache.match_prefix(PROMPTS[1]), cache.match_prefix(PROMPTS[0] + (1, 2))
         assert found[0] is None and found[1].length == 12
         assert (cache.stats.queries, cache.stats.hit_tokens, cache.stats.in_use) == (2, 12, 1)
 
@@ -273,7 +273,7 @@ class TestReservedSlots:
         cache = SlotPrefixCache(runtime, (2, 3, 4))
         state = runtime.allocate(4, 150)
         for length in (20, 60):
-            cache.keep(TOKENS[:length], state, 1, LOGITS)
+            cache.insert(TOKENS[:length], state, 1, LOGITS)
         for shared, branches in ((20 + SHORTEST_SHARED, {20 + SHORTEST_SHARED}), (19 + SHORTEST_SHARED, set())):
             assert cache.new_branches([*TOKENS[:shared], (TOKENS[shared] + 1) % VOCAB]) == branches
 
@@ -400,5 +400,5 @@ def test_a_prefix_that_fills_the_state(runtime, state):
 def test_a_model_of_attention_alone_has_no_state_to_count():
     runtime = ChunkRuntime(engine_model(layer_types=("attention", "attention")))
     cache = PrefixCache(runtime, held(runtime, 20) + LOGITS.nbytes, None)
-    cache.keep(TOKENS[:20], runtime.allocate(1, 40), 1, LOGITS)
+    cache.insert(TOKENS[:20], runtime.allocate(1, 40), 1, LOGITS)
     assert cache.stats.num_bytes == cache.max_bytes

@@ -16,6 +16,7 @@ from granite4_neuron.engine.drafters import NgramDrafter
 from granite4_neuron.engine.drafting import Drafting
 from granite4_neuron.engine.live_sequences import LiveSequences, _Guard
 from granite4_neuron.engine.prefix_reuse import PrefixReuse
+from granite4_neuron.engine.prefix_tree import Node
 from granite4_neuron.engine.saving_time import SavingTime
 from granite4_neuron.engine.scheduler import Scheduler
 from granite4_neuron.engine.slot_prefix_cache import SlotPrefixCache
@@ -286,13 +287,13 @@ class TestTheRuntime:
         runtime = ChunkRuntime(model)
         cache = SlotPrefixCache(runtime, (2, 3))
         first, second = runtime.allocate(3, 60), runtime.allocate(3, 60)
-        cache.keep(PROMPTS[1], first, 1, torch.zeros(VOCAB))
+        cache.insert(PROMPTS[1], first, 1, torch.zeros(VOCAB))
         monkeypatch.setattr(cache, "_forget", raising(MemoryError()))
         with pytest.raises(MemoryError):
             cache.attach(second)
         monkeypatch.undo()
         cache.attach(second)
-        assert cache.find(PROMPTS[1]) is None
+        assert cache.match_prefix(PROMPTS[1]) is None
 
     def test_a_state_whose_logits_are_not_finite_is_not_kept(self, model, alone, monkeypatch):
         runtime = ChunkRuntime(model)
@@ -501,7 +502,7 @@ class TestInterrupts:
         assert interrupted > 60 and 0 < ended < 2 * interrupted
 
     def test_at_each_line_of_the_prefix_cache(self, runtime, alone):
-        code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")]
+        code = [value for value in vars(PrefixCache).values() if hasattr(value, "__code__")] + [Node.split_at]
         interrupted = 0
         for line in range(0, 400, 3):
             engine = engine_of(runtime)

@@ -164,7 +164,7 @@ class TestHits:
         runtime = ChunkRuntime(model, kernels)
         assert runtime.is_exact_at_any_cut == (kernels == "fused")
         cache = PoisonedPrefixCache(runtime, None, CHUNK, at_branches=True)
-        cache.keep(TOKENS[:30], runtime.allocate(1, 40), 1, torch.zeros(VOCAB))
+        cache.insert(TOKENS[:30], runtime.allocate(1, 40), 1, torch.zeros(VOCAB))
         prompt = TOKENS[:20] + OTHERS[:new]
         new_tokens(runtime, cache, prompt, max_tokens=1)
         assert [row.start + len(row.tokens) for [row] in runtime.steps] == stops
@@ -224,7 +224,7 @@ class TestMemory:
         )
         cache = PoisonedPrefixCache(runtime, 2 * (entry + 4 * VOCAB), None)
         new_tokens(runtime, cache, TOKENS[:20], max_tokens=1)
-        prefix = cache.find(TOKENS[:30])
+        prefix = cache.match_prefix(TOKENS[:30])
         for start in range(0, 100, 20):
             new_tokens(runtime, cache, OTHERS[start : start + 20], max_tokens=1)
         assert cache.export(TOKENS[:20]) is not None and cache.stats.evictions == 4
@@ -240,7 +240,7 @@ class TestMemory:
         cache = PoisonedPrefixCache(runtime, 2 * entry, None)
         for prompt in (TOKENS[:20], OTHERS[:20]):
             new_tokens(runtime, cache, prompt, max_tokens=1)
-        prefix = cache.find(TOKENS[:30])
+        prefix = cache.match_prefix(TOKENS[:30])
         for prompt in (OTHERS[40:61], OTHERS[:19] + TOKENS[:2]):
             new_tokens(runtime, cache, prompt, max_tokens=1)
             assert cache.export(OTHERS[:20]) is not None and cache.stats.evictions == 0
@@ -285,13 +285,13 @@ class TestMemory:
         state, logits, in_use = runtime.allocate(1, 60), torch.zeros(VOCAB), []
         for _ in range(400):
             tokens = chance.choices((0, 1), k=chance.randint(1, 12)) + [2] * chance.randint(0, 40)
-            prefix = cache.find(tokens)
+            prefix = cache.match_prefix(tokens)
             if prefix is not None and len(in_use) < 3:
                 in_use.append((prefix, tokens[: prefix.length]))
             elif prefix is not None:
                 cache.release(prefix)
             for length in sorted({len(tokens), *cache.new_branches(tokens)}):
-                cache.keep(tokens[:length], state, 1, logits)
+                cache.insert(tokens[:length], state, 1, logits)
             if in_use and chance.random() < 0.3:
                 cache.release(in_use.pop(chance.randrange(len(in_use)))[0])
             assert all(cache.export(used) is not None for _, used in in_use)
@@ -306,7 +306,7 @@ class TestMemory:
         cache = PoisonedPrefixCache(runtime, 3 * entry + 100 * token, None)
         state, logits = runtime.allocate(1, 60), torch.zeros(VOCAB)
         for tokens in (OTHERS[:30], TOKENS[:20], TOKENS[:40], TOKENS[:60]):
-            cache.keep(tokens, state, 1, logits)
+            cache.insert(tokens, state, 1, logits)
         assert [cache.export(tokens) is not None for tokens in (OTHERS[:30], TOKENS[:60])] == [True, True]
         assert cache.stats.evictions == 1 and cache.export(TOKENS[:20]) is None
 
@@ -326,7 +326,7 @@ class TestMemory:
         cache = PoisonedPrefixCache(runtime, 2 * entry + 100 * token, None)
         state, logits = runtime.allocate(1, 60), torch.zeros(VOCAB)
         for tokens in kept:
-            cache.keep(tokens, state, 1, logits)
+            cache.insert(tokens, state, 1, logits)
         assert [cache.export(tokens) is not None for tokens in (stays, goes, kept[-1])] == [True, False, True]
         assert cached_bytes(cache) == (cache.stats.num_bytes, 2)
 
@@ -346,7 +346,7 @@ class TestMemory:
         with torch.inference_mode():
             engine._slots.state.layers[0].ssm_state[1] = torch.nan
         assert run(engine)[id][-1].finish_reason == "error"
-        assert cache.stats.snapshots == 1 and cache.find(TOKENS[:20] + OTHERS[:9]).length == 16
+        assert cache.stats.snapshots == 1 and cache.match_prefix(TOKENS[:20] + OTHERS[:9]).length == 16
 
 
 def test_the_documented_sizes_are_those_of_the_state():

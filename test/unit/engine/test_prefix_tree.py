@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from granite4_neuron.engine import prefix_tree as module
-from granite4_neuron.engine.prefix_tree import Entries, Node
+from granite4_neuron.engine.prefix_tree import Entries, Node, NodeKind
 
 # How the kinds are taken to be found before any look-up: ends of sequences, places gone on from, places of divergence.
 FOUND, SEEN = (1.0, 0.1, 2.0), (1, 1, 1)
@@ -93,21 +93,21 @@ def test_the_one_worth_least_is_evicted(tree, data):
     entries, reckoning = Entries(), Reckoning()
     for _ in range(data.draw(st.integers(1, 30))):
         kept = list(reckoning.last_use)
-        action = data.draw(st.sampled_from(["use", "look up", "find", "continue", "remove", "least"]))
+        action = data.draw(st.sampled_from(["use", "look up", "find", "continue", "remove", "evict"]))
         if action == "look up" or not kept:
-            entries.look_up(None)
+            entries.record_match(None)
             reckoning.look_up(None)
         if action == "use" or not kept:
             node = data.draw(st.sampled_from(nodes))
-            entries.use(node)
+            entries.touch(node)
             reckoning.last_use[node] = reckoning.look_ups
             continue
         node = data.draw(st.sampled_from(kept))
         if action == "find":
-            entries.look_up(node)
+            entries.record_match(node)
             reckoning.look_up(node)
         elif action == "continue":
-            entries.continue_from(data.draw(st.sampled_from([node, tree[0], *tree[1]])))
+            entries.record_continuation(data.draw(st.sampled_from([node, tree[0], *tree[1]])))
         elif action == "remove":
             entries.remove(node)
             del reckoning.last_use[node]
@@ -116,8 +116,8 @@ def test_the_one_worth_least_is_evicted(tree, data):
             for each in kept:
                 each.users = each in used
             worth = {each: reckoning.worth(each) for each in kept if each not in used}
-            least = entries.least()
-            assert least not in used and worth[least] == pytest.approx(min(worth.values()))
+            victim = entries.victim()
+            assert victim not in used and worth[victim] == pytest.approx(min(worth.values()))
             for each in kept:
                 each.users = 0
         assert set(entries) == set(reckoning.last_use)
@@ -131,23 +131,23 @@ def test_of_many_the_least_recently_used_of_each_kind_are_compared(monkeypatch):
     nodes = [child_of(root, 1, entry_bytes=10 ** (1 + number)) for number in range(8)]
     for number, node in enumerate(nodes):
         node.users = number < 2
-        entries.use(node)
-    assert entries.least() is nodes[4]
-    entries.use(nodes[3])
-    assert entries.least() is nodes[5]
+        entries.touch(node)
+    assert entries.victim() is nodes[4]
+    entries.touch(nodes[3])
+    assert entries.victim() is nodes[5]
     nodes[7].continuations = 2
     other = child_of(root, 1, entry_bytes=10**12)
     other.continuations = 2
-    entries.use(other)
-    assert entries.least() is other
+    entries.touch(other)
+    assert entries.victim() is other
 
 
 def test_a_place_that_is_gone_on_from_changes_its_kind_as_an_entry_only():
     entries, node = Entries(), child_of(Node(None, 0), 5)
-    entries.continue_from(node)
+    entries.record_continuation(node)
     assert not list(entries) and node.continuations == 1
-    entries.use(node)
-    entries.continue_from(node)
-    assert list(entries) == [node] and node.kind == 2
+    entries.touch(node)
+    entries.record_continuation(node)
+    assert list(entries) == [node] and node.kind is NodeKind.BRANCH
     entries.remove(node)
     assert not list(entries)
