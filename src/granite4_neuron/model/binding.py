@@ -39,20 +39,32 @@ class Module(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
 
-def use(module: nn.Module, operators: Operators) -> None:
+def set_operators(module: nn.Module, operators: Operators) -> None:
     """Have a module and its submodules compute with `operators`."""
     for each in module.modules():
         if isinstance(each, Module):
             each.operators = operators
 
 
-def second_tree(module: AnyModule) -> AnyModule:
+def shallow_copy(module: AnyModule) -> AnyModule:
     """Return a tree of modules of its own over the same parameters, buffers and hooks, which is not bound."""
     copied = copy.copy(module)
     copied.__dict__["_is_bound"] = False
     copied._parameters = dict(module._parameters)
-    copied._modules = {name: None if child is None else second_tree(child) for name, child in module._modules.items()}
+    copied._modules = {name: None if child is None else shallow_copy(child) for name, child in module._modules.items()}
     return copied
+
+
+def as_form(module: nn.Module, form: type[AnyModule], **parts: nn.Module) -> AnyModule:
+    """Return an object of `form`, a subclass of the module's class, over the module's own weights, which are fixed.
+
+    parts: submodules to put in place of the module's own.
+    """
+    view = copy.copy(module)
+    view.__class__ = form
+    view.__dict__["_modules"] = {**module._modules, **parts}
+    view.__dict__["_is_bound"] = True
+    return view
 
 
 def fix_weights(module: nn.Module) -> None:

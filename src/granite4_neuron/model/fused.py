@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import Attention, RotaryTables
+from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import CompactWeight, Operators
 from granite4_neuron.state.hybrid_state import HybridState
 
-if TYPE_CHECKING:
-    from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer
+
+def why_not_fused(parallel: Parallel) -> str | None:
+    """Return why the fused layers do not support a model, as a clause; None if they do."""
+    if parallel.degree > 1:
+        return f"they are for a whole model, and this is a part of {parallel.degree}"
+    return None
+
+
+def why_not_one_call(
+    config: GraniteMoeHybridConfig, embedding: torch.Tensor | CompactWeight, head: CompactWeight
+) -> str | None:
+    """Return why fused layers have no `decode` for a model, as a clause; None if they have."""
+    if config.uses_rope:
+        return "it makes no rotary positions"
+    if not isinstance(embedding, torch.Tensor) and embedding is not head:
+        return "it looks up rows of a plain embedding, or of the head's matrix"
+    return None
 
 
 class FusedLayers:
@@ -77,9 +93,11 @@ class FusedLayers:
         )
         return hidden_states, inputs
 
-    def set_ends(self, embedding: torch.Tensor | CompactWeight, norm: torch.Tensor, head: CompactWeight) -> None:
+    def set_embedding_and_head(
+        self, embedding: torch.Tensor | CompactWeight, norm: torch.Tensor, head: CompactWeight
+    ) -> None:
         """Give it the model's embedding, final norm and head, for `decode`."""
-        self._decoder.set_ends(
+        self._decoder.set_embedding_and_head(
             head=head.packed,
             embedding=None if embedding is head else embedding,
             embedding_multiplier=self._config.embedding_multiplier,

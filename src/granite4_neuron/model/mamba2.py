@@ -12,7 +12,7 @@ from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
-from granite4_neuron.ops import FusedMixer, MambaKernels, MixerConstants, Rounding
+from granite4_neuron.ops import Rounding
 from granite4_neuron.state.hybrid_state import MambaState
 
 
@@ -50,66 +50,41 @@ class Mamba2(Module):
         """Map [batch, tokens, hidden_size] to the same shape, and return also the inputs of `advance`, [batch, tokens,
         conv_dim + num_heads]. `state` is advanced in place by the step's real tokens, unless the step verifies.
         """
-        projected = self.in_proj(hidden_states)
-        z, xBC_dt = projected[..., : self.d_inner], projected[..., self.d_inner :]
-        fused_mixer = self._fused_mixer(xBC_dt)
-        if fused_mixer is None:
-            return self.out_proj(self._mix(xBC_dt, step, state), z, self.norm), xBC_dt
-        gated = self._mix_fused(fused_mixer, xBC_dt, z, step, state)
-        return self.out_proj(gated, None, self.norm), xBC_dt
+        z, xBC_dt = self.project(hidden_states)
+        y = self._mix(xBC_dt, step, state)
+        return self.out_proj(y, z, self.norm), xBC_dt
 
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         """Advance `state` in place by the first inputs of a step that verified, as many as `step.lengths` says.
 
         Inputs after these are padding, whose dt is 0. The cost does not depend on the context's length.
         """
-        fused_mixer = self._fused_mixer(inputs)
-        if fused_mixer is None:
-            self._mix(inputs, step, state)
-        else:
-            self._mix_fused(fused_mixer, inputs, None, step, state)
+        self._mix(inputs, step, state)
 
-    def _fused_mixer(self, xBC_dt: torch.Tensor) -> FusedMixer | None:
-        fused_mixer = self.operators.mamba_decode.fused_mixer
-        return fused_mixer if fused_mixer is not None and xBC_dt.shape[1] <= fused_mixer.max_tokens else None
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gate z, [batch, tokens, d_inner], and x, B, C and dt, [batch, tokens, conv_dim + num_heads]."""
+        projected = self.in_proj(hidden_states)
+        return projected[..., : self.d_inner], projected[..., self.d_inner :]
 
-    def _mix_fused(
-        self, fused_mixer: FusedMixer, xBC_dt: torch.Tensor, z: torch.Tensor | None, step: Step, state: MambaState
-    ) -> torch.Tensor | None:
-        """Apply convolution, scan and gate: [batch, tokens, d_inner]; None without z. Verification keeps the state."""
-        xBC, dt = self._inputs(xBC_dt, step)
-        constants = MixerConstants(self.conv1d.weight.squeeze(1), self.conv1d.bias, self._A(), self.D.float())
-        before = step.read(state.conv_state), step.read(state.ssm_state)
-        accepted = None if step.verifies else step.lengths
-        results = fused_mixer.mix(xBC, dt, constants, *before, z, accepted)
-        if accepted is not None:
-            step.write(state.ssm_state, results[-2])
-            step.write(state.conv_state, results[-1])
-        return None if z is None else results[0]
-
-    def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        """Apply convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
-        xBC, dt = self._inputs(xBC_dt, step)
-        kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
-        weight = self.conv1d.weight.squeeze(1)
-        xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
-        step.write(state.conv_state, conv_state)
-
-        return self._scan(kernels, xBC, dt, step, state)
-
-    def _inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def recurrence_inputs(self, xBC_dt: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the convolution's input, and the scan's dt, [batch, tokens, num_heads], float32."""
         dt = xBC_dt[..., self.conv_dim :].float() + self.dt_bias.float()
         dt = F.softplus(dt).clamp(*self.time_step_limit)
         # A padded token must not change the state: dt = 0 makes its decay 1 and its update 0, since x and B are finite.
         return xBC_dt[..., : self.conv_dim], dt.masked_fill(~step.is_real[..., None], 0.0)
 
-    def _A(self) -> torch.Tensor:
+    def A(self) -> torch.Tensor:
+        """Return the recurrence's A, [num_heads], float32."""
         return -torch.exp(self.A_log.float())
 
-    def _scan(
-        self, kernels: MambaKernels, xBC: torch.Tensor, dt: torch.Tensor, step: Step, state: MambaState
-    ) -> torch.Tensor:
+    def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
+        """Apply convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""
+        xBC, dt = self.recurrence_inputs(xBC_dt, step)
+        kernels = self.operators.mamba_decode if xBC.shape[1] == 1 else self.operators.mamba_prefill
+        weight = self.conv1d.weight.squeeze(1)
+        xBC, conv_state = kernels.convolve(xBC, step.read(state.conv_state), weight, self.conv1d.bias, step.lengths)
+        step.write(state.conv_state, conv_state)
+
         batch, tokens, _ = xBC.shape
         group_width = self.n_groups * self.d_state
         x = xBC[..., : self.d_inner].unflatten(-1, (self.num_heads, self.head_dim))
@@ -117,7 +92,7 @@ class Mamba2(Module):
         C = xBC[..., self.d_inner + group_width :].unflatten(-1, (self.n_groups, self.d_state))
         chunk_size = self.operators.launch_parameters.torch_chunk_size
         dtype = state.ssm_state.dtype
-        y, ssm_state = kernels.scan(x, dt, self._A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
+        y, ssm_state = kernels.scan(x, dt, self.A(), B, C, self.D, step.read(state.ssm_state).float(), chunk_size)
         if dtype != torch.float32:
             ssm_state = self.operators.round_state(ssm_state, dtype, step.last_positions, self.rounding)
         step.write(state.ssm_state, ssm_state)

@@ -5,20 +5,20 @@ The module tree has the parameter names of the published checkpoints, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
-from granite4_neuron.model import token_layer
-from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.attention import Attention, RotaryTables
-from granite4_neuron.model.binding import Module, fix_weights, second_tree, use
-from granite4_neuron.model.fused import FusedLayers
+from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.errors import UserError
+from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
+from granite4_neuron.model.attention import RotaryTables
+from granite4_neuron.model.binding import Module, fix_weights, set_operators, shallow_copy
+from granite4_neuron.model.decoder_layer import DecoderLayer, decoder_layer
+from granite4_neuron.model.forms import forms_of
+from granite4_neuron.model.fused import FusedLayers, why_not_fused, why_not_one_call
 from granite4_neuron.model.linear import Linear, Matrix
-from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.moe import SharedMLP, SparseMoe
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel, VocabParallelEmbedding
 from granite4_neuron.model.step import DenseStep, NullSlotStep, Step
@@ -30,19 +30,29 @@ from granite4_neuron.state.hybrid_state import NULL_SLOT, HybridState, KeyValueS
 class GraniteMoeHybridForCausalLM(Module):
     """A Granite 4 hybrid with its language model head. It computes in plain torch; `bind` gives it other operators.
 
+    fallbacks: a sentence for each faster way of computing that it was not given when it was bound.
+
     Args:
         config: the model's dimensions and constants.
         parallel: this rank's place, for a model whose heads, widths and vocabulary are split over ranks.
     """
 
+    fallbacks: tuple[str, ...] = ()
+
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel = Parallel()):  # noqa: B008
         super().__init__()
+        self._decode_call: Callable[..., torch.Tensor] | None = None
         self.config = config
         self.parallel = parallel
         self.model = _Decoder(config, parallel)
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.lm_head = Linear(config.hidden_size, vocab_size, bias=False)
         self.tie_weights()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether all layers are one call of fused kernels."""
+        return isinstance(self.model.stack, FusedLayers)
 
     @property
     def kernel_layout(self) -> bool:
@@ -73,7 +83,7 @@ class GraniteMoeHybridForCausalLM(Module):
             self.lm_head.set_compact_weight(weight)
 
     def matrices(self) -> dict[str, Matrix]:
-        """Return the modules with the matrices of products, by name. A head that is the embedding is there as that."""
+        """Return the modules with the matrices of products, by name. A tied head is listed as the embedding."""
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         left_out = self.lm_head if tied else self.model.embed_tokens
         modules = self.named_modules()
@@ -95,20 +105,36 @@ class GraniteMoeHybridForCausalLM(Module):
         they are copied there. Operators with a layout of their own have copies of all weights, unless the matrices are
         in that layout already.
 
-        Adapters, numbered from 1 on, are for rows of steps that name them; only fused layers take them.
+        Adapters, numbered from 1 on, are for rows of steps that name them.
+
+        Raises:
+            UserError: there are adapters, and the layers are not fused.
         """
-        bound = second_tree(self)
-        use(bound, operators)
+        bound = shallow_copy(self)
+        set_operators(bound, operators)
         if operators.pack is not None:
             bound._pack(operators.pack)
         if device is not None:
             bound._copy_to(device)
-        bound.model.fuse_layers(adapters)
-        if bound.decodes_at_once:
-            embedding = bound.model.embed_tokens.weight
-            bound.model.fused_layers.set_ends(embedding, bound.model.norm.weight, bound.lm_head.weight)
+        bound._choose_forms(adapters)
         fix_weights(bound)
         return bound
+
+    def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
+        """Choose how layers and decode are computed, and file why a faster form of them is not used."""
+        reasons = self.model.choose_forms(self.parallel, adapters)
+        self._decode_call = None
+        if self.is_fused:
+            embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
+            refusal = why_not_one_call(self.config, embedding, head)
+            if refusal is None:
+                self.model.stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
+                self._decode_call = self.model.stack.decode
+            else:
+                reasons.append(f"decode is not one call from token to logits: {refusal}.")
+        elif adapters:
+            raise UserError(f"adapters run with the fused kernels and their chunked scan only; {MERGE_INSTEAD}.")
+        self.fallbacks = (*self.operators.fallbacks, *reasons)
 
     def _copy_to(self, device: torch.device) -> None:
         # Not by `to`: between a CPU and a GPU it moves the values of parameters, which this model shares.
@@ -168,25 +194,19 @@ class GraniteMoeHybridForCausalLM(Module):
         hidden_states, _ = self.model(input_ids, step, state)
         return self.head(hidden_states if all_logits else last_tokens(hidden_states, step))
 
-    @property
-    def decodes_at_once(self) -> bool:
-        """Whether there is `decode`: with fused layers, without rotary positions, on one rank, and with an embedding
-        that is a tensor or the head's matrix.
-        """
-        embedding = self.model.embed_tokens.weight
-        has_rows = isinstance(embedding, torch.Tensor) or embedding is self.lm_head.weight
-        is_whole = not self.config.uses_rope and self.parallel.degree == 1
-        return self.model.fused_layers is not None and is_whole and has_rows
-
     def decode(
         self, tokens: Sequence[int], starts: Sequence[int], slots: Sequence[int], state: HybridState
     ) -> torch.Tensor:
-        """Compute `forward` for one token of each row, as one call of fused kernels; see `decodes_at_once`.
+        """Compute `forward` for one token of each row; fused layers have a call of their own for it.
 
         Args:
             tokens, starts, slots: of each row, the token, its position and its slot.
         """
-        return self.model.fused_layers.decode(tokens, starts, slots, state)
+        if self._decode_call is not None:
+            return self._decode_call(tokens, starts, slots, state)
+        ids, positions = (torch.tensor(values)[:, None] for values in (tokens, starts))
+        lengths = torch.ones(len(tokens), dtype=torch.int64)
+        return self(ids, positions, lengths, torch.tensor(slots), state, kv_length=max(starts) + 1)
 
     def verify(
         self,
@@ -231,12 +251,7 @@ class GraniteMoeHybridForCausalLM(Module):
             state: as for `forward`.
         """
         step = step_of(positions, lengths, slots, state, kv_length=0)
-        if self.model.fuses(step):
-            self.model.fused_layers.advance(kept_inputs, step, state)
-            return
-        mamba = [pair for pair in zip(self.model.layers, state.layers, strict=True) if pair[0].is_mamba]
-        for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
-            layer.mamba.advance(inputs, step, layer_state)
+        self.model.stack.advance(kept_inputs, step, state)
 
 
 def last_tokens(hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
@@ -271,7 +286,7 @@ def step_of(
 class _Decoder(Module):
     """Embedding, layers, final norm.
 
-    The layers are computed one after another by their parts, or as one call where the operators have one that takes it.
+    stack: how the layers are computed.
     """
 
     def __init__(self, config: GraniteMoeHybridConfig, parallel: Parallel):
@@ -279,32 +294,32 @@ class _Decoder(Module):
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(_decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
+        self.layers = nn.ModuleList(decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fused_layers: FusedLayers | None = None
+        self._bound_stack: OneByOne | FusedLayers | None = None
 
-    def fuse_layers(self, adapters: Sequence[Adapter]) -> None:
-        """Use the one call for all layers if the operators have it, and none if not."""
-        operators = self.operators
-        self.fused_layers = operators.fused_layers and FusedLayers(operators, self.layers, self.config, adapters)
+    @property
+    def stack(self) -> OneByOne | FusedLayers:
+        return OneByOne(self.layers) if self._bound_stack is None else self._bound_stack
 
-    def fuses(self, step: Step) -> bool:
-        """Return whether the call for all layers takes the step."""
-        return self.fused_layers is not None and step.has_null_slot
+    def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
+        """Choose how the layers are computed; return a sentence for each faster form that is not used."""
+        reasons = []
+        if self.operators.fused_layers is not None:
+            refusal = why_not_fused(parallel)
+            if refusal is None:
+                self._bound_stack = FusedLayers(self.operators, self.layers, self.config, adapters)
+                return reasons
+            reasons.append(f"the fused decoder layers are not used: {refusal}.")
+        forms, more_reasons = forms_of(self.layers)
+        self._bound_stack = OneByOne(forms)
+        return reasons + more_reasons
 
     def forward(
         self, input_ids: torch.Tensor, step: Step, state: HybridState
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return final hidden states, [batch, tokens, hidden_size]; for a verification, Mamba layers' inputs too."""
-        hidden_states, rotary = self.embed(input_ids, step), self.rotary(step)
-        if self.fuses(step):
-            hidden_states, kept_inputs = self.fused_layers(hidden_states, step, state, rotary)
-            return self.norm(hidden_states), kept_inputs
-        kept_inputs = []
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            hidden_states, inputs = layer(hidden_states, step, layer_state, rotary)
-            if step.verifies and layer.is_mamba:
-                kept_inputs.append(inputs)
+        hidden_states, kept_inputs = self.stack(self.embed(input_ids, step), step, state, self.rotary(step))
         return self.norm(hidden_states), kept_inputs
 
     def embed(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
@@ -321,63 +336,53 @@ class _Decoder(Module):
         return rotary_tables(step.positions, self.config.head_dim, self.config.rope_theta)
 
 
-class DecoderLayer(Module):
-    """Mamba or attention, then experts and MLP, each half behind a norm and added with the residual multiplier.
+class OneByOne:
+    """The layers of a model, one after another.
 
-    This is the definition. It is written twice more: as fused kernels, ops/cpu/kernels/layers.h, and for decode of few
-    sequences on a GPU, model/token_layer.py.
+    Args:
+        layers: in the form in which each is computed.
     """
 
-    def __init__(
-        self, config: GraniteMoeHybridConfig, mixer: nn.Module, shared_mlp: nn.Module, experts: nn.Module | None
-    ):
-        super().__init__()
-        self.residual_multiplier = config.residual_multiplier
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.is_mamba = isinstance(mixer, Mamba2)
-        if self.is_mamba:
-            self.mamba = mixer
-        else:
-            self.self_attn = mixer
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = experts
-        self.shared_mlp = shared_mlp
+    def __init__(self, layers: Iterable[DecoderLayer]):
+        self.layers = tuple(layers)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        step: Step,
-        state: MambaState | KeyValueState,
-        rotary: RotaryTables | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
-        if token_layer.takes(self, hidden_states, step):
-            return token_layer.forward(self, hidden_states, step, state, rotary), None
-        residual_add, inputs = self.operators.residual_add, None
-        x = self.input_layernorm(hidden_states)
-        if self.is_mamba:
-            mixed, inputs = self.mamba(x, step, state)
-        else:
-            mixed = self.attend(x, step, state, rotary)
-        hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
-        x = self.post_attention_layernorm(hidden_states)
-        for output in self.feed_forward(x, step):
-            hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
-        return hidden_states, inputs
+    def __call__(
+        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
 
-    def attend(self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None) -> torch.Tensor:
-        """Apply the layer's `Attention`."""
-        return self.self_attn(x, step, state, rotary)
+        Returns:
+            The new hidden_states; and if the step verifies, the inputs of each Mamba layer's recurrence.
+        """
+        return through_layers(
+            lambda layer, x, layer_state: layer(x, step, layer_state, rotary),
+            self.layers,
+            state.layers,
+            hidden_states,
+            keep_inputs=step.verifies,
+        )
 
-    def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
-        """Return the terms that are added one after the other, each [batch, tokens, hidden_size]."""
-        yield self.shared_mlp(x)
-        if self.block_sparse_moe is not None:
-            yield self.block_sparse_moe(x)
+    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
+        """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
+        mamba = [pair for pair in zip(self.layers, state.layers, strict=True) if pair[0].is_mamba]
+        for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
+            layer.advance(inputs, step, layer_state)
 
 
-def _decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel) -> DecoderLayer:
-    is_mamba = config.layer_types[layer] == MAMBA
-    mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)
-    experts = SparseMoe(config, parallel) if config.num_local_experts else None
-    return DecoderLayer(config, mixer, SharedMLP(config, parallel), experts)
+def through_layers(
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    layers: Sequence[DecoderLayer],
+    states: Sequence[MambaState | KeyValueState],
+    hidden_states: torch.Tensor,
+    keep_inputs: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Compute layers one after another: `compute(layer, hidden_states, state)` is what `DecoderLayer.forward` returns.
+
+    keep_inputs: return the inputs of each Mamba layer's recurrence too; otherwise none of them outlives its layer.
+    """
+    kept_inputs = []
+    for layer, state in zip(layers, states, strict=True):
+        hidden_states, inputs = compute(layer, hidden_states, state)
+        if keep_inputs and layer.is_mamba:
+            kept_inputs.append(inputs)
+    return hidden_states, kept_inputs

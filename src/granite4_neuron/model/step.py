@@ -52,6 +52,11 @@ class Step(ABC):
         self.is_real = self._offsets() < lengths[:, None]
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is one token of every sequence of a state without a null slot, in order; see `DenseStep`."""
+        return False
+
+    @property
     def is_last(self) -> torch.Tensor:
         """[batch, tokens], true for each row's last real token, or for its first token if none is real."""
         return self._offsets() == (self.lengths - 1).clamp(min=0)[:, None]
@@ -64,6 +69,14 @@ class Step(ABC):
     def last_positions(self) -> torch.Tensor:
         """[batch], the position of each row's last real token."""
         return self.positions[:, 0] + self.lengths - 1
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """Return arguments of fused kernels, each [batch].
+
+        Raises:
+            ValueError: the state has no null slot.
+        """
+        raise ValueError("fused layers take a state with a null slot; allocate one, or bind the model without them.")
 
     @abstractmethod
     def read(self, state: torch.Tensor) -> torch.Tensor:

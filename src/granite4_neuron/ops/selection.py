@@ -42,9 +42,6 @@ def select_operators(
     operators = base
     if (prefill_scan, decode_kernel) != (PREFILL_SCANS[0], DECODE_KERNELS[0]):
         operators = _with_mamba_kernels(operators, config, tp_degree, prefill_scan, decode_kernel)
-    if tp_degree > 1:
-        reason = f"they are for a whole model, and this is a part of {tp_degree}"
-        operators = _without_fused_layers(operators, reason)
     return operators
 
 
@@ -68,8 +65,8 @@ def _with_mamba_kernels(
     # Decode decides how the state lies: it reads and writes it for every token.
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
-    reason = f"they have their own scan, and {choice}"
-    return _without_fused_layers(replace(operators, mamba_prefill=prefill), reason)
+    fallback = f"the fused decoder layers are not used: they have their own scan, and {choice}."
+    return _without(replace(operators, mamba_prefill=prefill), "fused_layers", fallback)
 
 
 def _require_nki() -> None:
@@ -99,7 +96,9 @@ def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_de
         return operators
     decode = with_layout(operators.mamba_decode, has_kernel_layout=True)
     decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
-    return replace(operators, mamba_decode=decode, round_state=round_in_hardware, token_layer=None)
+    operators = replace(operators, mamba_decode=decode, round_state=round_in_hardware)
+    reason = "they have their own recurrence, and the decode kernel nki is asked for"
+    return _without(operators, "token_layer", f"the token kernels are not used: {reason}.")
 
 
 def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:
@@ -108,8 +107,8 @@ def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[in
     return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
 
 
-def _without_fused_layers(operators: Operators, reason: str) -> Operators:
-    if operators.fused_layers is None:
+def _without(operators: Operators, form: str, fallback: str) -> Operators:
+    """Leave out operators of a form of layers, and say why, if they are there."""
+    if getattr(operators, form) is None:
         return operators
-    fallback = f"the fused decoder layers are not used: {reason}."
-    return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))
+    return replace(operators, **{form: None}, fallbacks=(*operators.fallbacks, fallback))

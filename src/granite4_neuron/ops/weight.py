@@ -24,7 +24,7 @@ class CompactWeight(Protocol):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it has fewer values to choose from than the dtype of activations."""
+        """Whether it has fewer bits than the activations."""
 
     @property
     def num_bytes(self) -> int:

@@ -60,7 +60,7 @@ class BoundModel:
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """A sentence for each faster way of computing that this runtime does not take."""
-        return self.model.operators.fallbacks
+        return self.model.fallbacks
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -83,16 +83,14 @@ class CPURuntime(BoundModel):
             self.state_dtype,
             tuned_config_folder(tuned_configs),
         )
-        if adapters and operators.fused_layers is None:
-            raise UserError(f"adapters run with the fused kernels and their chunked scan only; {MERGE_INSTEAD}.")
         self.adapters = dict(adapters)
         operators = replace(operators, launch_parameters=launch_parameters)
         self.model = model.bind(operators, adapters=list(adapters.values()))
         self._snapshot_memory = SnapshotMemory()
-        self.is_exact_at_any_cut = operators.fused_layers is not None
+        self.is_exact_at_any_cut = self.model.is_fused
         self.weights_digest = partial(digest_of_weights, self.model, self.adapters)
         # Results of the fused layers do not depend on the launch parameters.
-        chunk = None if operators.fused_layers is not None else launch_parameters.torch_chunk_size
+        chunk = None if self.model.is_fused else launch_parameters.torch_chunk_size
         self.kernels = "cpu", operators.pack is not None, chunk, prefill_scan, decode_kernel
 
     def allocate(self, num_sequences: int, max_length: int) -> HybridState:
@@ -113,7 +111,7 @@ class CPURuntime(BoundModel):
     def step(self, state: HybridState, rows: Sequence[Row], all_logits: bool = False) -> torch.Tensor:
         """Implement `Runtime.step`."""
         longest = max(len(row.tokens) for row in rows)
-        if longest == 1 and self.model.decodes_at_once and not (all_logits or any(row.adapter for row in rows)):
+        if longest == 1 and not (all_logits or any(row.adapter for row in rows)):
             tokens, starts, slots = zip(*((row.tokens[0], row.start, row.slot) for row in rows), strict=True)
             return self.model.decode(tokens, starts, slots, state)
         return self.model(

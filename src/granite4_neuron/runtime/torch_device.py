@@ -21,7 +21,12 @@ from transformers import GenerationConfig
 
 from granite4_neuron.choices import KV_WRITES
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer, GraniteMoeHybridForCausalLM, last_tokens
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.modeling_granite_moe_hybrid import (
+    GraniteMoeHybridForCausalLM,
+    last_tokens,
+    through_layers,
+)
 from granite4_neuron.model.step import DenseStep
 from granite4_neuron.ops import select_operators
 from granite4_neuron.ops.gpu import GPU
@@ -45,8 +50,8 @@ Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., An
 Call = Callable[..., Any]  # how functions of `run_step` and `run_advance` are called: as graphs, or as parts of one
 
 
-class Form(NamedTuple):
-    """What a step's graphs have as constants.
+class GraphKey(NamedTuple):
+    """What a step's graphs have as constants; with the shapes of their inputs it tells which graph a step takes.
 
     kv_length: how many cache entries attention visits.
     in_order: whether row i is in slot i + 1, for all slots.
@@ -156,24 +161,24 @@ class TorchRuntime(GraphRuntime):
                 ) from None
             fitting = [_Memory(state)]
             self._memories += fitting
-        return fitting[0].hand_out()
+        return fitting[0].acquire()
 
     def _run(
         self, state: HybridState, inputs: Tensors, in_order: bool, kv_length: int, all_logits: bool
     ) -> torch.Tensor:
-        form = Form(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
-        slot = None if in_order or form.looks_up else int(inputs[3])
-        logits, _ = self._execute(run_step, state, form, inputs, slot)
+        key = GraphKey(kv_length, in_order, not in_order and not self._prefill_by_view, all_logits)
+        slot = None if in_order or key.looks_up else int(inputs[3])
+        logits, _ = self._execute(run_step, state, key, inputs, slot)
         return self._to_host(logits)
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
-        form = Form(kv_length, in_order=True, all_logits=True, verifies=True)
-        logits, kept_inputs = self._execute(run_step, state, form, inputs)
+        key = GraphKey(kv_length, in_order=True, all_logits=True, verifies=True)
+        logits, kept_inputs = self._execute(run_step, state, key, inputs)
         # A verification outlives the next step, and the outputs of a captured graph do not.
         return self._to_host(logits), [kept.clone() for kept in kept_inputs] if self._captures else kept_inputs
 
     def _run_advance(self, state: HybridState, kept_inputs: Tensors, inputs: Tensors) -> None:
-        self._execute(run_advance, state, Form(0, in_order=True), (*inputs[1:], *kept_inputs))
+        self._execute(run_advance, state, GraphKey(0, in_order=True), (*inputs[1:], *kept_inputs))
 
     def _read_slot(self, state: HybridState, slot: int) -> Mapping[str, torch.Tensor]:
         return {name: view.clone() for name, view in state.slot_views(slot).items()}
@@ -184,7 +189,7 @@ class TorchRuntime(GraphRuntime):
 
     @torch.no_grad()
     def _execute(
-        self, function: Callable[..., Any], state: HybridState, form: Form, inputs: Tensors, slot: int | None = None
+        self, function: Callable[..., Any], state: HybridState, key: GraphKey, inputs: Tensors, slot: int | None = None
     ) -> Any:
         """Run `run_step` or `run_advance`; with a slot, on views of its recurrent state."""
 
@@ -192,30 +197,30 @@ class TorchRuntime(GraphRuntime):
             tensors = state_tensors(state, slot)
             with tensor_cores(self.device, self.model.dtype):
                 if self._graph_per_layer:
-                    return function(self._call, self.model, form, inputs, tensors)
-                return self._call(function, directly, self.model, form, inputs, tensors)
+                    return function(self._call, self.model, key, inputs, tensors)
+                return self._call(function, call_inline, self.model, key, inputs, tensors)
 
-        if not self._captures or (form.all_logits and not form.verifies):
+        if not self._captures or (key.all_logits and not key.verifies):
             # Logits of a prompt are too large to keep memory for them.
             return run(*(tensor.to(self.device) for tensor in inputs))
         captured = next(memory.captured for memory in self._memories if memory.user() is state)
-        key = (function, form, tuple(tensor.shape for tensor in inputs))
-        if key not in captured:
+        capture = (function, key, tuple(tensor.shape for tensor in inputs))
+        if capture not in captured:
             # Rows without tokens, so that trying and capturing change nothing.
             lengths = 2 if function is run_step else 1
             idle = [torch.zeros_like(each) if at == lengths else each for at, each in enumerate(inputs)]
-            captured[key] = CudaGraph(run, idle, self.device)
-        return captured[key].replay(inputs)
+            captured[capture] = CudaGraph(run, idle, self.device)
+        return captured[capture].replay(inputs)
 
     def _to_host(self, logits: torch.Tensor) -> torch.Tensor:
         return to_host(logits) if self._captures else logits.cpu()
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function as a graph, which is compiled if there is none yet for such arguments."""
-        key = (function, *map(_kind, arguments))
-        if key not in self._graphs:
-            self._graphs[key] = self._compile(function)
-        return self._graphs[key](*arguments)
+        graph = (function, *map(_kind, arguments))
+        if graph not in self._graphs:
+            self._graphs[graph] = self._compile(function)
+        return self._graphs[graph](*arguments)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         is_new = True
@@ -245,7 +250,7 @@ class _Memory:
     def shape(self) -> tuple[int, int]:
         return self.state.num_sequences, self.state.max_length
 
-    def hand_out(self) -> HybridState:
+    def acquire(self) -> HybridState:
         state = copy.copy(self.state)
         self.user = weakref.ref(state)
         return state
@@ -292,9 +297,9 @@ def state_tensors(state: HybridState, slot: int | None = None) -> list[torch.Ten
 
 
 def run_step(
-    call: Call, model: GraniteMoeHybridForCausalLM, form: Form, inputs: Tensors, tensors: Tensors
+    call: Call, model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: Tensors, tensors: Tensors
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute `model.forward` or, with `form.verifies`, `model.verify`.
+    """Compute `model.forward` or, with `key.verifies`, `model.verify`.
 
     Args:
         call: how each of the functions below is called.
@@ -303,21 +308,26 @@ def run_step(
     """
     input_ids, *where = inputs
     # Steps that differ in what a function does not need share its graph.
-    mamba_form = form._replace(kv_length=0, all_logits=False)
-    attention_form = form._replace(looks_up=False, all_logits=False, verifies=False)
-    hidden_states, *rotary = call(embed, model, Form(0), input_ids, *where)
-    kept_inputs = []
-    for layer, first, second in zip(model.model.layers, tensors[::2], tensors[1::2], strict=True):
+    mamba_key = key._replace(kv_length=0, all_logits=False)
+    attention_key = key._replace(looks_up=False, all_logits=False, verifies=False)
+    hidden_states, *rotary = call(embed, model, GraphKey(0), input_ids, *where)
+
+    def compute(
+        layer: DecoderLayer, hidden_states: torch.Tensor, state: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if layer.is_mamba:
-            hidden_states, *kept = call(mamba_layer, layer, mamba_form, hidden_states, *where, first, second)
-            kept_inputs += kept
-        else:
-            hidden_states = call(attention_layer, layer, attention_form, hidden_states, *where, first, second, *rotary)
-    return call(head, model, Form(0, all_logits=form.all_logits), hidden_states, *where), kept_inputs
+            hidden_states, *kept = call(mamba_layer, layer, mamba_key, hidden_states, *where, *state)
+            return hidden_states, kept[0] if kept else None
+        return call(attention_layer, layer, attention_key, hidden_states, *where, *state, *rotary), None
+
+    states = list(zip(tensors[::2], tensors[1::2], strict=True))
+    layers = model.model.stack.layers
+    hidden_states, kept_inputs = through_layers(compute, layers, states, hidden_states, keep_inputs=key.verifies)
+    return call(head, model, GraphKey(0, all_logits=key.all_logits), hidden_states, *where), kept_inputs
 
 
 def run_advance(
-    call: Call, model: GraniteMoeHybridForCausalLM, form: Form, inputs: Tensors, tensors: Tensors
+    call: Call, model: GraniteMoeHybridForCausalLM, key: GraphKey, inputs: Tensors, tensors: Tensors
 ) -> list[torch.Tensor]:
     """Compute `model.advance`; arguments as of `run_step`, but for `inputs`. What it returns is of no use.
 
@@ -325,24 +335,24 @@ def run_advance(
         inputs: positions [rows, tokens], lengths and slots [rows]; then each Mamba layer's kept inputs.
     """
     where, kept_inputs = inputs[:3], inputs[3:]
-    layers = zip(model.model.layers, tensors[::2], tensors[1::2], strict=True)
+    layers = zip(model.model.stack.layers, tensors[::2], tensors[1::2], strict=True)
     mamba = [each for each in layers if each[0].is_mamba]
     return [
-        call(advance_layer, layer, form, inputs, *where, *state)
+        call(advance_layer, layer, key, inputs, *where, *state)
         for (layer, *state), inputs in zip(mamba, kept_inputs, strict=True)
     ]
 
 
 def embed(
-    model: GraniteMoeHybridForCausalLM, form: Form, input_ids: torch.Tensor, *where: torch.Tensor
+    model: GraniteMoeHybridForCausalLM, key: GraphKey, input_ids: torch.Tensor, *where: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return what enters the first layer; and rotary tables, if the model has them."""
-    step = _step(form, *where)
+    step = _step(key, *where)
     return model.model.embed(input_ids, step), *(model.model.rotary(step) or ())
 
 
 def mamba_layer(
-    layer: DecoderLayer, form: Form, hidden_states: torch.Tensor, *tensors: torch.Tensor
+    layer: DecoderLayer, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return a Mamba layer's output; and the inputs of its recurrence, if the step verifies.
 
@@ -350,12 +360,12 @@ def mamba_layer(
         tensors: positions, lengths, slots, conv_state and ssm_state.
     """
     *where, conv_state, ssm_state = tensors
-    output, inputs = layer(hidden_states, _step(form, *where), MambaState(conv_state, ssm_state), None)
-    return (output, inputs) if form.verifies else (output,)
+    output, inputs = layer(hidden_states, _step(key, *where), MambaState(conv_state, ssm_state), None)
+    return (output, inputs) if key.verifies else (output,)
 
 
 def attention_layer(
-    layer: DecoderLayer, form: Form, hidden_states: torch.Tensor, *tensors: torch.Tensor
+    layer: DecoderLayer, key: GraphKey, hidden_states: torch.Tensor, *tensors: torch.Tensor
 ) -> torch.Tensor:
     """Return an attention layer's output.
 
@@ -363,33 +373,33 @@ def attention_layer(
         tensors: positions, lengths, slots, key and value; and rotary tables, if the model has them.
     """
     where, cache, rotary = tensors[:3], tensors[3:5], tensors[5:]
-    output, _ = layer(hidden_states, _step(form, *where), KeyValueState(*cache), rotary or None)
+    output, _ = layer(hidden_states, _step(key, *where), KeyValueState(*cache), rotary or None)
     return output
 
 
-def advance_layer(layer: DecoderLayer, form: Form, inputs: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+def advance_layer(layer: DecoderLayer, key: GraphKey, inputs: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """Advance a Mamba layer's state; arguments as of `mamba_layer`, with its kept inputs in place of hidden_states."""
     *where, conv_state, ssm_state = tensors
-    layer.mamba.advance(inputs, _step(form, *where), MambaState(conv_state, ssm_state))
+    layer.advance(inputs, _step(key, *where), MambaState(conv_state, ssm_state))
     return where[1] + 0  # a graph for Neuron has to have an output
 
 
 def head(
-    model: GraniteMoeHybridForCausalLM, form: Form, hidden_states: torch.Tensor, *where: torch.Tensor
+    model: GraniteMoeHybridForCausalLM, key: GraphKey, hidden_states: torch.Tensor, *where: torch.Tensor
 ) -> torch.Tensor:
     """Return the logits."""
     hidden_states = model.model.norm(hidden_states)
-    return model.head(hidden_states if form.all_logits else last_tokens(hidden_states, _step(form, *where)))
+    return model.head(hidden_states if key.all_logits else last_tokens(hidden_states, _step(key, *where)))
 
 
-def _step(form: Form, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:
+def _step(key: GraphKey, positions: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor) -> DenseStep:
     cache_slots = slots.where(lengths > 0, NULL_SLOT)
-    sequences = slots - 1 if form.looks_up else None
-    options = dict(verifies=form.verifies, in_order=form.in_order)
-    return DenseStep(positions, lengths, cache_slots, form.kv_length, sequences, **options)
+    sequences = slots - 1 if key.looks_up else None
+    options = dict(verifies=key.verifies, in_order=key.in_order)
+    return DenseStep(positions, lengths, cache_slots, key.kv_length, sequences, **options)
 
 
-def directly(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_inline(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function as a part of a graph."""
     return function(*arguments)
 
@@ -400,6 +410,6 @@ def _kind(argument: Any) -> Any:
         return argument.shape
     if isinstance(argument, nn.Module):
         return type(argument)
-    if isinstance(argument, Form) or not isinstance(argument, Sequence):
+    if isinstance(argument, GraphKey) or not isinstance(argument, Sequence):
         return argument
     return tuple(map(_kind, argument))

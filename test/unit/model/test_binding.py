@@ -157,7 +157,7 @@ class TestSideBySide:
         fused = model.bind(cpu.operators())
         tokens = random_tokens(model.config.vocab_size, 2, 20)
         plain = fused.bind(TORCH)
-        assert fused.model.fused_layers is not None and plain.model.fused_layers is None
+        assert fused.is_fused and not plain.is_fused
         assert (run_cuts(plain, tokens, [20]) - run_cuts(model, tokens, [20])).abs().max() <= 1e-5
 
 
@@ -166,7 +166,7 @@ class TestSideBySide:
 @torch.inference_mode()
 def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
     """Slots are in any order and are looked up."""
-    fused = model.bind(cpu.operators())
+    fused = model.bind(dataclasses.replace(cpu.operators(), fused_layers=None))
     tokens = random_tokens(model.config.vocab_size, 2, 20)
     expected = run_cuts(model, tokens, [20])
     state = poisoned_state(fused, 2, 20, has_null_slot=False)
@@ -177,6 +177,15 @@ def test_fused_operators_over_a_state_without_a_null_slot(model, cuts):
         outputs.append(fused(piece, positions, torch.full((2,), size), slots, state, all_logits=True))
         start += size
     assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-5
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_fused_layers_refuse_a_state_without_a_null_slot(model):
+    fused = model.bind(cpu.operators())
+    state = poisoned_state(fused, 1, 20, has_null_slot=False)
+    with pytest.raises(ValueError, match="fused layers take a state with a null slot"):
+        fused(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1]), state)
 
 
 class TestFallbacks:
@@ -195,18 +204,16 @@ class TestFallbacks:
             "the fused decoder layers are not used: they have their own scan, and the prefill scan quadratic and the "
             "decode kernel torch are asked for."
         )
-        assert runtime.model.model.fused_layers is None
+        assert not runtime.model.is_fused
         assert torch.allclose(logits(runtime), logits(CPURuntime(model, GenerationConfig())), atol=1e-4)
 
     @needs_compiler
     def test_a_part_of_a_model(self):
         config = small_config()
-        operators = select_operators(cpu.operators(), config, tp_degree=2)
-        assert operators.fused_layers is None
-        (fallback,) = operators.fallbacks
+        part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2)).bind(cpu.operators())
+        assert not part.is_fused
+        (fallback,) = part.fallbacks
         assert fallback.startswith("the fused decoder layers are not used: ") and "a part of 2" in fallback
-        part = GraniteMoeHybridForCausalLM(config, Parallel(0, 2))
-        assert part.bind(operators).model.fused_layers is None
 
     def test_no_compiler(self, model, monkeypatch):
         monkeypatch.setattr(cpu, "load_kernels", lambda: "no C++ compiler (c++) was found")

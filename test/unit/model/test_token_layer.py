@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from granite4_neuron.checkpoint.random_weights import random_model
-from granite4_neuron.model import token_layer
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.token_layer import TokenLayer
 from granite4_neuron.ops.gpu import GPU
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
@@ -16,13 +18,19 @@ pytestmark = pytest.mark.versions
 @pytest.fixture
 def taken(monkeypatch):
     """The layers that were computed by the joined operators."""
-    layers, forward = [], token_layer.forward
+    layers = []
 
-    def noted(layer, *arguments):
-        layers.append(layer)
-        return forward(layer, *arguments)
+    def note(name):
+        half = getattr(TokenLayer, name)
 
-    monkeypatch.setattr(token_layer, "forward", noted)
+        def noted(layer, *arguments):
+            layers.append(layer)
+            return half(layer, *arguments)
+
+        monkeypatch.setattr(TokenLayer, name, noted)
+
+    note("_mamba")
+    note("_attention")
     return layers
 
 
@@ -66,3 +74,24 @@ def test_few_sequences(batch, taken):
     model = random_model(CASES[0].config())
     decode(model, GPU, random_tokens(model.config.vocab_size, batch, 2))
     assert bool(taken) == (batch == 32)
+
+
+REASONS = {
+    "projection_bias": [
+        "the token kernels of Mamba layers are not used: they take no biases of projections.",
+        "the token kernels of attention layers are not used: they take no biases of projections.",
+    ],
+    "two_groups": [
+        "the token kernels of Mamba layers are not used: they normalise all channels together, and here are 2 groups."
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layers_without_token_kernels_have_a_reason(case):
+    assert sorted(random_model(case.config()).bind(GPU).fallbacks) == sorted(REASONS.get(case.name, []))
+
+
+def test_a_part_of_a_model_has_a_reason():
+    part = GraniteMoeHybridForCausalLM(CASES[0].config(), Parallel(0, 2)).bind(GPU)
+    assert {"a part of 2" in sentence for sentence in part.fallbacks} == {True}

@@ -11,7 +11,14 @@ from torch import fx
 from granite4_neuron.neuron.analysis.graphs import COMMIT, PREFILL, VERIFY, Graph, Traced
 from granite4_neuron.neuron.analysis.torch_lowering import aot_backend, check_installed, hlo_proto_of, lower
 from granite4_neuron.ops.xla import LOOPS
-from granite4_neuron.runtime.torch_device import Form, compile_apart, directly, run_advance, run_step, state_tensors
+from granite4_neuron.runtime.torch_device import (
+    GraphKey,
+    call_inline,
+    compile_apart,
+    run_advance,
+    run_step,
+    state_tensors,
+)
 
 
 def trace_torch(graph: Graph) -> Traced:
@@ -35,11 +42,11 @@ def trace_torch(graph: Graph) -> Traced:
         kept_input = torch.empty(shape, dtype=graph.dtype, device="meta")
         kept_inputs = [kept_input] * sum(layer.is_mamba for layer in model.model.layers)
         inputs = (positions, lengths, slots, *kept_inputs)
-        module = _graph(run_advance, model, Form(0, in_order), inputs, tensors)
+        module = _graph(run_advance, model, GraphKey(0, in_order), inputs, tensors)
     else:
         verifies = graph.kind == VERIFY
-        form = Form(graph.max_length, in_order, all_logits=verifies, verifies=verifies)
-        module = _graph(run_step, model, form, (ids, positions, lengths, slots), tensors)
+        key = GraphKey(graph.max_length, in_order, all_logits=verifies, verifies=verifies)
+        module = _graph(run_step, model, key, (ids, positions, lengths, slots), tensors)
     lowered = lower(module)
     return Traced(
         hlo_proto_of(lowered.text),
@@ -60,5 +67,5 @@ def _graph(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    compile_apart(function, aot_backend(keep))(directly, *arguments)
+    compile_apart(function, aot_backend(keep))(call_inline, *arguments)
     return graphs[0]

@@ -40,15 +40,16 @@ from neuronx_distributed_inference.modules.generation.sampling import create_sam
 from torch import nn
 
 from granite4_neuron.config import MAMBA
-from granite4_neuron.model.binding import use
-from granite4_neuron.model.mamba2 import Mamba2
-from granite4_neuron.model.modeling_granite_moe_hybrid import DecoderLayer
+from granite4_neuron.model.binding import set_operators
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.fused_mixer import mixer_class
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.neuron.nxdi.attention import NeuronAttention
 from granite4_neuron.neuron.nxdi.config import GraniteMoeHybridInferenceConfig
 from granite4_neuron.neuron.nxdi.feed_forward import NeuronExperts, NeuronSharedMLP
 from granite4_neuron.neuron.nxdi.parallel import NeuronParallel, split_over_ranks
 from granite4_neuron.neuron.nxdi.state import HybridCacheManager, NeuronStep, int32_arange
+from granite4_neuron.state.hybrid_state import MambaState
 
 
 class NeuronGraniteMoeHybridModel(NeuronBaseModel):
@@ -175,7 +176,8 @@ class NeuronDecoderLayer(DecoderLayer):
     def __init__(self, config: GraniteMoeHybridInferenceConfig, layer_type: str):
         granite, degree, dtype = config.granite, config.neuron_config.tp_degree, config.neuron_config.torch_dtype
         parallel, is_mamba = NeuronParallel(degree=degree), layer_type == MAMBA
-        mixer = Mamba2(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
+        mamba = mixer_class(config.operators)
+        mixer = mamba(granite, parallel).to(dtype) if is_mamba else NeuronAttention(config)
         mlp = NeuronSharedMLP(granite, parallel).to(dtype)
         experts = NeuronExperts(config) if granite.num_local_experts else None
         super().__init__(granite, mixer, mlp, experts)
@@ -183,7 +185,7 @@ class NeuronDecoderLayer(DecoderLayer):
         self.input_layernorm.to(dtype)
         self.post_attention_layernorm.to(dtype)
         if is_mamba:
-            use(mixer, config.operators)
+            set_operators(mixer, config.operators)
             split_over_ranks(mixer, "mamba", granite, degree)
         split_over_ranks(mlp, "shared_mlp", granite, degree)
 
@@ -208,11 +210,17 @@ class NeuronDecoderLayer(DecoderLayer):
         step.keep(inputs)
         return hidden_states, (state.conv_state, state.ssm_state), cos_cache, sin_cache, None
 
-    def attend(self, x: torch.Tensor, step: NeuronStep, call: _AttentionCall, rotary: None) -> torch.Tensor:
+    def mix(
+        self, x: torch.Tensor, step: NeuronStep, state: MambaState | _AttentionCall, rotary: None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call NxD Inference's attention as it calls it; a Mamba layer is ours."""
+        if self.is_mamba:
+            return super().mix(x, step, state, rotary)
+        call = state
         mixed, call.new, call.cos_cache, call.sin_cache = self.self_attn(
             x, cos_cache=call.cos_cache, sin_cache=call.sin_cache, **call.arguments
         )
-        return mixed
+        return mixed, None
 
     def feed_forward(self, x: torch.Tensor, step: NeuronStep) -> Iterator[torch.Tensor]:
         """Compute MLP and experts together, because the ranks add both in one message."""

@@ -274,8 +274,8 @@ def decoder() -> torch.ScriptObject:
         adapter, 0 for none; None for a step without. cos, sin: [batch, tokens, head_dim / 2], float32, or None. The
         rest is as for `mamba_mixer`.
     advance(kept_inputs, states, lengths, read_slots, write_slots, starts): advance the Mamba layers' states by these.
-    set_ends(head, embedding, embedding_multiplier, norm, eps, logits_scaling): give it what stands before and behind
-        the layers, for `decode`. head: packed. embedding: [vocab_size, hidden_size], or None for the head's rows.
+    set_embedding_and_head(head, embedding, embedding_multiplier, norm, eps, logits_scaling): give it embedding, final
+        norm and head, for `decode`. head: packed. embedding: [vocab_size, hidden_size], or None for the head's rows.
     decode(tokens, starts, slots, states): return the logits after one more token of each sequence, [batch, vocab_size]
         in float32. tokens, starts, slots: lists of each row's token, its position and its slot.
     """

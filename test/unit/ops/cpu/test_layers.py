@@ -130,7 +130,7 @@ def check(model):
     ours, theirs = (poisoned_state(model, 2, 30) for _ in range(2))
     for step, other in zip(steps(ours), steps(theirs), strict=True):
         x = torch.randn(2, step.positions.shape[1], model.config.hidden_size).masked_fill(~step.is_real[..., None], 0)
-        output, _ = model.model.fused_layers(x, step, ours, model.model.rotary(step))
+        output, _ = model.model.stack(x, step, ours, model.model.rotary(step))
         expected, _ = one_after_another(model, x, other, theirs)
         assert torch.equal(output, expected)
         assert same(ours.tensors(), theirs.tensors())
@@ -143,7 +143,7 @@ def test_inputs_are_kept_and_advance_by_them():
     before = [tensor.clone() for tensor in ours.tensors()]
     (step,), (other,) = steps(ours, only_verifies=True), steps(theirs, only_verifies=True)
     x = torch.randn(2, 5, model.config.hidden_size)
-    output, inputs = model.model.fused_layers(x, step, ours, model.model.rotary(step))
+    output, inputs = model.model.stack(x, step, ours, model.model.rotary(step))
     expected, expected_inputs = one_after_another(model, x, other, theirs)
     assert torch.equal(output, expected) and same(inputs, expected_inputs)
     is_recurrent = [tensor.shape[2] != ours.max_length for tensor in ours.tensors()]
@@ -151,7 +151,7 @@ def test_inputs_are_kept_and_advance_by_them():
     assert not any(change and recurrent for change, recurrent in zip(changed, is_recurrent, strict=True))
 
     committed = step_of(step.positions, torch.tensor([3, 0]), step.slots, ours)
-    model.model.fused_layers.advance(inputs, committed, ours)
+    model.model.stack.advance(inputs, committed, ours)
     first = step_of(step.positions[:, :3], torch.tensor([3, 0]), step.slots, theirs, kv_length=21)
     one_after_another(model, x[:, :3].contiguous(), first, theirs)
     recurrent = [(a, b) for a, b, is_one in zip(ours.tensors(), theirs.tensors(), is_recurrent, strict=True) if is_one]
@@ -187,7 +187,19 @@ def test_what_one_call_refuses():
     ):
         with pytest.raises(RuntimeError):
             model.decode(tokens, starts, slots, state)
-    assert not any(bound_model(name, torch.bfloat16).decodes_at_once for name in NAMED.keys() - set(WITHOUT_ROPE))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in WITHOUT_ROPE])
+@torch.inference_mode()
+def test_decode_with_rotary_positions_is_the_forward(name):
+    model = bound_model(name, torch.bfloat16)
+    assert model.is_fused
+    assert model.fallbacks == ("decode is not one call from token to logits: it makes no rotary positions.",)
+    ours, theirs = (poisoned_state(model, 2, 9) for _ in range(2))
+    for start in range(3):
+        where = torch.full((2, 1), start), torch.ones(2, dtype=torch.int64), torch.tensor([2, 1])
+        expected = model(torch.tensor([[4], [5]]), *where, theirs, kv_length=start + 1)
+        assert torch.equal(model.decode([4, 5], [start] * 2, [2, 1], ours), expected)
 
 
 def test_states_of_other_layers_are_refused():
@@ -195,12 +207,12 @@ def test_states_of_other_layers_are_refused():
     step, *_ = steps(state := poisoned_state(model, 2, 30))
     x = torch.randn(2, 20, model.config.hidden_size)
     with pytest.raises(RuntimeError, match="states of 1 layers of"):
-        model.model.fused_layers(x, step, dataclasses.replace(state, layers=state.layers[:1]), None)
+        model.model.stack(x, step, dataclasses.replace(state, layers=state.layers[:1]), None)
     with pytest.raises(RuntimeError, match="inputs of 0 Mamba layers only"):
-        model.model.fused_layers.advance([], step, state)
+        model.model.stack.advance([], step, state)
 
 
 def test_without_the_operator_the_layers_are_their_parts():
     operators = dataclasses.replace(cpu.operators(), fused_layers=None)
     model = random_model(NAMED["moe"].config()).bind(operators)
-    assert model.model.fused_layers is None
+    assert not model.is_fused

@@ -1,7 +1,7 @@
 // All decoder layers as one call, and a step of one token of each sequence as one: the time that Python takes between
 // short kernels is saved.
 //
-// The definition is in Python: modeling_granite_moe_hybrid, its layers one after another, and its `forward`.
+// The definition is in Python: `OneByOne` of modeling_granite_moe_hybrid, and its `forward`.
 #pragma once
 
 #include <variant>
@@ -15,8 +15,8 @@ namespace granite4_neuron {
 // Of each layer conv_state and ssm_state, or the caches of keys and values.
 using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
 
-// What stands before and behind the layers. The embedding is the head's matrix where it has none of its own.
-struct Ends {
+// Embedding, final norm and head. The embedding is the head's matrix where it has none of its own.
+struct EmbeddingAndHead {
   Matrix head;
   std::optional<at::Tensor> embedding;  // [rows, hidden_size]
   double embedding_multiplier;
@@ -61,13 +61,13 @@ class Decoder : public torch::CustomClassHolder {
     layers_.push_back({mixer, feed_forward});
   }
 
-  void set_ends(const Ends& ends) {
-    check_matrix(ends.head.weight);
-    int64_t hidden = ends.head.weight.columns;
-    check_dense(ends.norm, "norm", {hidden}, ends.norm.scalar_type());
-    if (ends.embedding.has_value())
-      check_dense(*ends.embedding, "embedding", {-1, hidden}, ends.embedding->scalar_type());
-    ends_ = ends;
+  void set_embedding_and_head(const EmbeddingAndHead& given) {
+    check_matrix(given.head.weight);
+    int64_t hidden = given.head.weight.columns;
+    check_dense(given.norm, "norm", {hidden}, given.norm.scalar_type());
+    if (given.embedding.has_value())
+      check_dense(*given.embedding, "embedding", {-1, hidden}, given.embedding->scalar_type());
+    embedding_and_head_ = given;
   }
 
   // What becomes of hidden_states, [batch, tokens, hidden_size] in float32; with `keep_inputs`, behind it the inputs of
@@ -100,13 +100,14 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor decode(
       const std::vector<int64_t>& tokens, const std::vector<int64_t>& starts, const std::vector<int64_t>& slots,
       const LayerStates& states) const {
-    TORCH_CHECK(ends_.has_value(), "the layers have no embedding and no head");
+    TORCH_CHECK(embedding_and_head_.has_value(), "the layers have no embedding and no head");
     std::vector<int64_t> read_slots = slots;
     for (size_t row = 0; row < std::min(slots.size(), starts.size()); row++)
       if (starts[row] == 0) read_slots[row] = 0;
     at::Tensor write_slots = numbers(slots);
     SlotRows rows{numbers(std::vector<int64_t>(tokens.size(), 1)), numbers(read_slots), write_slots, numbers(starts)};
-    return ends_->predict(step(ends_->embed(numbers(tokens)), states, rows, write_slots, {}, {}, false)[0]);
+    at::Tensor hidden_states = embedding_and_head_->embed(numbers(tokens));
+    return embedding_and_head_->predict(step(hidden_states, states, rows, write_slots, {}, {}, false)[0]);
   }
 
   // Advance the Mamba layers' states by inputs that a step kept.
@@ -139,7 +140,7 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   std::vector<Layer> layers_;
-  std::optional<Ends> ends_;
+  std::optional<EmbeddingAndHead> embedding_and_head_;
 };
 
 }  // namespace granite4_neuron

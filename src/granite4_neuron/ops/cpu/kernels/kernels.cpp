@@ -178,10 +178,10 @@ inline void register_layers(torch::Library& library) {
           {arg("hidden_states"), arg("states"), arg("lengths"), arg("read_slots"), arg("write_slots"), arg("starts"),
            arg("slots"), arg("adapters"), arg("cos"), arg("sin"), arg("keep_inputs")})
       .def(
-          "set_ends",
+          "set_embedding_and_head",
           [](const intrusive_ptr<Decoder>& self, const Tensor& head, const MaybeTensor& embedding,
              double embedding_multiplier, const Tensor& norm, double eps, double logits_scaling) {
-            self->set_ends({Matrix(head), embedding, embedding_multiplier, norm, eps, logits_scaling});
+            self->set_embedding_and_head({Matrix(head), embedding, embedding_multiplier, norm, eps, logits_scaling});
           },
           "",
           {arg("head"), arg("embedding"), arg("embedding_multiplier"), arg("norm"), arg("eps"),

@@ -20,7 +20,7 @@ class Profile {
     static Profile profile;
     return profile;
   }
-  // Takes the time from now on, or no longer; returns that since the last call.
+  // Turns profiling on or off, and returns the times since the last call.
   std::array<Times, NAMES.size()> take(bool on) {
     ThreadPool::instance().take_time(on);
     on_ = on;

@@ -17,7 +17,7 @@ namespace granite4_neuron {
 
 constexpr int64_t BLOCK_COLUMNS = 32, BLOCK_PAIRS = BLOCK_COLUMNS / 2;
 constexpr int64_t TILE_VECTORS = 16;
-// Up to so many vectors memory is what takes the time, and not arithmetic; then AMX would only wait longer for it.
+// Up to this many vectors a product is memory-bound, and AMX would only wait for memory.
 constexpr int64_t FEW_VECTORS = 4;
 // Sums of more vectors with several tiles would not fit the registers.
 constexpr int64_t UNROLLED_VECTORS = 2;

@@ -1,0 +1,81 @@
+"""A decoder layer: its definition, which all faster forms of it are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
+from granite4_neuron.model.attention import Attention, RotaryTables
+from granite4_neuron.model.binding import Module
+from granite4_neuron.model.mamba2 import Mamba2
+from granite4_neuron.model.moe import SharedMLP, SparseMoe
+from granite4_neuron.model.norm import RMSNorm
+from granite4_neuron.model.parallel import Parallel
+from granite4_neuron.model.step import Step
+from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
+
+
+class DecoderLayer(Module):
+    """Mamba or attention, then MLP and experts, each half behind a norm and added with the residual multiplier.
+
+    A subclass may replace `mix` and `feed_forward`, or the modules that they call; see `model.forms`.
+    """
+
+    def __init__(
+        self, config: GraniteMoeHybridConfig, mixer: nn.Module, shared_mlp: nn.Module, experts: nn.Module | None
+    ):
+        super().__init__()
+        self.residual_multiplier = config.residual_multiplier
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.is_mamba = isinstance(mixer, Mamba2)
+        if self.is_mamba:
+            self.mamba = mixer
+        else:
+            self.self_attn = mixer
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = experts
+        self.shared_mlp = shared_mlp
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        step: Step,
+        state: MambaState | KeyValueState,
+        rotary: RotaryTables | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the new hidden_states, [batch, tokens, hidden_size]; and of a Mamba layer the inputs of `advance`."""
+        residual_add = self.operators.residual_add
+        mixed, inputs = self.mix(self.input_layernorm(hidden_states), step, state, rotary)
+        hidden_states = residual_add(hidden_states, mixed, self.residual_multiplier)
+        for output in self.feed_forward(self.post_attention_layernorm(hidden_states), step):
+            hidden_states = residual_add(hidden_states, output, self.residual_multiplier)
+        return hidden_states, inputs
+
+    def mix(
+        self, x: torch.Tensor, step: Step, state: MambaState | KeyValueState, rotary: RotaryTables | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply the layer's `Mamba2` or `Attention` to [batch, tokens, hidden_size]."""
+        if self.is_mamba:
+            return self.mamba(x, step, state)
+        return self.self_attn(x, step, state, rotary), None
+
+    def feed_forward(self, x: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
+        """Return the terms that are added one after the other, each [batch, tokens, hidden_size]."""
+        yield self.shared_mlp(x)
+        if self.block_sparse_moe is not None:
+            yield self.block_sparse_moe(x)
+
+    def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
+        """Advance a Mamba layer's state by inputs of a step that verified, see `Mamba2.advance`."""
+        self.mamba.advance(inputs, step, state)
+
+
+def decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel) -> DecoderLayer:
+    """Make a layer of the model by its number."""
+    is_mamba = config.layer_types[layer] == MAMBA
+    mixer = Mamba2(config, parallel, layer) if is_mamba else Attention(config, parallel)
+    experts = SparseMoe(config, parallel) if config.num_local_experts else None
+    return DecoderLayer(config, mixer, SharedMLP(config, parallel), experts)

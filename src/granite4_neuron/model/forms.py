@@ -1,0 +1,42 @@
+"""How the layers of a bound model are computed: each by its definition, or by a faster form of it.
+
+A form is chosen once, when a model is bound, and says whether it supports a layer or why not. While a step runs, only
+the step's kind decides, which is its numbers of tokens and rows: steps that a form is not for take the definition.
+
+A form is a subclass of `DecoderLayer` or of one of its parts, over the layer's own weights. All layers as one call,
+`model.fused`, are a form as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from granite4_neuron.model.binding import as_form
+from granite4_neuron.model.decoder_layer import DecoderLayer
+from granite4_neuron.model.fused_mixer import mixer_class
+from granite4_neuron.model.token_layer import TokenLayer
+
+
+def forms_of(layers: Iterable[DecoderLayer]) -> tuple[list[DecoderLayer], list[str]]:
+    """Choose the form of each layer for its operators.
+
+    Returns:
+        The layers as they are computed; and a sentence for each reason not to use a form.
+    """
+    forms: list[DecoderLayer] = []
+    fallbacks: dict[str, None] = {}  # in order, each once
+    for layer in layers:
+        reason = TokenLayer.why_not(layer) if layer.operators.token_layer is not None else None
+        if reason is not None:
+            kind = "Mamba" if layer.is_mamba else "attention"
+            fallbacks[f"the token kernels of {kind} layers are not used: {reason}."] = None
+        forms.append(_form_of(layer, uses_token_layer=layer.operators.token_layer is not None and reason is None))
+    return forms, list(fallbacks)
+
+
+def _form_of(layer: DecoderLayer, uses_token_layer: bool) -> DecoderLayer:
+    if uses_token_layer:
+        layer = as_form(layer, TokenLayer)
+    if layer.is_mamba and (mixer := mixer_class(layer.operators)) is not type(layer.mamba):
+        layer = as_form(layer, type(layer), mamba=as_form(layer.mamba, mixer))
+    return layer
