@@ -15,7 +15,6 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import cpu, select_operators
 from granite4_neuron.ops.launch_parameters import find_launch_parameters, tuned_config_folder
-from granite4_neuron.runtime.backends.cpu import MERGE_INSTEAD
 from granite4_neuron.runtime.bound_model import BoundModel, digest_of_weights
 from granite4_neuron.runtime.fork import survive_forks
 from granite4_neuron.runtime.interface import (
