@@ -32,5 +32,8 @@ INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
 # The environment variable that names a folder of tuned launch parameters.
 FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 
+# What to do with an adapter where none runs beside the weights.
+MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
+
 # Of logits in float32, against transformers'.
 FLOAT32_TOLERANCE = 1e-4

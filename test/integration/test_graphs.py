@@ -11,7 +11,7 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.binding import use
+from granite4_neuron.model.binding import set_operators
 from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import DenseStep
@@ -132,7 +132,7 @@ class TestOneMambaLayer:
         placeholder = tracer()
         with torch.device("meta"):
             layer = Mamba2(self.CONFIG, Parallel(0, 4))
-        use(layer, XLA)
+        set_operators(layer, XLA)
         for name, weight in list(layer.named_parameters()):
             set_parameter(layer, name, placeholder(tuple(weight.shape), torch.bfloat16))
         conv_shape, ssm_shape = mamba_state_shapes(self.CONFIG, tp_degree=4)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from granite4_neuron.choices import MERGE_INSTEAD
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
-from granite4_neuron.model.adapters import MERGE_INSTEAD, Adapter
+from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.binding import Module, fix_weights, set_operators, shallow_copy
 from granite4_neuron.model.decoder_layer import DecoderLayer, decoder_layer

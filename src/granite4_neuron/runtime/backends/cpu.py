@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.choices import CPU_KERNELS, FOLDER_VARIABLE, QUANTIZATIONS
+from granite4_neuron.choices import CPU_KERNELS, FOLDER_VARIABLE, MERGE_INSTEAD, QUANTIZATIONS
 from granite4_neuron.runtime.backends.common import ARITHMETIC
 from granite4_neuron.runtime.backends.declaration import Backend, Option
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.cpu import CPURuntime
 
 STATE_DTYPES = ("float32", "float16", "bfloat16")
-MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
 _BELONGS = "tuned launch parameters and CPU kernels belong to the backend cpu; the others have none."
 
 OPTIONS = (
