@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from granite4_neuron import load
 from granite4_neuron.checkpoint.loading import load_model
@@ -12,8 +13,12 @@ from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
 from granite4_neuron.checkpoint.stored_tensors import WEIGHTS
 from granite4_neuron.cli import main
-from granite4_neuron.evaluation.layers import compare_layers
+from granite4_neuron.evaluation.layers import compare_layers, operators_of_layers
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.gpu import GPU
+from granite4_neuron.ops.xla import LOOPS
+from granite4_neuron.runtime import torch_device
+from granite4_neuron.runtime.cpu import CPURuntime
 from test.support.checkpoints import save_byte_tokenizer, small_config
 
 pytestmark = pytest.mark.versions
@@ -147,4 +152,61 @@ class TestCommand:
 
     def test_compiled_graphs_of_nxdi(self, check, texting_folder):
         status, output, error = check(texting_folder, "--backend", "nxdi")
-        assert status == 2 and output == "" and "compiled graphs of nxdi give no hidden states" in error
+        assert status == 2 and output == "" and "--backend nxdi gives no hidden states" in error
+
+
+class TestOperatorsThatRan:
+    """They are noted as they run, or as their graph is traced: nothing lists them by hand."""
+
+    def torch_runtime(self, monkeypatch, base=LOOPS, graphs="layer", **options):
+        monkeypatch.setattr(torch_device, "LOOPS", base)
+        model = random_model(small_config(layer_types=("mamba", "attention")))
+        options = dict(options, compiler="eager", graphs=graphs)
+        return torch_device.TorchRuntime(model, GenerationConfig(), [32], **options)
+
+    def test_definitions(self):
+        runtime = CPURuntime(random_model(small_config()), GenerationConfig(), kernels="torch")
+        mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
+        shared = {"norm.rms_norm", "norm.residual_add", "quantization.linear", "moe.mlp", "moe.router_logits"}
+        shared |= {"moe.topk_softmax", "moe.fused_experts"}
+        scans = {f"mamba_kernels.{name}" for name in ("chunked_scan", "single_token_scan")}
+        assert set(mamba) == {f"ops.{name}" for name in shared | scans | {"causal_conv1d.causal_conv1d"}} | {
+            "ops.norm.rms_norm_gated"
+        }
+        caches = {"attention.write_cache", "attention.cached_attention"}
+        assert set(attention) == {f"ops.{name}" for name in shared | caches}
+
+    @pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
+    def test_fused_layers(self):
+        runtime = CPURuntime(random_model(small_config()), GenerationConfig())
+        layers = ["decoder", "feed_forward", "mamba_layer", "mamba_mixer"]
+        assert sorted(operators_of_layers(runtime, "mamba")) == [f"ops.cpu.layers.{name}" for name in layers]
+
+    @pytest.mark.parametrize("graphs", ["layer", "model"])
+    def test_graphs(self, graphs, monkeypatch):
+        runtime = self.torch_runtime(monkeypatch, graphs=graphs)
+        names = operators_of_layers(runtime, "mamba")
+        assert {"ops.xla.mamba._chunked", "ops.xla.mamba._single_token", "ops.moe.mlp"} <= set(names)
+
+    def test_token_kernels(self, monkeypatch):
+        runtime = self.torch_runtime(monkeypatch, GPU)
+        mamba, attention = (operators_of_layers(runtime, kind) for kind in ("mamba", "attention"))
+        assert {"ops.gpu.token_layer.advance_mixer", "ops.gpu.functions._chunked"} <= set(mamba)
+        assert "ops.gpu.token_layer.project_heads" in attention and "ops.gpu.functions._single_token" not in mamba
+
+    def test_nki_kernels(self):
+        pytest.importorskip("nki", reason="NKI is not installed")
+        model = random_model(small_config(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64))
+        options = dict(kernels="torch", prefill_scan="ssd", decode_kernel="nki")
+        runtime = CPURuntime(model, GenerationConfig(), **options)
+        names = operators_of_layers(runtime, "mamba")
+        assert {"ops.nki.mamba.ssd_chunk_scan", "ops.nki.mamba.convolve", "ops.nki.mamba.mix"} <= set(names)
+        assert not any("single_token_scan" in name for name in names)
+
+    def test_hidden_states_of_graphs(self, texting_folder):
+        model = load_model(texting_folder)
+        compiled = torch_device.TorchRuntime(model, GenerationConfig(), [128], compiler="eager")
+        assert first_off(list(compare_layers(texting_folder, PROMPTS, TOKENS, compiled))) is None
+        model.model.layers[4].post_attention_layernorm.weight.mul_(1.01)
+        wrong = torch_device.TorchRuntime(model, GenerationConfig(), [128], compiler="eager")
+        assert first_off(list(compare_layers(texting_folder, PROMPTS, TOKENS, wrong))) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +11,16 @@ from transformers import AutoModelForCausalLM as Reference
 from transformers import PreTrainedModel
 
 from granite4_neuron.choices import FLOAT32_TOLERANCE
-from granite4_neuron.config import MAMBA
 from granite4_neuron.evaluation.accuracy import greedy, longest_of
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import Operators
+from granite4_neuron.ops.operators import noting
 from granite4_neuron.runtime.bound_model import BoundModel
 from granite4_neuron.runtime.interface import Row
 
 # Two ways to round in 16 bits differ by chance; a bug in a layer is far above.
 _MARGIN = 2.0
+_TRIAL_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -99,56 +99,47 @@ def compare_layers(
     lengths = [len(prompt) for prompt in prompts]
     phases = [slice(None, n) for n in lengths], [slice(n, None) for n in lengths]
     for layer, (kind, limit) in enumerate(zip(runtime.config.layer_types, limits, strict=True)):
-        part = _first_layers(runtime, layer + 1)
+        part = _with_layers(runtime, slice(layer + 1), runtime.model.operators)
         ours = [_hidden_states(part, tokens, n) for tokens, n in zip(sequences, lengths, strict=True)]
         prefill, decode = (Gap.between(_parts(ours, phase), _parts(expected[layer], phase)) for phase in phases)
         yield LayerReport(kind, prefill, decode, limit)
 
 
-def operators_of_layer(operators: Operators, kind: str, has_experts: bool) -> list[str]:
-    """Name the functions that compute a layer of a kind, as "ops.norm.rms_norm", or the module of fused layers."""
-    if operators.fused_layers is not None:
-        return [operators.fused_layers.__name__.removeprefix("granite4_neuron.")]
-    names = ["rms_norm", "linear", "residual_add", "mlp"]
-    names += ["router_logits", "topk_softmax", "fused_experts"] if has_experts else []
-    names += ["rms_norm_gated"] if kind == MAMBA else ["write_cache", "cached_attention"]
-    functions = [getattr(operators, name) for name in names]
-    if kind == MAMBA:
-        functions += [operators.mamba_prefill.scan, operators.mamba_decode.scan]
-    return [_name(function) for function in functions]
+def operators_of_layers(runtime: BoundModel, kind: str) -> list[str]:
+    """Name what the first layer of a kind runs, as "ops.norm.rms_norm", over a prompt and a token of decode."""
+    names: dict[str, None] = {}  # in order, each once
+    layer = runtime.config.layer_types.index(kind)
+    part = _with_layers(runtime, slice(layer, layer + 1), noting(runtime.model.operators, names.setdefault))
+    # Longer than what a kernel for a few tokens takes.
+    _hidden_states(part, [0] * (_TRIAL_TOKENS + 1), _TRIAL_TOKENS)
+    return list(names)
 
 
-def _name(operator: object) -> str:
-    return f"{operator.__module__}.{operator.__qualname__}".removeprefix("granite4_neuron.")
-
-
-def _first_layers(runtime: BoundModel, count: int) -> BoundModel:
-    """Return a runtime of the model's first layers, over the same weights."""
+def _with_layers(runtime: BoundModel, layers: slice, operators: Operators) -> BoundModel:
+    """Return a runtime of some of the model's layers, over the same weights. Its logits are their hidden states."""
     whole = runtime.model
-    config = replace(whole.config, layer_types=whole.config.layer_types[:count], num_hidden_layers=count)
+    layer_types = whole.config.layer_types[layers]
+    config = replace(whole.config, layer_types=layer_types, num_hidden_layers=len(layer_types))
     with torch.device("meta"):
         model = GraniteMoeHybridForCausalLM(config)
     model.model.embed_tokens, model.model.norm = whole.model.embed_tokens, whole.model.norm
-    model.model.layers, model.lm_head = whole.model.layers[:count], whole.lm_head
-    part = copy.copy(runtime)
-    part.model = model.bind(whole.operators)
-    return part
+    model.model.layers, model.lm_head = whole.model.layers[layers], whole.lm_head
+    bound = model.bind(operators)
+    bound.model.embed_tokens.operators = whole.operators
+    bound.model.norm.operators = replace(whole.operators, rms_norm=lambda x, weight, eps: x)
+    bound.operators = replace(whole.operators, logits=lambda x, weight, scaling: x)
+    return runtime.with_model(bound)
 
 
 def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
-    """Return the hidden states [tokens, hidden_size] after the last layer: of a prompt in steps as generation takes
-    them, then token by token.
+    """Return the hidden states [tokens, hidden_size] of `_with_layers`: of a prompt in steps as generation takes them,
+    then token by token.
     """
     starts = [*range(0, prompt_length, runtime.tokens_per_step), *range(prompt_length, len(tokens))]
     state, seen = runtime.allocate(1, len(tokens)), []
-    hook = runtime.model.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].cpu()))
-    try:
-        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            # The logits of one last token may come from a single call of kernels, which calls no norm of a module.
-            runtime.step(state, [Row(1, start, tokens[start:stop])], all_logits=True)
-            seen[-1] = seen[-1][0, : stop - start]
-    finally:
-        hook.remove()
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        hidden_states = runtime.step(state, [Row(1, start, tokens[start:stop])], all_logits=True)
+        seen.append(hidden_states[0, : stop - start].float().cpu().clone())
     return torch.cat(seen)
 
 

@@ -13,6 +13,7 @@ with the same arguments and results.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -62,7 +63,8 @@ class MambaKernels:
     convolve: as `causal_conv1d`; y may be in x's dtype.
     has_kernel_layout: whether `scan` takes and returns ssm_state as the NKI kernels have it, [batch, d_state,
         num_heads, head_dim], and not as [batch, num_heads, head_dim, d_state].
-    fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none.
+    fused_mixer: used in place of both for steps of no more tokens than it takes; None if there is none. See
+        `model.fused_mixer`.
     """
 
     scan: Callable[..., Results]
@@ -139,6 +141,7 @@ def with_layout(kernels: MambaKernels, has_kernel_layout: bool) -> MambaKernels:
     if kernels.has_kernel_layout == has_kernel_layout:
         return kernels
 
+    @functools.wraps(kernels.scan)
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
         own = _transposed(ssm_state, to_kernel=not has_kernel_layout)
         y, own = kernels.scan(x, dt, A, B, C, D, own, chunk_size)

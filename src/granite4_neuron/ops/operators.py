@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
@@ -75,8 +75,8 @@ class Operators:
     mamba_quadratic: MambaKernels = QUADRATIC
     mamba_decode: MambaKernels = SINGLE_TOKEN
     round_state: Operator = stochastic_round
-    fused_layers: ModuleType | None = None
-    token_layer: ModuleType | None = None
+    fused_layers: ModuleType | SimpleNamespace | None = None
+    token_layer: ModuleType | SimpleNamespace | None = None
     launch_parameters: LaunchParameters = HEURISTIC
     quantize: Quantize = quantize
     pack: Pack | None = None
@@ -84,3 +84,51 @@ class Operators:
 
 
 TORCH = Operators()
+
+
+def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
+    """Return operators that tell `note` their names, as "ops.norm.rms_norm", whenever they run; in a graph of
+    torch.compile when it is traced. Of fused layers, the functions that make them do so.
+    """
+    noted: dict[str, Any] = {}
+    for field in fields(operators):
+        operator = getattr(operators, field.name)
+        if isinstance(operator, MambaKernels):
+            noted[field.name] = _noting_kernels(operator, note)
+        elif isinstance(operator, ModuleType):
+            functions = {name: value for name, value in vars(operator).items() if not name.startswith("_")}
+            names = {name: f"{operator.__name__}.{name}" for name, value in functions.items() if callable(value)}
+            functions |= {name: _noting(functions[name], full_name, note) for name, full_name in names.items()}
+            noted[field.name] = SimpleNamespace(**functions)
+        elif callable(operator) and field.name not in ("quantize", "pack"):
+            noted[field.name] = _noting(operator, _name(operator), note)
+    return replace(operators, **noted)
+
+
+def _noting_kernels(kernels: MambaKernels, note: Callable[[str], None]) -> MambaKernels:
+    mixer = kernels.fused_mixer
+    return replace(
+        kernels,
+        scan=_noting(kernels.scan, _name(kernels.scan), note),
+        convolve=_noting(kernels.convolve, _name(kernels.convolve), note),
+        fused_mixer=mixer and replace(mixer, mix=_noting(mixer.mix, _name(mixer.mix), note)),
+    )
+
+
+def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    name = name.removeprefix("granite4_neuron.")
+
+    # While torch.compile traces a graph it calls this, and takes the result for a constant.
+    @torch.compiler.assume_constant_result
+    def tell() -> None:
+        note(name)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        tell()
+        return function(*arguments, **options)
+
+    return noted
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"

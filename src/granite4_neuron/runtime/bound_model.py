@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
+from typing import Self
 
 import torch
 
@@ -68,6 +70,13 @@ class BoundModel:
         state_dtype = self.state_dtype if MAMBA in self.config.layer_types else None
         facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
         return Fingerprint(self.weights_digest, facts_digest(*facts))
+
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+        """Return a runtime like this one of another bound model, on the same device."""
+        other = copy.copy(self)
+        other.__dict__.pop("fingerprint", None)
+        other.model = model
+        return other
 
     def warm_up(self, state: HybridState, verifies: bool = False) -> None:
         """Implement `Runtime.warm_up`: nothing is compiled that could be compiled before."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed
@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 from granite4_neuron.checkpoint.opening import open_checkpoint
 from granite4_neuron.checkpoint.sharding import check_memory_of_ranks
 from granite4_neuron.errors import UserError
+from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.runtime.interface import Row, Verification, accepted_rows, check_verification
 from granite4_neuron.runtime.rank_calls import NUMBERED, Call, OfRank, Refusal, decode, encode, result_or_refusal
 from granite4_neuron.runtime.ranks import RankProcesses, ShardSpec, check_devices, listen
@@ -86,6 +87,10 @@ class SplitRuntime(TorchRuntime):
         self._numbers = itertools.count()
         # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+        """Refuse: other ranks have no part of another model."""
+        raise UserError("a model that is split over processes cannot be replaced by a part of it.")
 
     def close(self) -> None:
         """End the other ranks' processes; the runtime is of no use afterwards."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -131,6 +131,12 @@ class TorchRuntime(GraphRuntime):
                 _, kept_inputs = self._run_verify(state, inputs, kv_length)
                 self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
+
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+        """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
+        other = super().with_model(model)
+        other._graphs, other._memories, other._is_warm = {}, [], False
+        return other
 
     def release_graphs(self) -> None:
         """Let go of all graphs: what they hold, such as a connection of GPUs, cannot end before them."""

@@ -66,13 +66,14 @@ def round_in_hardware(
     return values.to(dtype)
 
 
-def _scan(kernel: Launcher) -> MambaKernels:
+def _scan(kernel: Launcher, name: str) -> MambaKernels:
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
         check_scan(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
         return kernel(x, dt, A, B, C, D.float(), ssm_state)
 
+    scan.__qualname__ = name
     return MambaKernels(scan, convolve, has_kernel_layout=True)
 
 
-SCAN = _scan(launcher(tensor_tensor_scan, tensor_tensor_scan_torch))
-SSD = _scan(launcher(ssd_chunk_scan, ssd_chunk_scan_torch))
+SCAN = _scan(launcher(tensor_tensor_scan, tensor_tensor_scan_torch), "tensor_tensor_scan")
+SSD = _scan(launcher(ssd_chunk_scan, ssd_chunk_scan_torch), "ssd_chunk_scan")
