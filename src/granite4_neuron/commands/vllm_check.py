@@ -6,12 +6,16 @@ import argparse
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from granite4_neuron.commands.options import add_model, at_least, model_checkpoint
 from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.errors import UserError
 from granite4_neuron.system.terminal import bars_of_tqdm
 from granite4_neuron.vllm.cpu import DISTRIBUTION
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXIT_CHECK_FAILED = 1
 PROMPTS = ("An assignment statement", "The import statement", "Lambda expressions")
@@ -93,7 +97,7 @@ def _through_vllm(folder: Path, max_tokens: int) -> tuple[list[str], dict[str, s
     return texts, llm.apply_model(_used)[0]
 
 
-def _used(model) -> dict[str, str]:
+def _used(model: nn.Module) -> dict[str, str]:
     from vllm import __version__
 
     from granite4_neuron.ops.cpu.build import load_kernels

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from granite4_neuron.config.aliases import ATTENTION, MAMBA, one_spelling
 from granite4_neuron.config.checks import LARGEST, check
@@ -22,6 +22,9 @@ from granite4_neuron.config.dense import DENSE_MODEL_TYPE, as_hybrid
 from granite4_neuron.config.json_files import read_object
 from granite4_neuron.config.quantization import quantization_in
 from granite4_neuron.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybridForCausalLM"
@@ -230,7 +233,7 @@ def family_names() -> list[str]:
     return sorted(file.name.removesuffix(".json") for file in _family_folder().iterdir())
 
 
-def _family_folder():
+def _family_folder() -> Traversable:
     return resources.files("granite4_neuron") / "family"
 
 

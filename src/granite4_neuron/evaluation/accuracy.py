@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM as Reference
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from granite4_neuron.checkpoint.tokenizing import encode
 from granite4_neuron.choices import FLOAT32_TOLERANCE
@@ -173,7 +173,7 @@ def measure(
     return AccuracyReport(lengths, ours, expected, in_dtype, *about)
 
 
-def default_prompts(tokenizer) -> list[list[int]]:
+def default_prompts(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """Return texts of several lengths, one of them shorter than the convolution window, on which any model can be
     checked.
     """

@@ -90,7 +90,7 @@ def stream_generate(
     adapter: str | Sequence[str | None] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
-    **options,
+    **options: Any,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt or several; yield each token as it comes.
 
@@ -159,7 +159,7 @@ def stream_generate(
 
 
 def generate(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Iterable[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, prompt: Prompt | Iterable[Prompt], **options: Any
 ) -> str | list[str]:
     """Return the continuation of a prompt, or a list for several; arguments are those of `stream_generate`.
 
@@ -178,7 +178,7 @@ def generate(
 
 
 def chat(
-    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, messages: Prompt | Iterable[Prompt], **options
+    runtime: Runtime, tokenizer: PreTrainedTokenizerFast | None, messages: Prompt | Iterable[Prompt], **options: Any
 ) -> str | list[str]:
     """Return the model's answer to a conversation, or a list for several; as `generate`, but a text is a user's only
     message.

@@ -93,7 +93,7 @@ class PromptEncoder:
         shown: in conversations, beside the messages, such as tools and documents; see `ConversationEncoder.encode`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, **shown):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | None, **shown: Any):
         self._tokenizer = tokenizer
         self._shown = shown
         self._conversations: ConversationEncoder | None = None

@@ -72,32 +72,39 @@ def fused_experts(
     Returns:
         [tokens, hidden_size] in the dtype of hidden_states; the sum over experts is taken in float32.
     """
-    arguments = (hidden_states, w1, w2, topk_weights, topk_ids)
-    if all(isinstance(weight, torch.Tensor) and _rows_are_aligned(weight) for weight in (w1, w2)):
-        return experts_by_group(*arguments)
-    return _experts_one_by_one(*arguments)
+    if isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and all(map(_rows_are_aligned, (w1, w2))):
+        return experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids)
+    return _experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
-def _experts_one_by_one(hidden_states, w1, w2, topk_weights, topk_ids):
+def _experts_one_by_one(
+    hidden_states: torch.Tensor, w1: Weight, w2: Weight, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
     """Compute one expert at a time, so that at most one is held dequantized."""
     output = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     for expert in topk_ids.unique().tolist():
         tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
-        y = mlp(hidden_states[tokens], *(_expert(weight, expert) for weight in (w1, w2)))
+        y = mlp(hidden_states[tokens], _expert(w1, expert), _expert(w2, expert))
         output.index_add_(0, tokens, y.float() * topk_weights[tokens, places, None])
     return output.to(hidden_states.dtype)
 
 
-def _expert(weights, number):
+def _expert(weights: Weight, number: int) -> Weight:
     return weights[number] if isinstance(weights, torch.Tensor) else weights.expert(number)
 
 
-def _rows_are_aligned(weights):
+def _rows_are_aligned(weights: torch.Tensor) -> bool:
     """Return whether rows start at multiples of 16 bytes, as the grouped product requires; all published models' do."""
     return weights.shape[2] * weights.dtype.itemsize % 16 == 0
 
 
-def experts_by_group(hidden_states, w1, w2, topk_weights, topk_ids):
+def experts_by_group(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
     """Sort tokens by expert and multiply group by group: only the weights of chosen experts are read."""
     tokens, top_k = topk_ids.shape
     flat_ids = topk_ids.reshape(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from granite4_neuron.neuron.analysis import hlo_lint
 from granite4_neuron.neuron.analysis.fused_bytes import fused_bytes
 from granite4_neuron.neuron.analysis.kernel_costs import kernel_cost, kernel_name, size_of
 from granite4_neuron.neuron_sdk import INSTALL_TORCH_XLA
+
+if TYPE_CHECKING:
+    from jaxlib import _hlo
 
 
 class ToolsMissing(UserError):
@@ -134,7 +138,7 @@ def temporary_bytes(proto: bytes, donated: Mapping[int, int] = {}) -> int:
     return executable.get_compiled_memory_stats().temp_size_in_bytes
 
 
-def _module(proto: bytes):
+def _module(proto: bytes) -> _hlo.HloModule:
     try:
         from jaxlib import _hlo
     except ImportError:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 _KEPT = "granite4_neuron_accepted"
 
 
-def keeping_accepted(update_states: Callable) -> Callable:
+def keeping_accepted(update_states: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap vLLM's `GPUModelRunner._update_states` so that paused sequences keep how many tokens they accepted. By
     itself it takes sequences that a step leaves out from the batch and puts them back later, as if they had accepted
     one token. Their next step would start from the wrong state.
@@ -17,7 +22,7 @@ def keeping_accepted(update_states: Callable) -> Callable:
     """
 
     @wraps(update_states)
-    def update(runner, scheduler_output):
+    def update(runner: CPUModelRunner, scheduler_output: SchedulerOutput) -> Any:
         batch, cached = runner.input_batch, scheduler_output.scheduled_cached_reqs
         for request in batch.req_id_to_index.keys() - scheduler_output.num_scheduled_tokens.keys():
             accepted = batch.num_accepted_tokens_cpu[batch.req_id_to_index[request]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -32,7 +33,7 @@ class Granite4MambaMixer2(MambaMixer2):
         ValueError: ReplaySSM or vLLM's method draft_model is requested.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
         config, speculative = vllm_config.model_config.hf_text_config, vllm_config.speculative_config

@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import NoneType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -33,11 +33,17 @@ from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 
+if TYPE_CHECKING:
+    from transformers import GraniteMoeHybridConfig
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
 # Below vLLM's own logger, so that it is formatted and written as vLLM's lines are.
 _LOGGER = logging.getLogger("vllm.granite4_neuron.model")
 
 
-DecoderLayer: TypeAlias = upstream.GraniteMoeHybridMambaDecoderLayer | upstream.GraniteMoeHybridAttentionDecoderLayer
+MambaDecoderLayer: TypeAlias = upstream.GraniteMoeHybridMambaDecoderLayer
+AttentionDecoderLayer: TypeAlias = upstream.GraniteMoeHybridAttentionDecoderLayer
+DecoderLayer: TypeAlias = MambaDecoderLayer | AttentionDecoderLayer
 
 
 class Granite4ForCausalLM(upstream.GraniteMoeHybridForCausalLM):
@@ -157,7 +163,7 @@ class FusedLayer(ABC):
         packed: matrices that are already packed, by the parameter's id.
     """
 
-    def __init__(self, layer: DecoderLayer, config, packed: dict[int, PackedWeight]):
+    def __init__(self, layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: dict[int, PackedWeight]):
         self._feed_forward = _feed_forward(layer, config, packed)
 
     def __call__(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
@@ -177,7 +183,12 @@ class FusedLayer(ABC):
 class FusedMambaLayer(FusedLayer):
     """A layer with a Mamba mixer."""
 
-    def __init__(self, layer: upstream.GraniteMoeHybridMambaDecoderLayer, config, packed: dict[int, PackedWeight]):
+    def __init__(
+        self,
+        layer: MambaDecoderLayer,
+        config: GraniteMoeHybridConfig,
+        packed: dict[int, PackedWeight],
+    ):
         super().__init__(layer, config, packed)
         self._mixer = layer.mamba
         self._half = cpu.layers.mamba_layer(
@@ -210,7 +221,12 @@ class FusedMambaLayer(FusedLayer):
 class FusedAttentionLayer(FusedLayer):
     """A layer with attention."""
 
-    def __init__(self, layer: upstream.GraniteMoeHybridAttentionDecoderLayer, config, packed: dict[int, PackedWeight]):
+    def __init__(
+        self,
+        layer: AttentionDecoderLayer,
+        config: GraniteMoeHybridConfig,
+        packed: dict[int, PackedWeight],
+    ):
         super().__init__(layer, config, packed)
         self._attention = attention = layer.self_attn
         self._cache: torch.Tensor | None = None
@@ -275,8 +291,8 @@ def why_not_fused(vllm_config: VllmConfig) -> str | None:
 def unknown_layer(model: upstream.GraniteMoeHybridModel) -> str | None:
     """Return the class of a decoder layer or mixer that this package does not know, if any."""
     known = {
-        upstream.GraniteMoeHybridMambaDecoderLayer: ("mamba", Granite4MambaMixer2),
-        upstream.GraniteMoeHybridAttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
+        MambaDecoderLayer: ("mamba", Granite4MambaMixer2),
+        AttentionDecoderLayer: ("self_attn", upstream.GraniteMoeHybridAttention),
     }
     for layer in _own_layers(model):
         name, part = known.get(type(layer), ("", object))
@@ -340,15 +356,18 @@ def _clear(parameter: nn.Parameter) -> None:
     parameter.data = parameter.data.new_empty(0)
 
 
-def _fused_layer(layer: DecoderLayer, config, packed: dict[int, PackedWeight]) -> FusedLayer:
+def _fused_layer(layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: dict[int, PackedWeight]) -> FusedLayer:
     is_mamba = isinstance(layer, upstream.GraniteMoeHybridMambaDecoderLayer)
     return (FusedMambaLayer if is_mamba else FusedAttentionLayer)(layer, config, packed)
 
 
-def _feed_forward(layer: DecoderLayer, config, packed: dict[int, PackedWeight]) -> FeedForward:
+def _feed_forward(layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: dict[int, PackedWeight]) -> FeedForward:
     norm, mlp, experts = layer.post_attention_layernorm, layer.shared_mlp, layer.block_sparse_moe
     router = expert_input = expert_output = None
+    top_k = 0
     if experts is not None:
+        assert config.num_experts_per_tok is not None
+        top_k = config.num_experts_per_tok
         (routed,) = (module for module in experts.modules() if isinstance(module, RoutedExperts))
         router = _pack(experts.gate, packed)
         expert_input, expert_output = (_pack(routed, packed, name) for name in ("w13_weight", "w2_weight"))
@@ -359,10 +378,10 @@ def _feed_forward(layer: DecoderLayer, config, packed: dict[int, PackedWeight]) 
         router=router,
         expert_input=expert_input,
         expert_output=expert_output,
-        top_k=0 if experts is None else config.num_experts_per_tok,
+        top_k=top_k,
         **_residual(norm, config),
     )
 
 
-def _residual(norm: nn.Module, config) -> dict[str, float]:
+def _residual(norm: RMSNorm, config: GraniteMoeHybridConfig) -> dict[str, float]:
     return {"eps": norm.variance_epsilon, "residual_multiplier": config.residual_multiplier}
