@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from granite4_neuron.config import GraniteMoeHybridConfig
     from granite4_neuron.evaluation.perplexity import Score, Window
+    from granite4_neuron.runtime.interface import Runtime
 
 REFERENCE = "float32"
 FORMATS = (*DTYPES, *QUANTIZATIONS)
@@ -113,7 +114,6 @@ def run(options: argparse.Namespace) -> int:
     # Not at the top: these imports take seconds, and --help does not need them.
     from granite4_neuron.checkpoint.tokenizing import encode
     from granite4_neuron.evaluation import perplexity
-    from granite4_neuron.runtime.bound_model import BoundModel
 
     loaded = [load_runtime(_options_of(options, name), checkpoint) for name in formats]
     runtimes, tokenizer = [runtime for runtime, _ in loaded], loaded[0][1]
@@ -124,10 +124,9 @@ def run(options: argparse.Namespace) -> int:
     num_bytes = _scored_bytes(tokenizer, text, tokens, windows)
     if options.compare:
         decode = perplexity.decode_seconds(runtimes, tokens)
-        weights = [runtime.weight_bytes for runtime in runtimes if isinstance(runtime, BoundModel)]
         evaluations = [
             _evaluation(score, num_bytes, name, weight_bytes, seconds)
-            for name, weight_bytes, score, seconds in zip(formats, weights, scores, decode, strict=True)
+            for name, weight_bytes, score, seconds in zip(formats, _weight_bytes(runtimes), scores, decode, strict=True)
         ]
         print_table(_table(evaluations))
     else:
@@ -171,6 +170,13 @@ def _scored_bytes(
     # A token that is not a whole character is shown as one of three bytes, and is at least one byte.
     texts = tokenizer.batch_decode([[token] for token in others], skip_special_tokens=True)
     return len(text.encode()) - sum(len(each.replace("\N{REPLACEMENT CHARACTER}", "?").encode()) for each in texts)
+
+
+def _weight_bytes(runtimes: Sequence[Runtime]) -> list[int]:
+    """Return the bytes of the weights of each runtime of the backend cpu."""
+    from granite4_neuron.runtime.bound_model import BoundModel
+
+    return [runtime.weight_bytes for runtime in runtimes if isinstance(runtime, BoundModel)]
 
 
 def _evaluation(

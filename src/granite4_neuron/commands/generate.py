@@ -81,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
     runtime, tokenizer = load_runtime(options, model_checkpoint(options), adapters=adapters)
     # Not at the top: it takes seconds to import, and --help does not need it.
     from granite4_neuron.checkpoint.tokenizing import encode
-    from granite4_neuron.engine import PrefixCache
     from granite4_neuron.generation import GenerationError, GenerationStats, chat_prompt, stream_generate
 
     names: list[str | None] = [*adapters] or [None]
@@ -126,7 +125,6 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         raise failed
     if options.prompt_cache is not None:
-        assert isinstance(cache, PrefixCache)  # a runtime that makes snapshots keeps no slots itself
         prompt = prompts[0]
         save_prompt(options, cache, encode(tokenizer, prompt) if isinstance(prompt, str) else prompt)
     if options.verbose:

@@ -155,12 +155,17 @@ def prefix_folder(options: argparse.Namespace, runtime: Runtime) -> PrefixFolder
     return PrefixFolder(options.prefix_cache_dir, max_bytes, runtime)
 
 
-def save_prompt(options: argparse.Namespace, cache: PrefixCache, tokens: Sequence[int]) -> None:
+def save_prompt(
+    options: argparse.Namespace, cache: PrefixCache | SlotPrefixCache | None, tokens: Sequence[int]
+) -> None:
     """Write a prompt's state to the file of --prompt-cache.
 
     Raises:
         UserError: it cannot be written, or there was no room for it in the cache.
     """
+    from granite4_neuron.engine import PrefixCache
+
+    assert isinstance(cache, PrefixCache)  # as `prefix_cache` returns it with --prompt-cache
     snapshot = cache.export(tokens)
     if snapshot is None:
         raise UserError("--prefix-cache has no room for the prompt, which --prompt-cache wants to write.")
