@@ -1,5 +1,10 @@
 """The NKI emulator: its results, and its refusal of programs that the hardware or the compiler would refuse."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import nki.isa as nisa
 import nki.language as nl
@@ -435,3 +440,12 @@ class TestRefusals:
 
         with pytest.raises(emulation.NkiError, match="different shared_hbm tensors"):
             run(kernel, programs=2)
+
+
+def test_the_example_of_its_readme():
+    """In a process of its own, which has neither this package nor the path of the tests."""
+    root = Path(__file__).parents[3]
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (root / "test/support/nki_emulator/README.md").read_text(), flags=re.DOTALL
+    )
+    subprocess.run([sys.executable, "-c", example], cwd=root, check=True)
