@@ -117,7 +117,7 @@ class NeuronGraniteMoeHybridModel(NeuronBaseModel):
         hidden_states, state = super().get_model_output(
             input_ids, seq_ids, position_ids=position_ids, step=step, **kwargs
         )
-        self.sliced_hidden = True  # NxD Inference would select the last tokens' hidden states
+        self.sliced_hidden = True  # otherwise NxD Inference selects the last tokens' hidden states itself
         return self.for_head(hidden_states, step), state
 
     def make_step(self, position_ids: torch.Tensor, seq_ids: torch.Tensor) -> NeuronStep:
