@@ -20,15 +20,18 @@ def all_options() -> dict[str, Option]:
     return {option.name: option for backend in BACKENDS.values() for option in backend.options}
 
 
-def check_values(given: Mapping[str, Any]) -> None:
-    """Check the values of options, which are those of `all_options`, by name.
+def check_values(name: str, given: Mapping[str, Any]) -> None:
+    """Check the values of options: the backend's own, and the others as their backends declare them.
+
+    Args:
+        given: values by the names of `all_options`.
 
     Raises:
-        UserError: an option has no such value.
+        UserError: there is no such backend, or an option has no such value.
     """
-    options = all_options()
-    for name, value in given.items():
-        options[name].check(value)
+    options = all_options() | {option.name: option for option in _declared(name).options}
+    for option_name, value in given.items():
+        options[option_name].check(value)
 
 
 def check_backend(name: str, given: Mapping[str, Any]) -> None:
@@ -40,8 +43,7 @@ def check_backend(name: str, given: Mapping[str, Any]) -> None:
     Raises:
         UserError: there is no such backend, it does not take an option, or it needs another one.
     """
-    check_choice("backend", name, BACKENDS)
-    backend, options = BACKENDS[name], all_options()
+    backend, options = _declared(name), all_options()
     for needed, sentence in backend.needs.items():
         if given.get(needed) is None:
             raise UserError(sentence)
@@ -49,6 +51,11 @@ def check_backend(name: str, given: Mapping[str, Any]) -> None:
     for option_name, value in given.items():
         if option_name not in own and value != options[option_name].default:
             _refuse(options[option_name], value, backend)
+
+
+def _declared(name: str) -> Backend:
+    check_choice("backend", name, BACKENDS)
+    return BACKENDS[name]
 
 
 def _refuse(option: Option, value: Any, backend: Backend) -> None:

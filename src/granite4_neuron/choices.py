@@ -14,21 +14,9 @@ INT4_GROUP = 32  # columns of a row that have a scale together
 # Of keys and values to their cache, see `ops.xla.write_cache_as`.
 KV_WRITES = ("index", "rows", "select")
 
-# Of SSM states in the graphs of NxD Inference.
-COMPILED_STATE_DTYPES = ("float32", "bfloat16")
-
 NKI_PREFILL_SCANS = ("scan", "ssd")
 PREFILL_SCANS = ("chunked", "quadratic", *NKI_PREFILL_SCANS)
 DECODE_KERNELS = ("torch", "nki")
-# Of a graph for Neuron devices, all in torch or in NKI where there is a kernel.
-KERNELS = {
-    "torch": dict(prefill_scan="chunked", decode_kernel="torch", expert_path="torch"),
-    "nki": dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki"),
-}
-
-# Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
-INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
-
 # The environment variable that names a folder of tuned launch parameters.
 FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 

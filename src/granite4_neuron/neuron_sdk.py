@@ -15,6 +15,15 @@ LOGICAL_CORE_SIZE = 2
 # The code that multiplies with the experts' weights in NxD Inference: this package in torch; this package in torch, and
 # in its NKI kernel for few tokens; or NxD, with the settings in neuron_config.blockwise_matmul_config.
 EXPERT_PATHS = ("torch", "nki", "nxd")
+# All of a graph's kernels: in torch, or in NKI where there is a kernel.
+KERNELS = {
+    "torch": dict(prefill_scan="chunked", decode_kernel="torch", expert_path="torch"),
+    "nki": dict(prefill_scan="ssd", decode_kernel="nki", expert_path="nki"),
+}
+# The dtypes of SSM states in compiled graphs.
+COMPILED_STATE_DTYPES = ("float32", "bfloat16")
+# Logical cores of 24 GB, each a pair of physical cores (LNC=2), as the Neuron SDK sets them up on Trainium2.
+INSTANCES = {"trn2.3xlarge": 4, "trn2.48xlarge": 64}
 # The code that computes attention over a prompt: NxD Inference's kernel, or torch throughout.
 ATTENTION_KERNELS = ("nxd", "torch")
 # Within a folder of compiled graphs, those of a draft model.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import ATTENTION, MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.neuron.analysis.hlo_cost import parameter_numbers
 from granite4_neuron.neuron.analysis.hlo_lint import findings, instructions
+from granite4_neuron.neuron_sdk import KERNELS
 from test.support import nxdi
 
 pytestmark = pytest.mark.versions

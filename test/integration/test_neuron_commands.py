@@ -10,9 +10,9 @@ import torch
 from granite4_neuron import neuron_sdk
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.checkpoint.saving import save_model
-from granite4_neuron.choices import KERNELS
 from granite4_neuron.cli import main
 from granite4_neuron.config import GraniteMoeHybridConfig
+from granite4_neuron.neuron_sdk import KERNELS
 from test.integration.test_model import cpu_mode  # noqa: F401 (a fixture)
 from test.support import nxdi
 from test.support.checkpoints import save_byte_tokenizer, small_config

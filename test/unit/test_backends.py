@@ -110,7 +110,8 @@ def test_another_backend(monkeypatch, capsys):
     def load_eagerly(checkpoint, generation_config, *, dtype, progress, remark, **options):
         return CPURuntime(load_model(checkpoint, dtype), generation_config, kernels="torch", **options)
 
-    monkeypatch.setitem(BACKENDS, "eager", Backend("eager", ARITHMETIC, load_eagerly))
+    state_dtype = replace(all_options()["state_dtype"], choices=("float32", "bfloat16"))
+    monkeypatch.setitem(BACKENDS, "eager", Backend("eager", (*ARITHMETIC, state_dtype), load_eagerly))
     command = ["generate", "--backend", "eager", "--max-tokens", "4", "An assignment statement"]
     assert cli.main(command) == 0
     eager = capsys.readouterr().out
@@ -118,6 +119,8 @@ def test_another_backend(monkeypatch, capsys):
     assert capsys.readouterr().out == eager
     assert cli.main([*command, "--quantize", "int8"]) == 2
     assert "int8 weights are for the backend cpu; eager runs the original" in capsys.readouterr().err
+    with pytest.raises(UserError, match="state_dtype is 'float16'; it must be one of float32, bfloat16"):
+        load(backend="eager", state_dtype=torch.float16)
 
 
 def test_a_name_that_no_backend_has():

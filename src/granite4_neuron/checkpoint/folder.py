@@ -49,6 +49,8 @@ class FolderCheckpoint(Checkpoint):
         UserError: there is no config.json, or it is not one of a Granite model or of weights that this package reads.
     """
 
+    folder: Path
+
     def __init__(self, folder: Path):
         self.path = self.folder = folder
         file = folder / CONFIG
@@ -90,6 +92,7 @@ class FolderCheckpoint(Checkpoint):
 
     def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
         """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
+        return None
 
     def check_plain(self, config: GraniteMoeHybridConfig) -> None:
         """Check that the tensors are those of a model with this config, and not quantized, without reading them.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from granite4_neuron.choices import COMPILED_STATE_DTYPES, KERNELS
 from granite4_neuron.commands.compiled_options import add_compiled_state_dtype, add_expert_path, add_ranks_and_sequences
 from granite4_neuron.commands.options import (
     add_arithmetic,
@@ -24,6 +23,7 @@ from granite4_neuron.commands.options import (
 from granite4_neuron.commands.output import print_table, size, write
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.stand_ins import SOURCES, why_not_importable
+from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, KERNELS
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from granite4_neuron.backends import BACKENDS, all_options
 from granite4_neuron.checkpoint.checkpoint import Checkpoint
 from granite4_neuron.checkpoint.folder import bundled_checkpoint
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.choices import KERNELS
 from granite4_neuron.commands.output import ProgressBar
 from granite4_neuron.config import GraniteMoeHybridConfig, family_names
 from granite4_neuron.errors import UserError, printable
+from granite4_neuron.neuron_sdk import KERNELS
 from granite4_neuron.runtime.backends.common import ARITHMETIC, DECODE_KERNEL, DTYPE, PREFILL_SCAN
 from granite4_neuron.runtime.backends.declaration import Option
 
@@ -110,12 +110,12 @@ def add_arithmetic(parser: argparse._ActionsContainer, *, takes_several: bool = 
 
 
 def add_backend(parser: argparse._ActionsContainer, backends: Iterable[str] = BACKENDS) -> None:
-    """Add --backend, the options that only some of these backends have, and --threads."""
+    """Add --backend, the options of these backends that `add_arithmetic` does not add, and --threads."""
     parser.add_argument("--backend", choices=list(backends), default="cpu", help="where to run (default: %(default)s)")
-    for name in backends:
-        for option in BACKENDS[name].options:
-            if option.help is not None and option not in ARITHMETIC:
-                _add_option(parser, option)
+    declared = {option.name: option for name in backends for option in BACKENDS[name].options}
+    for option in declared.values():
+        if option.help is not None and option not in ARITHMETIC:
+            _add_option(parser, option)
     parser.add_argument(
         "--threads",
         type=at_least(1, MOST_THREADS),
@@ -181,7 +181,7 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
-    """Return those of `choices.KERNELS` by a name, with what the single options say instead: prefill_scan,
+    """Return those of `neuron_sdk.KERNELS` by a name, with what the single options say instead: prefill_scan,
     decode_kernel and, of a command that has the option, expert_path.
     """
     chosen = KERNELS[kernels]

@@ -7,7 +7,6 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.choices import INSTANCES, KERNELS
 from granite4_neuron.commands.compiled_options import add_buckets, add_ranks_and_sequences
 from granite4_neuron.commands.options import (
     at_least,
@@ -19,6 +18,7 @@ from granite4_neuron.commands.output import print_table, write
 from granite4_neuron.config import DTYPES, family_names
 from granite4_neuron.errors import UserError
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
+from granite4_neuron.neuron_sdk import INSTANCES, KERNELS
 
 if TYPE_CHECKING:
     from granite4_neuron.config import GraniteMoeHybridConfig

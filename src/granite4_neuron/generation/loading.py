@@ -84,7 +84,7 @@ def load(
     )
     if unknown := given.keys() - all_options().keys():
         raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
-    check_values(given)
+    check_values(backend, given)
     _check_adapters(adapters)
     check_backend(backend, given)
     _check_default_device()

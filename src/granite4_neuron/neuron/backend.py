@@ -34,11 +34,12 @@ def load(
     Raises:
         UserError: as there; also when the Neuron SDK is not installed, or the checkpoint is a GGUF file.
     """
+    folder = require_folder(checkpoint)
     neuron_sdk.require()
     # Not at the top: only this backend needs NxD Inference.
     from granite4_neuron.neuron.nxdi import loading
 
-    return loading.load_compiled(require_folder(checkpoint), Path(compiled), generation_config)
+    return loading.load_compiled(folder, Path(compiled), generation_config)
 
 
 BACKEND = Backend(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from granite4_neuron.choices import INSTANCES
 from granite4_neuron.config import ATTENTION, GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.parameters import parameters
@@ -16,7 +15,7 @@ from granite4_neuron.neuron.analysis import graphs
 from granite4_neuron.neuron.analysis.graph_memory import MICROCODE_BYTES, GraphMemory, graph_memory
 from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
 from granite4_neuron.neuron.compiled_graphs import GraphOptions
-from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS
+from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, INSTANCES
 from granite4_neuron.state.sizes import sequence_bytes, token_bytes
 
 # Memory of a logical core: 24 GiB of a chip's 96 ("Trainium2 architecture" in the Neuron SDK's documentation), less 7 %

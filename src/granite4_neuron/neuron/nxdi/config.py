@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
-from granite4_neuron.choices import COMPILED_STATE_DTYPES, DECODE_KERNELS, PREFILL_SCANS
+from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.errors import UserError, check_choice
-from granite4_neuron.neuron_sdk import CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
+from granite4_neuron.neuron_sdk import COMPILED_STATE_DTYPES, CONTINUATION_TOKENS, EXPERT_PATHS, LOGICAL_CORE_SIZE
 from granite4_neuron.ops import Operators, select_operators
 from granite4_neuron.ops.expert_slots import num_slots
 from granite4_neuron.ops.nki.experts_decode import check_experts_decode
