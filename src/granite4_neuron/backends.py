@@ -54,7 +54,7 @@ def check_backend(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _declared(name: str) -> Backend:
-    check_choice("backend", name, BACKENDS)
+    check_choice("backend", name, list(BACKENDS))
     return BACKENDS[name]
 
 

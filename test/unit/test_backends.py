@@ -133,5 +133,7 @@ def test_a_value_that_there_is_not():
         load(quantize="int5")
     with pytest.raises(UserError, match="backend is 'gpu'; it must be one of cpu, torch, xla, nxdi"):
         load(backend="gpu")
+    with pytest.raises(UserError, match="device is 3, and must be a text"):
+        load(backend="torch", device=3)
     with pytest.raises(UserError, match="graphs is 'all'; it must be one of " + ", ".join(torch_device.GRAPHS)):
         load(backend="torch", graphs="all")

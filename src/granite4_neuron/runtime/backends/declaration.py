@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from granite4_neuron.errors import check_choice
+from granite4_neuron.errors import UserError, check_choice
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -47,6 +48,8 @@ class Option:
         """
         if self.choices is not None and value != self.default:
             check_choice(self.name, self.spelled(value), self.choices)
+        if isinstance(self.default, str) and not isinstance(value, str):
+            raise UserError(f"{self.name} is {reprlib.repr(value)}, and must be a text.")
 
     def spelled(self, value: Any) -> Any:
         """Return a value as the command line has it: dtypes by name."""
