@@ -63,3 +63,8 @@ def mixture_of_experts(x, router, w1, w2, top_k):
             total += weight * (w2[expert] @ (gate * torch.sigmoid(gate) * up))
         outputs.append(total)
     return torch.stack(outputs)
+
+
+def relative_error(value, exact):
+    """Return the largest difference relative to the largest exact value."""
+    return ((value.double() - exact).abs().max() / exact.abs().max()).item()

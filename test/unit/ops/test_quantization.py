@@ -17,7 +17,7 @@ from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.formats.lossless12 import FORMAT as LOSSLESS12
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
 

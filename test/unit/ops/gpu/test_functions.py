@@ -7,7 +7,7 @@ import torch
 
 from granite4_neuron.ops import TORCH, moe, topk_softmax
 from granite4_neuron.ops.gpu import GPU
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 from test.unit.ops.xla.test_moe import definition
 
 pytestmark = pytest.mark.versions

@@ -9,7 +9,7 @@ import torch
 from granite4_neuron.ops.gpu import attention, linear, mamba
 from granite4_neuron.ops.gpu.experts import choose_experts
 from granite4_neuron.ops.gpu.operator import LAUNCHES
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
 

@@ -8,7 +8,7 @@ from granite4_neuron.ops.mamba_chunk_scan import segment_sum as definition_of_se
 from granite4_neuron.ops.selective_state_step import selective_state_step
 from granite4_neuron.ops.xla import mamba
 from granite4_neuron.ops.xla.mamba import segment_sum
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
 

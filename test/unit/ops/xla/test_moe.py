@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from granite4_neuron import ops
 from granite4_neuron.ops.xla import moe, topk_softmax
 from granite4_neuron.ops.xla.moe import ALL, BLOCKS, CHOSEN, ExpertPath, expert_path, with_capacity
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.versions
 

@@ -21,7 +21,7 @@ from granite4_neuron.ops.formats.lossless12 import FORMAT as LOSSLESS12
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, LaunchParameters
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
-from test.unit.ops.test_mamba_chunk_scan import relative_error
+from test.support.oracles import relative_error
 
 pytestmark = pytest.mark.skipif(not cpu.has_fused_kernels(), reason="the fused kernels need a C++ compiler")
 
