@@ -142,14 +142,14 @@ def _additions(folder: Path, about: Mapping[str, Any], config: GraniteMoeHybridC
     for module, pair in sorted(pairs.items()):
         part = part_of(f"{module}.weight")
         rows, columns = shapes[part.name]
-        _check_shapes(file, module, pair, ranks[module], rows // part.count, columns)
+        _check_shapes(file, module, pair, ranks[module], rows // part.of, columns)
         scale = alphas[module] / (math.sqrt(ranks[module]) if about["use_rslora"] else ranks[module])
         addition = LowRank(pair["A"], pair["B"] * scale)
         if not addition.up.isfinite().all():
             raise UserError(f"{file} has numbers in lora_B of {module} that are not finite at a scale of {scale:.4g}.")
-        if part.count > 1:  # it is of some of the rows
+        if part.of > 1:  # it is of some of the rows
             up = torch.zeros(rows, addition.up.shape[1])
-            up[part.number * (rows // part.count) :][: rows // part.count] = addition.up
+            up[part.number * (rows // part.of) :][: rows // part.of] = addition.up
             addition = LowRank(addition.down, up)
         before = additions.get(part.name)
         additions[part.name] = addition if before is None else _both(before, addition)

@@ -17,11 +17,11 @@ OTHER_NAMES = {
 
 
 class Part(NamedTuple):
-    """A stored tensor's place in the published tensor `name`: its rows are part `number` of `count`, from 0."""
+    """A stored tensor's place in the published tensor `name`: its rows are part `number`, from 0, `of` so many."""
 
     name: str
     number: int = 0
-    count: int = 1
+    of: int = 1
 
 
 def part_of(stored_name: str) -> Part:

@@ -42,7 +42,7 @@ class StoredFormat(Protocol):
 
 @dataclass(frozen=True)
 class NativeFormat:
-    """A weight as `checkpoint.save_model` writes it: the values and scales of a `Format`."""
+    """A weight as `checkpoint.saving.save_model` writes it: the values and scales of a `Format`."""
 
     format: Format
 

@@ -141,7 +141,7 @@ class StoredTensors:
 
     def _check_parts(self, name: str, parts: Sequence[_Stored]) -> None:
         there = ", ".join(one.name for one in parts)
-        if any(one.part.count != len(parts) for one in parts):
+        if any(one.part.of != len(parts) for one in parts):
             raise UserError(f"the weights in {self.folder} lack a part of {name}: they have only {there}.")
         if len({(one.shape, one.dtype) for one in parts}) > 1:
             raise UserError(

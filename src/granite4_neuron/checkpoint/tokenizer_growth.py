@@ -108,7 +108,7 @@ def _growth(part: Any, source: str) -> float:
             return 1.0 + len(part["prepend"])
         if kind == "TemplateProcessing":
             return float(sum(_tokens(piece, part["special_tokens"]) for piece in part["single"]))
-        return float(_GROWTH[kind])
+        return float(_GROWTH[str(kind)])
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{source} has a step of type {kind!r}, and nothing is known of its growth.") from None
 

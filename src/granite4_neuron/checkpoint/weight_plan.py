@@ -19,7 +19,7 @@ _WIDE_ROW = torch.Size([1, 2**12])
 
 
 def formats_for(model: GraniteMoeHybridForCausalLM, quantize: str | None) -> dict[str, Format]:
-    """Return the format of each weight that `checkpoint.load_model` quantizes, by name.
+    """Return the format of each weight that `checkpoint.loading.load_model` quantizes, by name.
 
     Args:
         model: without weights.

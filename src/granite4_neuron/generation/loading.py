@@ -57,7 +57,7 @@ def load(
         tp_degree: of the backend "torch", over how many devices the model is split; see `SplitRuntime`.
         cpu_kernels, tuned_configs: of the backend "cpu", see `CPURuntime`.
         compiled: for "nxdi" only, the folder that the compile command wrote; it says dtype, scan and kernel.
-        quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.load_model`.
+        quantize: of the backend "cpu", one of `choices.QUANTIZATIONS`; see `checkpoint.loading.load_model`.
         state_dtype: of the backend "cpu", of SSM states; None for float32. See `CPURuntime`.
         adapters: of the backend "cpu", folders that PEFT wrote, by the names that requests will use.
         progress: called with (bytes of weights in memory, bytes in all) while they are read.
