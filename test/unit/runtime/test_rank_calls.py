@@ -1,11 +1,14 @@
 """What ranks of a split model send each other."""
 
+import multiprocessing
+
 import pytest
 import torch
 
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Row, Verification
 from granite4_neuron.runtime.rank_calls import Call, Refusal, decode, encode, result_or_refusal
+from granite4_neuron.runtime.ranks import _make_call
 from granite4_neuron.state.fingerprint import Fingerprint
 from granite4_neuron.state.hybrid_state import HybridState
 from granite4_neuron.state.snapshot import Snapshot
@@ -17,7 +20,20 @@ def new_state():
 
 
 class Rank:
+    """The runtime of a rank."""
+
     dtype, fingerprint = torch.bfloat16, Fingerprint.parse("b")
+
+    def __init__(self):
+        self.stepped = []
+
+    def allocate(self, num_sequences):
+        if num_sequences > 3:
+            raise UserError("no room.")
+        return new_state()
+
+    def step(self, state):
+        self.stepped.append(state)
 
 
 def test_states_and_verifications_are_those_of_the_rank_that_is_called():
@@ -54,3 +70,18 @@ def test_a_refusal_is_an_answer_and_other_errors_are_not():
     assert decode(encode(Refusal("no room."), {}), {}, None) == Refusal("no room.")
     with pytest.raises(RuntimeError):
         result_or_refusal(failing, [RuntimeError()])
+
+
+def test_a_rank_has_states_as_long_as_rank_0_holds_its_own():
+    ours, theirs = multiprocessing.Pipe()
+    rank, numbered, states = Rank(), {}, [new_state(), new_state()]
+
+    def call(number, alive, answers, name, *arguments):
+        message = encode(Call(name, arguments, number, alive, answers), dict(enumerate(states)))
+        _make_call(theirs, rank, message, numbered)
+        return decode(ours.recv_bytes(), {}, None) if ours.poll() else "no answer"
+
+    assert call(0, [], True, "allocate", 1) is None and call(1, [0], True, "allocate", 2) is None
+    first, second = numbered[0], numbered[1]
+    assert call(2, [0, 1], False, "step", states[1]) == "no answer" and rank.stepped == [second]
+    assert call(3, [0], True, "allocate", 4) == Refusal("no room.") and numbered == {0: first}
