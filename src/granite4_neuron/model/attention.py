@@ -12,6 +12,7 @@ from granite4_neuron.model.linear import Linear
 from granite4_neuron.model.parallel import Parallel, RowParallelLinear
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import apply_rotary
+from granite4_neuron.ops.layer_weights import AttentionWeights
 from granite4_neuron.state.hybrid_state import KeyValueState
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
@@ -41,6 +42,24 @@ class Attention(Module):
         """Map [batch, tokens, hidden_size] to the same shape; add the step's keys and values to `state` in place."""
         projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         return self.o_proj(self.attend(projected, step, state, rotary))
+
+    def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> AttentionWeights:
+        """Return the weights of a decoder layer's half with this; the arguments are its others."""
+        return AttentionWeights(
+            norm=norm,
+            q_proj=self.q_proj.weight,
+            q_bias=self.q_proj.bias,
+            k_proj=self.k_proj.weight,
+            k_bias=self.k_proj.bias,
+            v_proj=self.v_proj.weight,
+            v_bias=self.v_proj.bias,
+            o_proj=self.o_proj.weight,
+            o_bias=self.o_proj.bias,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            eps=eps,
+            residual_multiplier=residual_multiplier,
+        )
 
     def attend(
         self, projected: Sequence[torch.Tensor], step: Step, state: KeyValueState, rotary: RotaryTables | None

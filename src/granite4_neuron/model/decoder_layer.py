@@ -15,6 +15,7 @@ from granite4_neuron.model.moe import SharedMLP, SparseMoe
 from granite4_neuron.model.norm import RMSNorm
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
+from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights
 from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 
@@ -71,6 +72,27 @@ class DecoderLayer(Module):
     def advance(self, inputs: torch.Tensor, step: Step, state: MambaState) -> None:
         """Advance a Mamba layer's state by inputs of a step that verified, see `Mamba2.advance`."""
         self.mamba.advance(inputs, step, state)
+
+    def mixer_weights(self) -> MambaWeights | AttentionWeights:
+        """Return the weights of the first half."""
+        mixer = self.mamba if self.is_mamba else self.self_attn
+        norm = self.input_layernorm
+        return mixer.weights(norm.weight, norm.eps, self.residual_multiplier)
+
+    def feed_forward_weights(self) -> FeedForwardWeights:
+        """Return the weights of the second half."""
+        norm, mlp, experts = self.post_attention_layernorm, self.shared_mlp, self.block_sparse_moe
+        return FeedForwardWeights(
+            norm=norm.weight,
+            input=mlp.input_linear.weight,
+            output=mlp.output_linear.weight,
+            router=None if experts is None else experts.router.layer.weight,
+            expert_input=None if experts is None else experts.input_linear.weight,
+            expert_output=None if experts is None else experts.output_linear.weight,
+            top_k=0 if experts is None else experts.top_k,
+            eps=norm.eps,
+            residual_multiplier=self.residual_multiplier,
+        )
 
 
 def decoder_layer(config: GraniteMoeHybridConfig, layer: int, parallel: Parallel) -> DecoderLayer:

@@ -8,9 +8,8 @@ import torch
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.adapters import Adapter
-from granite4_neuron.model.attention import Attention, RotaryTables
+from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
-from granite4_neuron.model.mamba2 import Mamba2
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import NullSlotStep
 from granite4_neuron.ops import CompactWeight, Operators
@@ -52,17 +51,19 @@ class FusedLayers:
         config: GraniteMoeHybridConfig,
         adapters: Sequence[Adapter] = (),
     ):
-        self._kernels, self._launch_parameters = operators.fused_layers, operators.launch_parameters
+        kernels = operators.fused_layers
         self._config = config
-        self._decoder = self._kernels.decoder()
+        self._decoder = kernels.decoder()
         halves: list[dict[str, torch.ScriptObject]] = []  # of each layer, by the modules that they compute
         for layer in layers:
-            feed_forward = self._feed_forward(layer)
+            feed_forward = kernels.feed_forward(layer.feed_forward_weights())
             if layer.is_mamba:
-                mixer = self._mamba_layer(layer)
+                weights = layer.mixer_weights()
+                inner = kernels.mamba_mixer(weights.mixer, operators.launch_parameters)
+                mixer = kernels.mamba_layer(weights, inner)
                 self._decoder.append_mamba(mixer=mixer, feed_forward=feed_forward)
             else:
-                mixer = self._attention_layer(layer)
+                mixer = kernels.attention_layer(layer.mixer_weights())
                 self._decoder.append_attention(mixer=mixer, feed_forward=feed_forward)
             halves.append({"mamba": mixer, "self_attn": mixer, "shared_mlp": feed_forward})
         for number, adapter in enumerate(adapters, start=1):
@@ -115,63 +116,6 @@ class FusedLayers:
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: NullSlotStep, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
         self._decoder.advance(kept_inputs=list(kept_inputs), states=_pairs(state), **step.rows())
-
-    def _mamba_layer(self, layer: DecoderLayer) -> torch.ScriptObject:
-        mamba: Mamba2 = layer.mamba
-        mixer = self._kernels.mamba_mixer(
-            conv_weight=mamba.conv1d.weight,
-            conv_bias=mamba.conv1d.bias,
-            dt_bias=mamba.dt_bias,
-            A_log=mamba.A_log,
-            D=mamba.D,
-            n_groups=mamba.n_groups,
-            time_step_limit=mamba.time_step_limit,
-            rounding=mamba.rounding,
-            launch_parameters=self._launch_parameters,
-        )
-        return self._kernels.mamba_layer(
-            mixer=mixer,
-            norm=layer.input_layernorm.weight,
-            in_proj=mamba.in_proj.weight,
-            in_bias=mamba.in_proj.bias,
-            gated_norm=mamba.norm.weight,
-            out_proj=mamba.out_proj.weight,
-            out_bias=mamba.out_proj.bias,
-            **self._residual(),
-        )
-
-    def _attention_layer(self, layer: DecoderLayer) -> torch.ScriptObject:
-        attention: Attention = layer.self_attn
-        return self._kernels.attention_layer(
-            norm=layer.input_layernorm.weight,
-            q_proj=attention.q_proj.weight,
-            q_bias=attention.q_proj.bias,
-            k_proj=attention.k_proj.weight,
-            k_bias=attention.k_proj.bias,
-            v_proj=attention.v_proj.weight,
-            v_bias=attention.v_proj.bias,
-            o_proj=attention.o_proj.weight,
-            o_bias=attention.o_proj.bias,
-            head_dim=attention.head_dim,
-            scale=attention.scale,
-            **self._residual(),
-        )
-
-    def _feed_forward(self, layer: DecoderLayer) -> torch.ScriptObject:
-        mlp, experts = layer.shared_mlp, layer.block_sparse_moe
-        return self._kernels.feed_forward(
-            norm=layer.post_attention_layernorm.weight,
-            input=mlp.input_linear.weight,
-            output=mlp.output_linear.weight,
-            router=experts and experts.router.layer.weight,
-            expert_input=experts and experts.input_linear.weight,
-            expert_output=experts and experts.output_linear.weight,
-            top_k=experts.top_k if experts else 0,
-            **self._residual(),
-        )
-
-    def _residual(self) -> dict[str, float]:
-        return {"eps": self._config.rms_norm_eps, "residual_multiplier": self._config.residual_multiplier}
 
 
 def _pairs(state: HybridState) -> list[tuple[torch.Tensor, ...]]:

@@ -13,6 +13,7 @@ from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
 from granite4_neuron.ops import Rounding
+from granite4_neuron.ops.layer_weights import MambaWeights, MixerWeights
 from granite4_neuron.state.hybrid_state import MambaState
 
 
@@ -76,6 +77,30 @@ class Mamba2(Module):
     def A(self) -> torch.Tensor:
         """Return the recurrence's A, [num_heads], float32."""
         return -torch.exp(self.A_log.float())
+
+    def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> MambaWeights:
+        """Return the weights of a decoder layer's half with this; the arguments are its others."""
+        mixer = MixerWeights(
+            conv_weight=self.conv1d.weight,
+            conv_bias=self.conv1d.bias,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            n_groups=self.n_groups,
+            time_step_limit=self.time_step_limit,
+            rounding=self.rounding,
+        )
+        return MambaWeights(
+            norm=norm,
+            in_proj=self.in_proj.weight,
+            in_bias=self.in_proj.bias,
+            mixer=mixer,
+            gated_norm=self.norm.weight,
+            out_proj=self.out_proj.weight,
+            out_bias=self.out_proj.bias,
+            eps=eps,
+            residual_multiplier=residual_multiplier,
+        )
 
     def _mix(self, xBC_dt: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
         """Apply convolution and scan: [batch, tokens, conv_dim + num_heads] to [batch, tokens, d_inner]."""

@@ -42,33 +42,36 @@ class TokenLayer(DecoderLayer):
         return self._feed_forward(x, step.lengths).view(hidden_states.shape), None
 
     def _mamba(self, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        operators, mamba, norm = self.operators.token_layer, self.mamba, self.input_layernorm
-        convolution = mamba.conv1d.weight.squeeze(1), mamba.conv1d.bias, state.conv_state, step.lengths
-        constants = dict(num_heads=mamba.num_heads, eps=norm.eps)
-        inputs = operators.mixer_inputs(x, norm.weight, mamba.in_proj.weight, *convolution, **constants)
-        of_heads = mamba.dt_bias, mamba.A_log, mamba.D
-        gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mamba.time_step_limit)
-        return operators.add_product(
-            x, gated, mamba.norm.weight, mamba.out_proj.weight, self.residual_multiplier, mamba.norm.eps
-        )
+        operators, weights = self.operators.token_layer, self.mixer_weights()
+        mixer = weights.mixer
+        convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
+        constants = dict(num_heads=len(mixer.dt_bias), eps=weights.eps)
+        inputs = operators.mixer_inputs(x, weights.norm, weights.in_proj, *convolution, **constants)
+        of_heads = mixer.dt_bias, mixer.A_log, mixer.D
+        gated = operators.advance_mixer(inputs, *of_heads, state.ssm_state, step.lengths, *mixer.time_step_limit)
+        product = weights.gated_norm, weights.out_proj, weights.residual_multiplier, weights.eps
+        return operators.add_product(x, gated, *product)
 
     def _attention(
         self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
     ) -> torch.Tensor:
-        operators, attention, norm = self.operators.token_layer, self.self_attn, self.input_layernorm
-        weights = [projection.weight for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        projected = operators.project_heads(x, norm.weight, *weights, norm.eps).split(list(map(len, weights)), 1)
-        output = attention.attend([part[:, None] for part in projected], step, state, rotary)
-        return operators.add_product(x, output[:, 0], None, attention.o_proj.weight, self.residual_multiplier, norm.eps)
+        operators, weights = self.operators.token_layer, self.mixer_weights()
+        matrices = weights.q_proj, weights.k_proj, weights.v_proj
+        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps).split(list(map(len, matrices)), 1)
+        output = self.self_attn.attend([part[:, None] for part in projected], step, state, rotary)
+        product = None, weights.o_proj, weights.residual_multiplier, weights.eps
+        return operators.add_product(x, output[:, 0], *product)
 
     def _feed_forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        operators, mlp, experts = self.operators.token_layer, self.shared_mlp, self.block_sparse_moe
-        norm, eps = self.post_attention_layernorm.weight, self.post_attention_layernorm.eps
-        alpha = self.residual_multiplier
-        first, second = mlp.input_linear.weight, mlp.output_linear.weight
-        if experts is None:
-            return operators.add_product(x, operators.activate(x, norm, first, eps), None, second, alpha, eps)
-        w1, w2 = experts.input_linear.weight, experts.output_linear.weight
-        normed, logits = operators.route(x, norm, experts.router.layer.weight, eps)
-        activated, chosen = operators.activate_experts(normed, first, w1, logits, lengths, experts.top_k)
-        return operators.add_feed_forward(x, activated, second, chosen, w2, logits, lengths, alpha)
+        operators, weights = self.operators.token_layer, self.feed_forward_weights()
+        norm, eps, alpha = weights.norm, weights.eps, weights.residual_multiplier
+        if weights.router is None:
+            activated = operators.activate(x, norm, weights.input, eps)
+            return operators.add_product(x, activated, None, weights.output, alpha, eps)
+        normed, logits = operators.route(x, norm, weights.router, eps)
+        activated, chosen = operators.activate_experts(
+            normed, weights.input, weights.expert_input, logits, lengths, weights.top_k
+        )
+        return operators.add_feed_forward(
+            x, activated, weights.output, chosen, weights.expert_output, logits, lengths, alpha
+        )

@@ -1,4 +1,5 @@
-"""Layers of fused kernels: objects of C++ classes, each made once of its weights and called with named arguments.
+"""Layers of fused kernels: objects of C++ classes, each made once of its weights, a record of
+`ops.layer_weights`, and called with named arguments.
 
 Weights and settings are checked when a layer is made, arguments when it is called. What does not fit is a RuntimeError.
 Matrices are packed, see `weights.pack`. Other weights are in the model's dtype; none is copied. Arithmetic is float32
@@ -13,7 +14,7 @@ import torch
 
 from granite4_neuron.ops.cpu.weights import PackedWeight
 from granite4_neuron.ops.launch_parameters import HEURISTIC, LaunchParameters
-from granite4_neuron.ops.stochastic_rounding import Rounding
+from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights, MixerWeights
 
 
 class MambaMixer(Protocol):
@@ -128,139 +129,57 @@ class FeedForward(HalfLayer, Protocol):
         """Run it, for [..., hidden_size] in float32."""
 
 
-def mamba_mixer(
-    *,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    D: torch.Tensor,
-    n_groups: int,
-    time_step_limit: tuple[float, float],
-    rounding: Rounding = Rounding(),  # noqa: B008 (a tuple, never changed)
-    launch_parameters: LaunchParameters = HEURISTIC,
-) -> MambaMixer:
+def mamba_mixer(weights: MixerWeights, launch_parameters: LaunchParameters = HEURISTIC) -> MambaMixer:
     """Make the part of a Mamba-2 layer between in_proj and the gated norm: `causal_conv1d`, then with dt =
     clamp(softplus(dt + dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens
     `mamba_chunk_scan_combined`.
 
-    Args:
-        conv_weight: [conv_dim, 1, d_conv].
-        conv_bias: [conv_dim] or None.
-        dt_bias, A_log, D: [num_heads], in any dtype.
-        n_groups: of B and C.
-        time_step_limit: of the clamp.
-        rounding: of an ssm_state that is not float32.
     """
-    dt_min, dt_max = time_step_limit
+    dt_min, dt_max = weights.time_step_limit
     return torch.classes.granite4_neuron.MambaMixer(
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        dt_bias=dt_bias,
-        A_log=A_log,
-        D=D,
-        n_groups=n_groups,
+        conv_weight=weights.conv_weight,
+        conv_bias=weights.conv_bias,
+        dt_bias=weights.dt_bias,
+        A_log=weights.A_log,
+        D=weights.D,
+        n_groups=weights.n_groups,
         dt_min=dt_min,
         dt_max=dt_max,
         chunk_size=launch_parameters.chunk_size,
         heads_per_task=launch_parameters.heads_per_task,
-        **rounding._asdict(),
+        **weights.rounding._asdict(),
     )
 
 
-def mamba_layer(
-    *,
-    mixer: MambaMixer,
-    norm: torch.Tensor,
-    in_proj: PackedWeight,
-    in_bias: torch.Tensor | None,
-    gated_norm: torch.Tensor,
-    out_proj: PackedWeight,
-    out_bias: torch.Tensor | None,
-    eps: float,
-    residual_multiplier: float,
-) -> MambaLayer:
+def mamba_layer(weights: MambaWeights, mixer: MambaMixer) -> MambaLayer:
     """Make the half of a decoder layer with `model.mamba2.Mamba2`.
 
     It is hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(x, B, C, dt) and
     (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
+
     """
-    return torch.classes.granite4_neuron.MambaLayer(
-        mixer=mixer,
-        norm=norm,
-        in_proj=in_proj.packed,
-        in_bias=in_bias,
-        gated_norm=gated_norm,
-        out_proj=out_proj.packed,
-        out_bias=out_bias,
-        eps=eps,
-        residual_multiplier=residual_multiplier,
-    )
+    return torch.classes.granite4_neuron.MambaLayer(mixer=mixer, **_packed(weights, without=("mixer",)))
 
 
-def attention_layer(
-    *,
-    norm: torch.Tensor,
-    q_proj: PackedWeight,
-    q_bias: torch.Tensor | None,
-    k_proj: PackedWeight,
-    k_bias: torch.Tensor | None,
-    v_proj: PackedWeight,
-    v_bias: torch.Tensor | None,
-    o_proj: PackedWeight,
-    o_bias: torch.Tensor | None,
-    head_dim: int,
-    scale: float,
-    eps: float,
-    residual_multiplier: float,
-) -> AttentionLayer:
-    """Make the half of a decoder layer with `model.attention.Attention`. scale: multiplies the scores."""
-    return torch.classes.granite4_neuron.AttentionLayer(
-        norm=norm,
-        q_proj=q_proj.packed,
-        q_bias=q_bias,
-        k_proj=k_proj.packed,
-        k_bias=k_bias,
-        v_proj=v_proj.packed,
-        v_bias=v_bias,
-        o_proj=o_proj.packed,
-        o_bias=o_bias,
-        head_dim=head_dim,
-        scale=scale,
-        eps=eps,
-        residual_multiplier=residual_multiplier,
-    )
+def attention_layer(weights: AttentionWeights) -> AttentionLayer:
+    """Make the half of a decoder layer with `model.attention.Attention`."""
+    return torch.classes.granite4_neuron.AttentionLayer(**_packed(weights))
 
 
-def feed_forward(
-    *,
-    norm: torch.Tensor,
-    input: PackedWeight,
-    output: PackedWeight,
-    router: PackedWeight | None,
-    expert_input: PackedWeight | None,
-    expert_output: PackedWeight | None,
-    top_k: int,
-    eps: float,
-    residual_multiplier: float,
-) -> FeedForward:
-    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`.
+def feed_forward(weights: FeedForwardWeights) -> FeedForward:
+    """Make the half of a decoder layer with `model.moe.SharedMLP` and `model.moe.SparseMoe`."""
+    return torch.classes.granite4_neuron.FeedForward(**_packed(weights))
 
-    Args:
-        input, output: of the MLP.
-        router, expert_input, expert_output: None without experts.
-        top_k: experts per token.
-    """
-    experts = {"router": router, "expert_input": expert_input, "expert_output": expert_output}
-    return torch.classes.granite4_neuron.FeedForward(
-        norm=norm,
-        input=input.packed,
-        output=output.packed,
-        **{name: None if weight is None else weight.packed for name, weight in experts.items()},
-        top_k=top_k,
-        eps=eps,
-        residual_multiplier=residual_multiplier,
-    )
+
+def _packed(
+    weights: MambaWeights | AttentionWeights | FeedForwardWeights, without: tuple[str, ...] = ()
+) -> dict[str, object]:
+    """Return the arguments of a C++ class, which are named as the weights are."""
+    return {
+        name: value.packed if isinstance(value, PackedWeight) else value
+        for name, value in weights._asdict().items()
+        if name not in without
+    }
 
 
 def decoder() -> torch.ScriptObject:

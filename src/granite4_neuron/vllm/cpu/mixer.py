@@ -14,10 +14,11 @@ from vllm.v1.attention.backend import AttentionBackend
 
 from granite4_neuron.config import MODEL_TYPE
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.cpu.metadata import Scan, StepBackend, Verify
 from granite4_neuron.vllm.cpu.mixing import (
     DecodeRows,
-    MixerWeights,
+    Mixer,
     Pages,
     fused_decode,
     fused_prefill,
@@ -88,8 +89,8 @@ class Granite4MambaMixer2(MambaMixer2):
 
     def _mix_part(self, part: Scan | Verify, xBC_dt: torch.Tensor) -> torch.Tensor:
         if isinstance(part, Verify):
-            return self.decode(self.mixer_weights, xBC_dt, self._pages(), part.rows)
-        return self.prefill(self.mixer_weights, xBC_dt, self._pages(), part.read, part.write)
+            return self.decode(self.own_mixer, xBC_dt, self._pages(), part.rows)
+        return self.prefill(self.own_mixer, xBC_dt, self._pages(), part.read, part.write)
 
     def _pages(self) -> Pages:
         """Return the pages of the cache that vLLM has bound last."""
@@ -101,16 +102,18 @@ class Granite4MambaMixer2(MambaMixer2):
 
     def forget_weights(self) -> None:
         """Drop the cached weights, after vLLM has loaded new ones."""
-        self.__dict__.pop("mixer_weights", None)
+        self.__dict__.pop("own_mixer", None)
 
     @cached_property
-    def mixer_weights(self) -> MixerWeights:
-        return MixerWeights(
-            self.conv_weights,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A.abs().log(),  # A is negative, except with vLLM's random weights for benchmarks
-            self.D,
-            self.n_groups // self.tp_size,
-            self.time_step_limit,
+    def own_mixer(self) -> Mixer:
+        return Mixer(
+            MixerWeights(
+                conv_weight=self.conv_weights.unsqueeze(1),
+                conv_bias=self.conv1d.bias,
+                dt_bias=self.dt_bias,
+                A_log=self.A.abs().log(),  # A is negative, except with vLLM's random weights for benchmarks
+                D=self.D,
+                n_groups=self.n_groups // self.tp_size,
+                time_step_limit=self.time_step_limit,
+            )
         )

@@ -17,39 +17,28 @@ from granite4_neuron import ops
 from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.layers import MambaMixer
 from granite4_neuron.ops.launch_parameters import HEURISTIC
+from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.operators import causal_conv1d_update, selective_state_update
 
 
 @dataclass(frozen=True)
-class MixerWeights:
-    """A layer's weights between its projections, for one rank.
+class Mixer:
+    """A layer's weights between its projections, for one rank, and the fused mixer of them.
 
-    conv_weight: [conv_dim, d_conv]; conv_bias: [conv_dim] or None.
-    dt_bias, A_log, D: [num_heads].
-    n_groups: of B and C.
-    time_step_limit: lowest and highest step size.
+    record: its `conv_weight` is [conv_dim, 1, d_conv].
     """
 
-    conv_weight: torch.Tensor
-    conv_bias: torch.Tensor | None
-    dt_bias: torch.Tensor
-    A_log: torch.Tensor
-    D: torch.Tensor
-    n_groups: int
-    time_step_limit: tuple[float, float]
+    record: MixerWeights
 
     @cached_property
     def fused(self) -> MambaMixer:
         """The fused mixer of these weights, see `cpu.layers.mamba_mixer`."""
-        return cpu.layers.mamba_mixer(
-            conv_weight=self.conv_weight.unsqueeze(1),
-            conv_bias=self.conv_bias,
-            dt_bias=self.dt_bias,
-            A_log=self.A_log,
-            D=self.D,
-            n_groups=self.n_groups,
-            time_step_limit=self.time_step_limit,
-        )
+        return cpu.layers.mamba_mixer(self.record)
+
+    @cached_property
+    def conv_weight(self) -> torch.Tensor:
+        """[conv_dim, d_conv]."""
+        return self.record.conv_weight.squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -71,17 +60,17 @@ class DecodeRows:
     accepted: torch.Tensor | None
 
 
-# (weights, xBC_dt, pages, rows) to y: xBC_dt is [tokens, conv_dim + num_heads] as in_proj gives it, y is [tokens,
+# (mixer, xBC_dt, pages, rows) to y: xBC_dt is [tokens, conv_dim + num_heads] as in_proj gives it, y is [tokens,
 # num_heads * head_dim] in float32. States advance in place.
-Decode = Callable[[MixerWeights, torch.Tensor, Pages, DecodeRows], torch.Tensor]
-# (weights, xBC_dt, pages, page that is read or None for an empty state, page that is written) to y, for the tokens of
+Decode = Callable[[Mixer, torch.Tensor, Pages, DecodeRows], torch.Tensor]
+# (mixer, xBC_dt, pages, page that is read or None for an empty state, page that is written) to y, for the tokens of
 # one sequence.
-Prefill = Callable[[MixerWeights, torch.Tensor, Pages, int | None, int], torch.Tensor]
+Prefill = Callable[[Mixer, torch.Tensor, Pages, int | None, int], torch.Tensor]
 
 
-def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
+def fused_decode(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
     """Run `Decode` as one call of a kernel."""
-    return weights.fused.step_paged(
+    return mixer.fused.step_paged(
         projected=xBC_dt,
         conv_state=pages.conv,
         ssm_state=pages.ssm,
@@ -91,13 +80,11 @@ def fused_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows
     )
 
 
-def fused_prefill(
-    weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
-) -> torch.Tensor:
+def fused_prefill(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int) -> torch.Tensor:
     """Run `Prefill` as one call of a kernel, on a copy of the state; beside a prompt the copy costs little."""
-    conv, ssm = _dense(weights, pages, read)
+    conv, ssm = _dense(mixer, pages, read)
     slot = start = torch.zeros(1, dtype=torch.int64)
-    y = weights.fused.step(
+    y = mixer.fused.step(
         projected=xBC_dt[None],
         conv_state=conv,
         ssm_state=ssm,
@@ -110,46 +97,44 @@ def fused_prefill(
     return y[0]
 
 
-def torch_decode(weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
+def torch_decode(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, rows: DecodeRows) -> torch.Tensor:
     """Run `Decode` with the operators that have vLLM's signatures."""
-    xBC, dt = _split(weights, xBC_dt)
+    xBC, dt = _split(mixer, xBC_dt)
     table = rows.pages if rows.accepted is not None else rows.pages[:, :1]
     mixed = causal_conv1d_update(
-        xBC, pages.conv, weights.conv_weight, weights.conv_bias, "silu", table, rows.accepted, rows.starts,
+        xBC, pages.conv, mixer.conv_weight, mixer.record.conv_bias, "silu", table, rows.accepted, rows.starts,
         out=torch.empty_like(xBC),
     )  # fmt: skip
-    x, B, C = _heads(weights, mixed, pages)
+    x, B, C = _heads(mixer, mixed, pages)
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
     y = torch.empty(len(x), num_heads, head_dim)
-    A = -weights.A_log.float().exp()
+    A = -mixer.record.A_log.float().exp()
     selective_state_update(
         pages.ssm, x.float(), dt[..., None].expand(-1, -1, head_dim), B=B, C=C,
-        A=A[:, None, None].expand(-1, head_dim, d_state), D=weights.D[:, None].expand(-1, head_dim),
+        A=A[:, None, None].expand(-1, head_dim, d_state), D=mixer.record.D[:, None].expand(-1, head_dim),
         state_batch_indices=table, out=y, num_accepted_tokens=rows.accepted, cu_seqlens=rows.starts,
     )  # fmt: skip
     return y.flatten(1)
 
 
-def torch_prefill(
-    weights: MixerWeights, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int
-) -> torch.Tensor:
+def torch_prefill(mixer: Mixer, xBC_dt: torch.Tensor, pages: Pages, read: int | None, write: int) -> torch.Tensor:
     """Run `Prefill` with the plain definitions."""
-    conv, ssm = _dense(weights, pages, read)
-    xBC, dt = _split(weights, xBC_dt)
+    conv, ssm = _dense(mixer, pages, read)
+    xBC, dt = _split(mixer, xBC_dt)
     lengths = torch.tensor([len(xBC_dt)])
-    mixed, conv = ops.causal_conv1d(xBC[None], conv, weights.conv_weight, weights.conv_bias, lengths)
-    x, B, C = (part[None] for part in _heads(weights, mixed[0], pages))
-    A, chunk_size = -weights.A_log.float().exp(), HEURISTIC.torch_chunk_size
+    mixed, conv = ops.causal_conv1d(xBC[None], conv, mixer.conv_weight, mixer.record.conv_bias, lengths)
+    x, B, C = (part[None] for part in _heads(mixer, mixed[0], pages))
+    A, chunk_size = -mixer.record.A_log.float().exp(), HEURISTIC.torch_chunk_size
     y, ssm = ops.mamba_chunk_scan_combined(
-        x, dt[None], A, B, C, chunk_size, weights.D, initial_states=ssm, return_final_states=True
+        x, dt[None], A, B, C, chunk_size, mixer.record.D, initial_states=ssm, return_final_states=True
     )
     _store(pages, write, conv, ssm)
     return y[0].flatten(1)
 
 
-def _dense(weights: MixerWeights, pages: Pages, read: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(mixer: Mixer, pages: Pages, read: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a sequence's states [1, conv_dim, d_conv - 1] and [1, num_heads, head_dim, d_state], to advance."""
-    history = weights.conv_weight.shape[1] - 1
+    history = mixer.conv_weight.shape[1] - 1
     conv, ssm = pages.conv[:1, :, :history], pages.ssm[:1]
     if read is None:
         return torch.zeros_like(conv, memory_format=torch.contiguous_format), torch.zeros_like(ssm)
@@ -165,17 +150,17 @@ def _store(pages: Pages, write: int, conv: torch.Tensor, ssm: torch.Tensor) -> N
     pages.ssm[write] = ssm[0]
 
 
-def _split(weights: MixerWeights, xBC_dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(mixer: Mixer, xBC_dt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split the projection into inputs of the convolution, and step sizes in float32."""
-    conv_dim = len(weights.conv_weight)
-    dt = F.softplus(xBC_dt[:, conv_dim:].float() + weights.dt_bias.float()).clamp(*weights.time_step_limit)
+    conv_dim = len(mixer.conv_weight)
+    dt = F.softplus(xBC_dt[:, conv_dim:].float() + mixer.record.dt_bias.float()).clamp(*mixer.record.time_step_limit)
     return xBC_dt[:, :conv_dim], dt
 
 
-def _heads(weights: MixerWeights, mixed: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _heads(mixer: Mixer, mixed: torch.Tensor, pages: Pages) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, [tokens, num_heads, head_dim], and B and C, [tokens, n_groups, d_state]."""
     num_heads, head_dim, d_state = pages.ssm.shape[1:]
-    group_width = weights.n_groups * d_state
+    group_width = mixer.record.n_groups * d_state
     x, B, C = mixed.split([num_heads * head_dim, group_width, group_width], dim=1)
-    groups = (weights.n_groups, d_state)
+    groups = (mixer.record.n_groups, d_state)
     return x.unflatten(1, (num_heads, head_dim)), B.unflatten(1, groups), C.unflatten(1, groups)

@@ -30,6 +30,7 @@ from granite4_neuron.ops import cpu
 from granite4_neuron.ops.cpu.build import load_kernels
 from granite4_neuron.ops.cpu.layers import FeedForward
 from granite4_neuron.ops.cpu.weights import PackedWeight, pack
+from granite4_neuron.ops.layer_weights import AttentionWeights, FeedForwardWeights, MambaWeights
 from granite4_neuron.vllm.cpu import DISTRIBUTION
 from granite4_neuron.vllm.cpu.mixer import Granite4MambaMixer2
 
@@ -191,8 +192,8 @@ class FusedMambaLayer(FusedLayer):
     ):
         super().__init__(layer, config, packed)
         self._mixer = layer.mamba
-        self._half = cpu.layers.mamba_layer(
-            mixer=layer.mamba.mixer_weights.fused,
+        weights = MambaWeights(
+            mixer=layer.mamba.own_mixer.record,
             norm=layer.input_layernorm.weight,
             in_proj=_pack(layer.mamba.in_proj, packed),
             in_bias=layer.mamba.in_proj.bias,
@@ -201,6 +202,7 @@ class FusedMambaLayer(FusedLayer):
             out_bias=layer.mamba.out_proj.bias,
             **_residual(layer.input_layernorm, config),
         )
+        self._half = cpu.layers.mamba_layer(weights, layer.mamba.own_mixer.fused)
 
     def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
         decoding = self._mixer.decode_rows(len(hidden_states))
@@ -235,7 +237,7 @@ class FusedAttentionLayer(FusedLayer):
         q_proj, k_proj, v_proj = (pack(part, part.dtype) for part in qkv.weight.data.split(sizes))
         q_bias, k_bias, v_bias = [None] * 3 if qkv.bias is None else qkv.bias.split(sizes)
         _clear(qkv.weight)
-        self._half = cpu.layers.attention_layer(
+        weights = AttentionWeights(
             norm=layer.input_layernorm.weight,
             q_proj=q_proj,
             q_bias=q_bias,
@@ -249,6 +251,7 @@ class FusedAttentionLayer(FusedLayer):
             scale=attention.attn.impl.scale,
             **_residual(layer.input_layernorm, config),
         )
+        self._half = cpu.layers.attention_layer(weights)
 
     def _mix(self, hidden_states: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
         metadata = get_forward_context().attn_metadata[self._attention.attn.layer_name]
@@ -371,7 +374,7 @@ def _feed_forward(layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: d
         (routed,) = (module for module in experts.modules() if isinstance(module, RoutedExperts))
         router = _pack(experts.gate, packed)
         expert_input, expert_output = (_pack(routed, packed, name) for name in ("w13_weight", "w2_weight"))
-    return cpu.layers.feed_forward(
+    weights = FeedForwardWeights(
         norm=norm.weight,
         input=_pack(mlp.input_linear, packed),
         output=_pack(mlp.output_linear, packed),
@@ -381,6 +384,7 @@ def _feed_forward(layer: DecoderLayer, config: GraniteMoeHybridConfig, packed: d
         top_k=top_k,
         **_residual(norm, config),
     )
+    return cpu.layers.feed_forward(weights)
 
 
 def _residual(norm: RMSNorm, config: GraniteMoeHybridConfig) -> dict[str, float]:

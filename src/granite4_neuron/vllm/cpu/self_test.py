@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from granite4_neuron.ops.layer_weights import MixerWeights
 from granite4_neuron.vllm.cpu.mixing import (
     DecodeRows,
-    MixerWeights,
+    Mixer,
     Pages,
     fused_decode,
     fused_prefill,
@@ -27,8 +28,8 @@ def largest_differences() -> dict[str, float]:
     verified drafts. They are relative to the largest value.
     """
     torch.manual_seed(0)
-    weights = MixerWeights(
-        conv_weight=torch.randn(_CHANNELS, 4) / 2,
+    record = MixerWeights(
+        conv_weight=torch.randn(_CHANNELS, 1, 4) / 2,
         conv_bias=torch.randn(_CHANNELS),
         dt_bias=torch.randn(_HEADS),
         A_log=torch.empty(_HEADS).uniform_(0, 2.5),
@@ -36,22 +37,23 @@ def largest_differences() -> dict[str, float]:
         n_groups=1,
         time_step_limit=(0.0, float("inf")),
     )
+    mixer = Mixer(record)
     prompt, tokens = torch.randn(90, _CHANNELS + _HEADS), torch.randn(6, _CHANNELS + _HEADS)
     table = torch.tensor([[3, 1, 4, 2], [5, 8, 6, 7]], dtype=torch.int32)
     single = DecodeRows(torch.tensor([0, 1, 2], dtype=torch.int32), table, None)
     drafts = DecodeRows(torch.tensor([0, 4, 6], dtype=torch.int32), table, torch.tensor([3, 1], dtype=torch.int32))
     return {
         "prompts": _difference(
-            lambda pages: fused_prefill(weights, prompt, pages, 5, 2),
-            lambda pages: torch_prefill(weights, prompt, pages, 5, 2),
+            lambda pages: fused_prefill(mixer, prompt, pages, 5, 2),
+            lambda pages: torch_prefill(mixer, prompt, pages, 5, 2),
         ),
         "single tokens": _difference(
-            lambda pages: fused_decode(weights, tokens[:2], pages, single),
-            lambda pages: torch_decode(weights, tokens[:2], pages, single),
+            lambda pages: fused_decode(mixer, tokens[:2], pages, single),
+            lambda pages: torch_decode(mixer, tokens[:2], pages, single),
         ),
         "verified drafts": _difference(
-            lambda pages: fused_decode(weights, tokens, pages, drafts),
-            lambda pages: torch_decode(weights, tokens, pages, drafts),
+            lambda pages: fused_decode(mixer, tokens, pages, drafts),
+            lambda pages: torch_decode(mixer, tokens, pages, drafts),
         ),
     }
 

@@ -9,6 +9,7 @@ from granite4_neuron import ops
 from granite4_neuron.checkpoint.random_weights import random_model
 from granite4_neuron.model.modeling_granite_moe_hybrid import step_of
 from granite4_neuron.ops import cpu
+from granite4_neuron.ops.layer_weights import FeedForwardWeights, MixerWeights
 from granite4_neuron.state.hybrid_state import HybridState
 from test.support.checkpoints import CASES
 
@@ -42,14 +43,16 @@ def mix(layer, x, step, state, config):
     projected = cpu.linear(x, mamba.in_proj.weight, mamba.in_proj.bias)
     z, inputs = projected.split([mamba.d_inner, projected.shape[-1] - mamba.d_inner], dim=-1)
     mixer = cpu.layers.mamba_mixer(
-        conv_weight=mamba.conv1d.weight,
-        conv_bias=mamba.conv1d.bias,
-        dt_bias=mamba.dt_bias,
-        A_log=mamba.A_log,
-        D=mamba.D,
-        n_groups=config.mamba_n_groups,
-        time_step_limit=config.time_step_limit,
-        rounding=mamba.rounding,
+        MixerWeights(
+            conv_weight=mamba.conv1d.weight,
+            conv_bias=mamba.conv1d.bias,
+            dt_bias=mamba.dt_bias,
+            A_log=mamba.A_log,
+            D=mamba.D,
+            n_groups=config.mamba_n_groups,
+            time_step_limit=config.time_step_limit,
+            rounding=mamba.rounding,
+        )
     )
     y = mixer.step(projected=inputs, conv_state=state.conv_state, ssm_state=state.ssm_state, **step.rows())
     gated = cpu.rms_norm_gated(y, z, mamba.norm.weight, config.rms_norm_eps, config.mamba_n_groups)
@@ -72,15 +75,17 @@ def attend(layer, x, step, state, config):
 def feed_forward(layer, hidden_states, config):
     mlp, experts = layer.shared_mlp, layer.block_sparse_moe
     half = cpu.layers.feed_forward(
-        norm=layer.post_attention_layernorm.weight,
-        input=mlp.input_linear.weight,
-        output=mlp.output_linear.weight,
-        router=experts and experts.router.layer.weight,
-        expert_input=experts and experts.input_linear.weight,
-        expert_output=experts and experts.output_linear.weight,
-        top_k=config.num_experts_per_tok if experts else 0,
-        eps=config.rms_norm_eps,
-        residual_multiplier=config.residual_multiplier,
+        FeedForwardWeights(
+            norm=layer.post_attention_layernorm.weight,
+            input=mlp.input_linear.weight,
+            output=mlp.output_linear.weight,
+            router=experts and experts.router.layer.weight,
+            expert_input=experts and experts.input_linear.weight,
+            expert_output=experts and experts.output_linear.weight,
+            top_k=config.num_experts_per_tok if experts else 0,
+            eps=config.rms_norm_eps,
+            residual_multiplier=config.residual_multiplier,
+        )
     )
     return half.step(hidden_states)
 

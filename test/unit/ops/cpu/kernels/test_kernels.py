@@ -19,6 +19,7 @@ from granite4_neuron.ops.formats.int8 import FORMAT as INT8
 from granite4_neuron.ops.formats.int8 import Int8
 from granite4_neuron.ops.formats.lossless12 import FORMAT as LOSSLESS12
 from granite4_neuron.ops.launch_parameters import CHOICES, HEURISTIC, LaunchParameters
+from granite4_neuron.ops.layer_weights import FeedForwardWeights, MixerWeights
 from granite4_neuron.ops.weight import QuantizedWeight
 from test.support import oracles
 from test.support.oracles import relative_error
@@ -314,15 +315,17 @@ class Mamba:
         lengths, started = torch.tensor(lengths), torch.tensor(started)
         slots = self.slots.where(lengths > 0, 0)
         mixer = cpu.layers.mamba_mixer(
-            conv_weight=self.conv_weight[:, None],
-            conv_bias=self.conv_bias,
-            dt_bias=self.dt_bias,
-            A_log=self.A_log,
-            D=self.D,
-            n_groups=self.sizes[2],
-            time_step_limit=self.limit,
-            rounding=self.rounding,
-            launch_parameters=LaunchParameters(*self.launch, HEURISTIC.torch_chunk_size),
+            MixerWeights(
+                conv_weight=self.conv_weight[:, None],
+                conv_bias=self.conv_bias,
+                dt_bias=self.dt_bias,
+                A_log=self.A_log,
+                D=self.D,
+                n_groups=self.sizes[2],
+                time_step_limit=self.limit,
+                rounding=self.rounding,
+            ),
+            LaunchParameters(*self.launch, HEURISTIC.torch_chunk_size),
         )
         return mixer.step(
             projected=projected,
@@ -535,15 +538,17 @@ def test_feed_forward_is_its_parts(dtype, tokens, has_experts, format):
 
 def feed_forward(norm, input, output, router=None, expert_input=None, expert_output=None, *, multiplier):
     return cpu.layers.feed_forward(
-        norm=norm,
-        input=input,
-        output=output,
-        router=router,
-        expert_input=expert_input,
-        expert_output=expert_output,
-        top_k=2,
-        eps=1e-5,
-        residual_multiplier=multiplier,
+        FeedForwardWeights(
+            norm=norm,
+            input=input,
+            output=output,
+            router=router,
+            expert_input=expert_input,
+            expert_output=expert_output,
+            top_k=2,
+            eps=1e-5,
+            residual_multiplier=multiplier,
+        )
     )
 
 

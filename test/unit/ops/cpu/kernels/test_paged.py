@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from granite4_neuron.ops import LaunchParameters, cpu
+from granite4_neuron.ops.layer_weights import MixerWeights
 from test.support import slot_oracles
 
 HEADS, HEAD_DIM, D_STATE, GROUPS = 4, 8, 16, 2
@@ -59,14 +60,16 @@ class Step:
 
     def run(self):
         mixer = cpu.layers.mamba_mixer(
-            conv_weight=self.conv_weight,
-            conv_bias=self.conv_bias,
-            dt_bias=self.dt_bias,
-            A_log=self.A_log,
-            D=self.D,
-            n_groups=GROUPS,
-            time_step_limit=LIMITS,
-            launch_parameters=LaunchParameters(64, 2, 64),
+            MixerWeights(
+                conv_weight=self.conv_weight,
+                conv_bias=self.conv_bias,
+                dt_bias=self.dt_bias,
+                A_log=self.A_log,
+                D=self.D,
+                n_groups=GROUPS,
+                time_step_limit=LIMITS,
+            ),
+            LaunchParameters(64, 2, 64),
         )
         return mixer.step_paged(
             projected=self.projected[:, INNER:],
