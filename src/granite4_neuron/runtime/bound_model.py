@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
-from typing import Self
 
 import torch
 
@@ -71,7 +70,7 @@ class BoundModel:
         facts = self.kernels, self.model.kernel_layout, state_dtype, library_key(), _version()
         return Fingerprint(self.weights_digest, facts_digest(*facts))
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> BoundModel:
         """Return a runtime like this one of another bound model, on the same device."""
         other = copy.copy(self)
         other.__dict__.pop("fingerprint", None)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed
@@ -88,7 +88,7 @@ class SplitRuntime(TorchRuntime):
         # The states and verifications that somebody holds, by the numbers by which other ranks know theirs.
         self._numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> TorchRuntime:
         """Refuse: other ranks have no part of another model."""
         raise UserError("a model that is split over processes cannot be replaced by a part of it.")
 

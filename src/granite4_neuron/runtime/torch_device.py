@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -132,7 +132,7 @@ class TorchRuntime(GraphRuntime):
                 self._run_advance(state, kept_inputs, inputs)
         self._is_warm = True
 
-    def with_model(self, model: GraniteMoeHybridForCausalLM) -> Self:
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> TorchRuntime:
         """Implement `BoundModel.with_model`; the new runtime has compiled no graphs."""
         other = super().with_model(model)
         other._graphs, other._memories, other._is_warm = {}, [], False
