@@ -133,7 +133,6 @@ def mamba_mixer(weights: MixerWeights, launch_parameters: LaunchParameters = HEU
     """Make the part of a Mamba-2 layer between in_proj and the gated norm: `causal_conv1d`, then with dt =
     clamp(softplus(dt + dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens
     `mamba_chunk_scan_combined`.
-
     """
     dt_min, dt_max = weights.time_step_limit
     return torch.classes.granite4_neuron.MambaMixer(
@@ -156,7 +155,6 @@ def mamba_layer(weights: MambaWeights, mixer: MambaMixer) -> MambaLayer:
 
     It is hidden_states + residual_multiplier * out_proj(rms_norm_gated(y, z)), where y = mixer(x, B, C, dt) and
     (z, x, B, C, dt) = in_proj(rms_norm(hidden_states)).
-
     """
     return torch.classes.granite4_neuron.MambaLayer(mixer=mixer, **_packed(weights, without=("mixer",)))
 
