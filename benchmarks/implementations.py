@@ -142,7 +142,7 @@ def cpu_runtime(folder: Path, options: argparse.Namespace) -> CPURuntime:
     operators = cpu.operators(options.cpu_kernels)
     dtype = weights_dtype(folder, options)
     model = load_model(folder, dtype, quantize=options.quantize, operators=operators, keep_quantized=True)
-    state_dtype = dtype_of(options.state_dtype)
+    state_dtype = options.state_dtype and dtype_of(options.state_dtype)
     options = dict(kernels=options.cpu_kernels, tuned_configs=options.tuned_configs, state_dtype=state_dtype)
     return CPURuntime(model, transformers.GenerationConfig(), **options)
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -135,7 +134,7 @@ def least_seconds(folder: Path, point: Point, options: argparse.Namespace, rates
     context = point.prompt_length + point.output_length // 2
     flops = point.batch_size * prefill_flops(config, point.prompt_length)
     dtype, quantize = weights_dtype(folder, options), weights_format(folder, options)
-    state_itemsize = (dtype_of(options.state_dtype) or torch.float32).itemsize
+    state_itemsize = dtype_of(options.state_dtype or "float32").itemsize
     read = decode_bytes(config, dtype, point.batch_size, context, quantize, state_itemsize)
     return flops / rates.flops, read / rates.bytes
 

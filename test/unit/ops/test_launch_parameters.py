@@ -172,7 +172,7 @@ class TestRuntime:
         """Logits stay the same, in prefill and in decode."""
         logits, given, make = [], [], cpu.layers.mamba_mixer
         monkeypatch.setattr(
-            cpu.layers, "mamba_mixer", lambda **options: given.append(options["launch_parameters"]) or make(**options)
+            cpu.layers, "mamba_mixer", lambda weights, parameters: given.append(parameters) or make(weights, parameters)
         )
         for chunk_size, heads_per_task in ((32, 16), (64, 1), (128, 4)):
             write_launch_parameters(file, LaunchParameters(chunk_size, heads_per_task, 64))
