@@ -1,4 +1,4 @@
-"""The backends by name, and what each takes. Importing this module imports no framework."""
+"""The backends by name, and the options that each takes. Importing this module imports no framework."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _declared(name: str) -> Backend:
 
 
 def _refuse(option: Option, value: Any, backend: Backend) -> None:
-    """Refuse an option that the backend has not, unless it asks for what the backend does anyway."""
+    """Refuse an option that the backend does not have, unless it asks for what the backend does anyway."""
     if option.name in backend.refuses:
         raise UserError(backend.refuses[option.name])
     if option.everywhere is not None and option.spelled(value) == option.everywhere:

@@ -7,11 +7,11 @@ importing torch.
 from pathlib import Path
 
 CPU_KERNELS = ("fused", "torch")
-# A module each in ops/formats.
+# Each has a module in ops/formats.
 QUANTIZATIONS = tuple(sorted(file.stem for file in (Path(__file__).parent / "ops" / "formats").glob("[a-z]*.py")))
-INT4_GROUP = 32  # columns of a row that have a scale together
+INT4_GROUP = 32  # columns of a row that share a scale
 
-# Of keys and values to their cache, see `ops.xla.write_cache_as`.
+# How keys and values are written to their cache, see `ops.xla.write_cache_as`.
 KV_WRITES = ("index", "rows", "select")
 
 NKI_PREFILL_SCANS = ("scan", "ssd")
@@ -23,5 +23,5 @@ FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 # What to do with an adapter where none runs beside the weights.
 MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
 
-# Of logits in float32, against transformers'.
+# The largest difference of a float32 logit from transformers' one.
 FLOAT32_TOLERANCE = 1e-4

@@ -91,7 +91,10 @@ def parser() -> argparse.ArgumentParser:
         "--print-completion", action=_PrintCompletion, help="print a completion script for this shell and exit"
     )
     parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="warning", help="what is said on standard error (default: warning)"
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="warning",
+        help="how much is logged on standard error (default: warning)",
     )
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     for command in (generate, chat, serve, info, check, evaluate, graphs, plan, tune, compile, convert, vllm_check):
@@ -169,7 +172,7 @@ def _set_up_logging(level: str) -> None:
 
     logging.basicConfig(format="%(message)s", level=level.upper())
     for variable in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        # A warning of theirs is rarely about something that a person who runs a command could change.
+        # Their warnings are rarely about something that the user of a command could change.
         os.environ.setdefault(variable, "error" if level == "warning" else level)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Check an option that has only so many values.
+    """Check an option that takes one of a few values.
 
     Raises:
         UserError: the value is none of them.
@@ -27,7 +27,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def described(error: Exception) -> str:
-    """Return what an exception says, with its type where that is not for users: a part of a sentence."""
+    """Return an exception's message as part of a sentence, with its type if the message is not meant for users."""
     try:
         said = str(error).strip().rstrip(".")
     except Exception:  # a foreign exception may be unable to say anything
@@ -38,7 +38,7 @@ def described(error: Exception) -> str:
 
 
 def sentence_of(error: Exception) -> str:
-    """Return the sentence that ends what an exception has made fail."""
+    """Return the sentence that reports an exception to users."""
     return str(error) if isinstance(error, UserError) else f"a step failed ({described(error)})."
 
 

@@ -171,5 +171,5 @@ def test_a_grammar_that_fails_later(post):
     """It forces a text without end: an error, whole or at the end of a stream, and others are served."""
     structure = dict(grammar='start: "x" /[b-z]/ endless\nendless: "a" endless')
     answer = post("completions", prompt="x", structured_outputs=structure)
-    assert answer.status_code == 400 and "the grammar takes no further token" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "the grammar allows no further token" in answer.json()["error"]["message"]
     assert post("completions", prompt="x", response_format={"type": "text"}, max_tokens=2).status_code == 200

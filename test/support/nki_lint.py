@@ -65,7 +65,7 @@ def _node(node: ast.AST, function: ast.FunctionDef, kernels: set[str]) -> Iterat
     if isinstance(node, ast.Compare) and any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
         yield Problem(line, "`is` does not compile; compare with == or !=")
     elif isinstance(node, ast.Assert):
-        yield Problem(line, "an assert does not compile; check before the launch")
+        yield Problem(line, "an assert is not for kernels; check before the launch")
     elif isinstance(node, ast.FunctionDef | ast.Lambda) and node is not function:
         is_kernel = isinstance(node, ast.FunctionDef) and _is_kernel(node)
         what = "a kernel within a kernel" if is_kernel else "a nested function, which closes over tensors"

@@ -52,10 +52,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_model(chat)
     add_adapters(chat, "the first one answers, and /set adapter changes to another")
     chat.add_argument(
-        "--max-tokens", type=at_least(1), default=2048, metavar="N", help="of an answer (default: %(default)s)"
+        "--max-tokens",
+        type=at_least(1),
+        default=2048,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
     )
     chat.add_argument(
-        "--max-length", type=at_least(2), metavar="N", help="of the conversation, in tokens (default: the model's)"
+        "--max-length",
+        type=at_least(2),
+        metavar="N",
+        help="most tokens of the conversation (default: the model's limit)",
     )
     chat.add_argument("--verbose", action="store_true", help="report the speed of each answer")
     add_json_schema(chat)

@@ -101,7 +101,7 @@ class TerminalInput:
                 print(printable(f"(a key was not understood: {type(error).__name__}: {error})"), file=sys.stderr)
 
     def _raise_errors(self) -> None:
-        """Have `prompt` raise what a key raises. By default prompt_toolkit raises only what is raised by keys that
+        """Have `prompt` raise the errors of keys. By default prompt_toolkit raises only those of keys that
         were typed before, and shows a traceback of the rest.
         """
         app = self._session.app
@@ -182,7 +182,7 @@ def _key_bindings() -> KeyBindings:
 
     @bindings.add(Keys.CPRResponse, save_before=lambda _: False)
     def report_row(event: KeyPressEvent) -> None:
-        """What is typed may also look like a report of the cursor's place, with any number."""
+        """Typed text may also look like a report of the cursor's place, with any number."""
         row = event.data[2:-1].partition(";")[0]
         if len(row) < _MOST_DIGITS and 1 <= int(row) <= event.app.output.get_size().rows:
             event.app.renderer.report_absolute_cursor_row(int(row))

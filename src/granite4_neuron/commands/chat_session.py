@@ -86,7 +86,7 @@ class Session:
         return None if message is None or message.strip() == "/exit" else message
 
     def _try(self, message: str) -> None:
-        """Handle a message; an error or Ctrl-C ends that and not the chat."""
+        """Handle a message; an error or Ctrl-C ends its handling, not the chat."""
         try:
             self._is_stoppable = True
             try:
@@ -137,7 +137,7 @@ class Session:
         if len(self._conversation.turns) == num_turns:
             _note("stopped before the answer began; the message is not part of the conversation.")
         elif (reason := self._conversation.turns[-1].finish_reason) != "stop":
-            _note("stopped." if reason == "interrupted" else "the answer was cut at its longest; see --max-tokens.")
+            _note("stopped." if reason == "interrupted" else "the answer was cut at its limit; see --max-tokens.")
         if self._is_verbose:
             _note(", ".join(f"{name}: {value}" for name, value in self._speed()))
 
@@ -177,7 +177,7 @@ class Session:
         try:
             self._answer(turn.user)
         finally:
-            if len(self._conversation.turns) == num_turns:  # it failed, and the answer that was there stays
+            if len(self._conversation.turns) == num_turns:  # it failed, and the earlier answer stays
                 self._conversation.turns.append(turn)
 
     def _clear(self) -> None:
@@ -226,7 +226,8 @@ class Session:
 
 
 def _number(text: str) -> float | None:
-    """
+    """Return the value that /set was given; None for -.
+
     Raises:
         UserError: it is neither a number nor a -.
     """

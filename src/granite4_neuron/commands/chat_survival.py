@@ -1,8 +1,8 @@
-"""A chat at a terminal goes on whatever is typed or pasted, and its conversation is kept if the program must end.
+"""Keeps a chat at a terminal going whatever is typed or pasted, and keeps its conversation if the program must end.
 
 While a message is edited, keys go to `chat_input.TerminalInput`. At all other times the terminal keeps them for the
-next message, and Ctrl-C, the only key that is a signal then, calls what `Session` says. Whatever else ends the program,
-be it an error of its own or a signal, passes through `kept_if_it_ends`.
+next message, and Ctrl-C, the only key that is a signal then, calls what `Session` says. Everything else that ends the
+program, an error of its own or a signal, passes through `kept_if_it_ends`.
 """
 
 from __future__ import annotations

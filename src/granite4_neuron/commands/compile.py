@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--attention",
         choices=ATTENTION_KERNELS,
         default=ATTENTION_KERNELS[0],
-        help="of prompts: NxD Inference's kernel where it takes the number of tokens, or torch (default: %(default)s)",
+        help="attention over prompts: NxD Inference's kernel where it fits, or torch (default: %(default)s)",
     )
     add_ranks_and_sequences(compiler, tp_degree=4)
     compiler.add_argument(

@@ -26,14 +26,14 @@ def add_buckets(parser: argparse.ArgumentParser) -> None:
         type=at_least(2),
         nargs="+",
         metavar="N",
-        help="lengths of prompts to compile a graph for each (default: powers of two from 128)",
+        help="lengths of prompts, each with its own graph (default: powers of two from 128)",
     )
     parser.add_argument(
         "--token-buckets",
         type=at_least(2),
         nargs="+",
         metavar="N",
-        help="lengths of the cache to compile a graph for each, for all steps after the first (default: powers of two "
+        help="lengths of the cache, each with its own graph, for all steps after the first (default: powers of two "
         "from 128)",
     )
 
@@ -43,7 +43,7 @@ def add_compiled_state_dtype(parser: argparse.ArgumentParser) -> None:
         "--state-dtype",
         choices=COMPILED_STATE_DTYPES,
         default=COMPILED_STATE_DTYPES[0],
-        help="of SSM states; in 16 bits with --decode-kernel nki, and with stochastic rounding as the hardware does it "
+        help="dtype of SSM states; 16 bits need --decode-kernel nki, and the hardware rounds them stochastically "
         "(default: %(default)s)",
     )
 
@@ -54,7 +54,7 @@ def add_ranks_and_sequences(parser: argparse.ArgumentParser, tp_degree: int) -> 
         type=at_least(1),
         default=tp_degree,
         metavar="T",
-        help="ranks of the model (default: %(default)s)",
+        help="tensor-parallel ranks (default: %(default)s)",
     )
     parser.add_argument(
         "--batch-size", type=at_least(1), default=1, metavar="B", help="sequences at a time (default: 1)"

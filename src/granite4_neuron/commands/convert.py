@@ -21,11 +21,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "convert", help="write a checkpoint in another dtype, quantized or with adapters merged"
     )
     add_model(convert)
-    convert.add_argument("--dtype", choices=DTYPES, help="default: that of the stored weights")
+    convert.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: that of the stored weights)")
     convert.add_argument(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="hold the large weights in it; for the cpu backend (default: in --dtype)",
+        help="quantize the large weights, for the cpu backend (default: write them in --dtype)",
     )
     convert.add_argument(
         "--adapter",

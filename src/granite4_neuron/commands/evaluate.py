@@ -41,8 +41,8 @@ DEFAULT_WINDOW = 4096
 class Evaluation:
     """One line of the table, and one entry of --json.
 
-    format: what weights are held in; None for what the options say.
-    tokens, bytes: that were scored.
+    format: of the weights; None for the one that the options name.
+    tokens, bytes: how many were scored.
     nats_per_token: the logarithm of `perplexity`.
     kl_divergence: from float32, in nats per token; None where nothing was compared.
     weight_bytes: of all weights in memory; None where nothing was compared.
@@ -92,7 +92,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help=f"compare with {REFERENCE}, in one table: perplexity, Kullback-Leibler divergence, size and speed of "
         f"{', '.join(FORMATS)}. Quantized weights have activations in --dtype. All are in memory at a time",
     )
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     add_runtime(evaluate)
     evaluate.set_defaults(run=run)
 

@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     add_json_schema(generate)
     add_sampling(generate)
-    add_adapters(generate, "it continues the prompt, and several continue it one beside another")
+    add_adapters(generate, "with several, each of them continues the prompt")
     add_prefix_cache(generate.add_argument_group("reuse"))
     add_speculation(generate.add_argument_group("speculation"))
     generate.add_argument(
@@ -73,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     texts = _prompt_texts(options)
     if options.prompt_cache is not None and len(texts) > 1:
-        raise UserError("--prompt-cache is for one prompt; for several that begin alike there is --prefix-cache.")
+        raise UserError("--prompt-cache takes one prompt; for several with the same beginning use --prefix-cache.")
     adapters = adapters_of(options)
     if options.prompt_cache is not None and adapters:
         raise UserError("--prompt-cache keeps states of the model without adapters; leave out --adapter.")
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
                 continuations[response.index] += response.text
                 if len(prompts) == 1:
                     write(response.text, end="")
-        except GenerationError as error:  # what the other prompts gave is there
+        except GenerationError as error:  # the texts of the other prompts are there
             failed = error
     if failed is not None and not any(continuations):
         raise failed

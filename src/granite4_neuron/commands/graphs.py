@@ -66,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="T",
         help="also the graphs that verify T tokens of each sequence, the last one and drafts, and commit them",
     )
-    graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    graph.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     graph.set_defaults(run=run)
 
 

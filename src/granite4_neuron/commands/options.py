@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from granite4_neuron.runtime.interface import Runtime
 
 _SHOWN_DIGITS = 40
-_MOST_CHARACTERS = 2**28  # of a text; a device may have no end
-_LARGEST = 2**31 - 1  # more than there is of anything that is counted, and still a number for every library
+_MOST_CHARACTERS = 2**28  # of a text: a device may have no end
+_LARGEST = 2**31 - 1  # more than any count, and still a number for every library
 MOST_THREADS = 1024
 
 
@@ -42,7 +42,7 @@ def at_least(least: int, most: int = _LARGEST) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError:
-            # Python does not read more digits than some thousands.
+            # Python reads some thousands of digits at most.
             number = most + 1 if text.isdecimal() else least - 1
         if number < least:
             raise argparse.ArgumentTypeError(f"{_shown(text)} is not a whole number of at least {least}")
@@ -181,8 +181,8 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def kernels_of(options: argparse.Namespace, kernels: str) -> dict[str, str]:
-    """Return those of `neuron_sdk.KERNELS` by a name, with what the single options say instead: prefill_scan,
-    decode_kernel and, of a command that has the option, expert_path.
+    """Return the kernels that --kernels means, see `neuron_sdk.KERNELS`. The options of single kernels come first:
+    prefill_scan, decode_kernel and, if the command has it, expert_path.
     """
     chosen = KERNELS[kernels]
     return {name: getattr(options, name) or chosen[name] for name in chosen if hasattr(options, name)}

@@ -61,7 +61,7 @@ def print_table(table: Table) -> None:
 
 
 class _WithoutControls:
-    """A table without the control characters of what is in it; rich's own stay."""
+    """A table without the control characters of its texts; rich's own stay."""
 
     def __init__(self, table: Table):
         self._table = table

@@ -34,15 +34,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     planner = commands.add_parser(
         "plan",
         help="what fits into the memory of a Trainium2 core, and how fast it would be",
-        description="Add up what each core of an instance holds of a model: weights, state, cache, logits, and what a "
-        "step of prefill and each compiled graph need besides, which are estimates. Without --model: a line for each "
+        description="Add up what each core of an instance holds of a model: weights, state, cache and logits, and "
+        "estimates of what a step of prefill and each compiled graph need besides. Without --model: a line for each "
         "member of the family. With --latency: how long steps are predicted to take, which is no measurement.",
     )
     planner.add_argument(
         "--model", help=f"a checkpoint folder, a Hugging Face id, or one of {', '.join(family_names())}"
     )
     planner.add_argument("--instance", choices=INSTANCES, default="trn2.3xlarge", help="default: %(default)s")
-    planner.add_argument("--dtype", choices=DTYPES, help="of weights, activations and cache (default: the weights')")
+    planner.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the weights')")
     add_ranks_and_sequences(planner, tp_degree=4)
     planner.add_argument(
         "--context",

@@ -52,7 +52,7 @@ def _origin(text: str) -> str:
     """Parse an origin of web pages, as browsers send it."""
     if text in ("*", "null") or re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*://[^/?#@\s]+", text):
         return text.lower()
-    raise argparse.ArgumentTypeError(f"{text!r} is no origin, such as https://example.org:8080, null, or *")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an origin, such as https://example.org:8080, null, or *")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

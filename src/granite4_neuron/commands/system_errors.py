@@ -11,8 +11,8 @@ from granite4_neuron.system import available_memory
 
 @contextmanager
 def as_user_errors() -> Iterator[None]:
-    """Raise a `UserError` for an error of the system within the block, other than a closed pipe; so also if memory runs
-    out.
+    """Raise a `UserError` for an error of the system within the block, also if memory runs out, but not for a closed
+    pipe.
     """
     try:
         yield

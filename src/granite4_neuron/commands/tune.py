@@ -24,13 +24,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     tune = commands.add_parser(
         "tune",
         help="measure launch parameters of the CPU kernels on this machine",
-        description="Measure the Mamba kernels' launch parameters for a model's sizes, and write what was the fastest "
-        "into a folder for --tuned-configs. It reads no weights, and what is computed stays the same.",
+        description="Measure the Mamba kernels' launch parameters for a model's sizes, and write the fastest "
+        "into a folder for --tuned-configs. It reads no weights and changes no results.",
     )
     add_model(tune, family=True)
-    tune.add_argument("--threads", type=at_least(1, MOST_THREADS), metavar="N", help="default: one per processor core")
     tune.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="a folder; what is in it for other sizes stays"
+        "--threads",
+        type=at_least(1, MOST_THREADS),
+        metavar="N",
+        help="threads to compute with (default: one per processor core)",
+    )
+    tune.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to write to; its files for other sizes stay"
     )
     tune.set_defaults(run=run)
 

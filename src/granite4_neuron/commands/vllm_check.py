@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("vllm") is None:
         raise UserError(f"vLLM is not installed; install it with: pip install '{DISTRIBUTION}'.")
-    # In this process, so that what is used can be asked for; read by vLLM when it is imported.
+    # vLLM reads this when it is imported. In this process its model can be asked what it uses.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     folder = model_checkpoint(options).path

@@ -1,4 +1,4 @@
-"""The adapter of a sequence: from which position on it applies, and what that means for a prefix cache."""
+"""The adapter of a sequence: the position from which on it applies, and the prefix-cache keys that follow from it."""
 
 from __future__ import annotations
 

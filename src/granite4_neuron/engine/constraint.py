@@ -1,4 +1,4 @@
-"""What a sequence may say. A grammar is one; the engine knows only this interface."""
+"""Constraints on the text of a sequence, such as a grammar. The engine knows only this interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Constraint(Protocol):
         """Return a copy of logits [vocab_size] in which those of tokens that may not follow are -inf.
 
         Raises:
-            NoTokenLeft: no token may follow, or finding out takes too much.
+            NoTokenLeft: no token may follow, or it takes too long to find out.
         """
 
     def accept(self, token: int) -> None:

@@ -90,7 +90,7 @@ class DraftModel:
         self._unfinished = ()
 
     def _forget_others(self, requests: Sequence[DraftRequest]) -> None:
-        """If there is no slot for a new sequence, forget those that are not asked for: of an engine that is gone."""
+        """If there is no slot for a new sequence, forget those that are not asked for: their engine is gone."""
         ids = {request.id for request in requests}
         if not self._free and not ids <= self._followed.keys():
             self._followed = {id: followed for id, followed in self._followed.items() if id in ids}

@@ -1,4 +1,4 @@
-"""How an engine asks its drafter."""
+"""Asks an engine's drafter for proposals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Drafting:
         """Return the tokens that may follow each sequence, no more than it has room for; or nothing at all.
 
         Args:
-            interval: as of `RunningSequence.most_drafts`.
+            interval: see `RunningSequence.most_drafts`.
         """
         if self.drafter is None:
             return ()

@@ -1,7 +1,7 @@
 """Continuous batching: sequences start when there is room, and leave when they end, while others run.
 
-Each step of the engine is one step of the runtime: schedule, run, postprocess. What it runs is in `engine.scheduler`,
-what a failure ends in `engine.live_sequences`.
+Each step of the engine is one step of the runtime: schedule, run, postprocess. `engine.scheduler` decides
+what it runs, `engine.live_sequences` what a failure ends.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _IDS = itertools.count()
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of an engine wait while another thread is in such a method, and begin with the end of what an
-    earlier call has left unfinished.
+    """Make a method of an engine wait while another thread runs one, and first end the sequences that an earlier call
+    left unfinished.
     """
 
     @functools.wraps(method)
     def locked(self: Engine, *arguments: Any, **options: Any) -> Any:
         if self._lock._is_owned():
-            raise UserError("an engine cannot be called by what it calls itself, such as a logits processor.")
+            raise UserError("an engine cannot be called by code that it calls itself, such as a logits processor.")
         with self._lock:
             self._live.end_unfinished()
             return method(self, *arguments, **options)
@@ -56,20 +56,20 @@ def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
 class Engine:
     """Runs many requests at a time on a runtime.
 
-    An engine belongs to one thread at a time, and with it its runtime's state, its prefix cache and its drafter: a call
+    An engine belongs to one thread at a time, and so do its runtime's state, its prefix cache and its drafter: a call
     from another thread waits until the step that runs has ended.
 
     The output of a sequence does not depend on other sequences: when they start and end, how long they are, or whether
     they fail.
 
-    What fails ends the sequences that it was done for, each with an error output, and no others. What a request brings,
-    such as a logits processor, is called for its sequence alone, and the runtime for all sequences of a step. A step
+    A failure ends the sequences that something was done for, each with an error output, and no others. A request's own
+    code, such as a logits processor, is called for its sequence alone, the runtime for all sequences of a step. A step
     counts for a sequence when its outputs are among those that `step` is to return. If an exception leaves a call, as
     an interrupt does, the next call first ends the sequences of a step that has begun and does not count. Drafts and
     snapshots only save time: if one fails, that is logged, and the sequences go on without.
 
     Args:
-        runtime: what runs the steps.
+        runtime: runs the steps.
         num_sequences: how many sequences run at a time; the others wait in order of arrival.
         max_length: the most tokens of a sequence, prompt and continuation; None for the runtime's longest.
         memory_bytes: limit in bytes for the state and cache of running sequences, and of free slots that keep the
@@ -251,7 +251,7 @@ class Engine:
                 self._live.count(sequence, len(row.tokens), last, sequence.choose([last]) if is_run else [])
 
     def _verify(self, step: ScheduledStep) -> Verification:
-        """Run a step with drafts. It is not over before `_accept` has committed what is chosen."""
+        """Run a step with drafts. It ends when `_accept` has committed the chosen tokens."""
         self._slots.failed_steps += 1
         return self.runtime.verify(self._slots.state, step.rows)
 

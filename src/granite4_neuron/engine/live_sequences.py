@@ -21,9 +21,9 @@ _LOGGER = logging.getLogger(__name__)
 class LiveSequences:
     """The sequences that wait or run, and their outputs. Only this class decides what a failure ends.
 
-    Whatever is done for sequences is done within `guard`: if it fails, they end with an error output, and no others. It
+    All work for sequences is done within `guard`: if it fails, they end with an error output, and no others do. Work
     counts for a sequence when `count` has added its outputs. An interrupt leaves a guard without an end; then
-    `end_unfinished` ends the sequences for which something was done that does not count.
+    `end_unfinished` ends the sequences whose work does not count.
 
     waiting: in order of arrival.
     running: by id, in the order in which they started; each has a slot.
@@ -41,7 +41,7 @@ class LiveSequences:
         self.stats = stats
         self._prefixes = prefixes
         self._drafting = drafting
-        self._unfinished: dict[int, RunningSequence] = {}  # by id, for which something is done that does not count yet
+        self._unfinished: dict[int, RunningSequence] = {}  # by id, those whose work does not count yet
 
     @property
     def has_work(self) -> bool:
@@ -49,7 +49,7 @@ class LiveSequences:
         return bool(self.waiting or self.running or self.outputs)
 
     def guard(self, *sequences: RunningSequence) -> _Guard:
-        """Return a context in which something is done for sequences. If it fails, those that have not ended do."""
+        """Return a context for work for these sequences. If it fails, those of them that have not ended yet end."""
         return _Guard(self, self._unfinished, sequences)
 
     def count(
@@ -111,7 +111,7 @@ class _Guard:
     """See `LiveSequences.guard`. It is no generator because it is entered for each token.
 
     Args:
-        unfinished: by id, the sequences for which something is done that does not count yet.
+        unfinished: by id, the sequences whose work does not count yet.
     """
 
     def __init__(

@@ -178,13 +178,13 @@ class PrefixCache:
         self._write(self._longest(tokens), tokens)
 
     def make_ready(self) -> None:
-        """Prepare for the next snapshot, which the first token of a prompt may have to wait for, while there is room
-        for one. Later it gets the memory of one that is evicted for it.
+        """Hold memory ready for the next snapshot while there is room: the first token of a prompt may have to wait for
+        it. Once the cache is full, a snapshot gets the memory of one that is evicted for it.
         """
         self._runtime.prepare_snapshot(self._has_room_for_state)
 
     def _write(self, entry: Node, tokens: Sequence[int]) -> None:
-        """Have an entry of a sequence kept in the folder too."""
+        """Keep an entry of a sequence in the folder too."""
         if self._folder is not None and entry.length:
             self._folder.keep(tuple(tokens[: entry.length]), self._snapshots(entry), entry.logits)
 

@@ -49,11 +49,11 @@ class PrefixFolder:
 
     A file has the recurrent state and the logits after a sequence's tokens, and the keys and values since the longest
     shorter snapshot of the same sequence in the folder. It is written by a thread, whole or not at all. Processes may
-    share a folder; one sees the files of another when it starts and whenever it writes. What an adapter has computed is
-    not written: its number is another one in the next process.
+    share a folder; one sees the files of another when it starts and whenever it writes. States under an
+    adapter are not written: its number may be another one in the next process.
 
-    A file that is damaged or not what its name says is logged once, and is as good as absent. So is the folder while it
-    cannot be written to: whatever keeps a snapshot from being written, the next one is tried.
+    A file that is damaged or not what its name says is logged once and then ignored. If a snapshot cannot be written,
+    that is logged too, and the next one is tried.
 
     num_bytes: of the files in the folder, as it last saw them.
 
@@ -147,7 +147,7 @@ class PrefixFolder:
             except UserError as error:
                 if path.exists():
                     self._refused.add(file)
-                    _LOGGER.warning("The prefix cache does without a file: %s", error)
+                    _LOGGER.warning("The prefix cache ignores a file: %s", error)
                 else:  # another process has removed it
                     self._files -= {file}
                 return None
@@ -161,8 +161,8 @@ class PrefixFolder:
     def _write_next(self) -> bool:
         """Wait for the next snapshot and write it; return false if there will be no more.
 
-        What goes wrong is logged, once until a write works again, and ends neither the thread nor the process. The
-        traceback of what nobody has foreseen is logged too.
+        What goes wrong is logged, once until a write works again, and ends neither the thread nor the process. An
+        unforeseen error is logged with its traceback.
         """
         if (item := self._queue.get()) is None:
             return False
@@ -248,7 +248,7 @@ class PrefixFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Be the only process that writes to the folder; remove what others had begun to write when they were ended."""
+        """Lock the folder for writing; remove files that other processes had begun to write when they were ended."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -282,6 +282,6 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.stat()
     except OSError as error:
-        raise UserError(f"{folder} is no folder, and could not be made ({error.strerror}).") from None
+        raise UserError(f"{folder} is not a folder, and could not be made ({error.strerror}).") from None
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise UserError(f"{folder} must be a folder that you own and nobody else may enter: chmod 700 {folder}")

@@ -1,4 +1,4 @@
-"""How the sequences of an engine use its prefix cache."""
+"""Connects the sequences of an engine with its prefix cache."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _MOST_COMPARED = 100  # entries of a kind: looking for the one to evict must not
 
 
 class NodeKind(IntEnum):
-    """What a node's place in the tree says about its use: how many sequences have gone on from it, at most two."""
+    """A node's place in the tree, which predicts its use: how many sequences have gone on from it, at most two."""
 
     END = 0  # of a sequence
     CONTINUED = 1  # by one sequence; a longer entry has mostly taken its place
@@ -36,7 +36,8 @@ class Node:
         was evicted.
     entry_bytes: the bytes of these two.
     continuations: how many sequences have gone on from it so far, each with another token or yet without one.
-    users: what `PrefixCache.match_prefix` has returned of it and somebody holds; it is not evicted while there are any.
+    users: prefixes that `PrefixCache.match_prefix` returned of it and somebody still holds; while there are any, it is
+        not evicted.
     last_use: the number of look-ups when it was kept or found last.
     """
 
@@ -67,7 +68,7 @@ class Node:
 
     @property
     def kind(self) -> NodeKind:
-        """What its place in the tree says about its use."""
+        """Its place in the tree."""
         return _KINDS[min(self.continuations, NodeKind.BRANCH)]
 
     @property
@@ -119,11 +120,11 @@ class Node:
 class Entries:
     """The entries of a prefix cache, and which of them is evicted first: the one worth least.
 
-    What an entry is worth is how often those of its kind have been found, times the tokens that it saves per byte, over
-    the square root of the look-ups since its last use. So in conversations the ends of earlier turns make room first,
+    An entry is worth the tokens that it saves per byte, times the hit rate of its kind, over the square root of the
+    number of look-ups since its last use. So in conversations the ends of earlier turns make room first,
     and where prompts share examples or a system message, the ends of sequences that nothing continues.
 
-    To weigh what a state saves per byte is from Marconi (Pan et al., MLSys 2025), to divide by age from hyperbolic
+    Weighing savings per byte is from Marconi (Pan et al., MLSys 2025), dividing by age from hyperbolic
     caching (Blankstein et al., ATC 2017). Marconi adds recency and savings, with a factor that it finds in a replay of
     past requests; counts by kind need no such factor.
     """

@@ -30,7 +30,7 @@ class Request(SamplingParams):
     max_tokens: new tokens at most.
     snapshots_at: lengths of prefixes that other prompts will share, such as a system message. The prompt is cut there,
         and an engine with a prefix cache keeps a snapshot. None for none.
-    skip_special_tokens: whether special tokens are no part of the text.
+    skip_special_tokens: whether special tokens are left out of the text.
     adapter: the name of an adapter of the runtime; None for the model without.
 
     Stop strings need an engine with a tokenizer.
@@ -146,7 +146,7 @@ def check_count(name: str, value: object, least: int) -> None:
 
 
 def check_has(name: str, value: object, *attributes: str) -> None:
-    """Check that an optional argument has what it is used for; None is left out.
+    """Check that an optional argument has the attributes that it is used for; None passes.
 
     Raises:
         UserError: it lacks one of the attributes.

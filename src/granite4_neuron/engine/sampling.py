@@ -29,7 +29,7 @@ _CONSTRAINT = "the request's constraint"
 
 
 class RequestFault(UserError):
-    """What a request brings has failed, such as its logits processors or its constraint. The message names it."""
+    """A request's own code has failed, such as a logits processor or its constraint. The message names it."""
 
 
 class NoTokenLeft(RequestFault):
@@ -38,10 +38,10 @@ class NoTokenLeft(RequestFault):
 
 @contextmanager
 def _blamed_on(what: str) -> Iterator[None]:
-    """Call something that a request brings.
+    """Run a request's own code in a block.
 
     Raises:
-        RequestFault: whatever it raises; the message names it.
+        RequestFault: the code raised something; the message names the code.
     """
     try:
         yield
@@ -61,7 +61,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_length: int):
         self._processors = _logits_processors(params, prompt_length)
-        self._copies = bool(params.logits_processors)  # which may write to the scores; the logits are others' too
+        self._copies = bool(params.logits_processors)  # a processor may write to the scores, and others read the logits
         self._constraint = _fork(params.constraint)
         self._is_greedy = params.temperature == 0
         self._generator = torch.Generator()
@@ -224,7 +224,7 @@ def _fork(constraint: Constraint | None) -> Constraint | None:
 
 
 def _checked(result: object, scores: torch.Tensor) -> torch.Tensor:
-    """Return what a processor or a constraint has made of scores.
+    """Check and return the scores that a processor or a constraint returned.
 
     Raises:
         UserError: it cannot be the scores of the same tokens.

@@ -1,4 +1,4 @@
-"""What runs next: which sequences get a slot, which of them are in the next step, and with which tokens.
+"""Decides what runs next: which sequences get a slot, which of them are in the next step, and with which tokens.
 
 A step is either a chunk of prompts, or decode for every sequence whose prompt is done: one token each, or several if
 there are drafts. The two take turns, so that a long prompt delays other sequences by at most one chunk. They are not

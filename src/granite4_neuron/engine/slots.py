@@ -29,8 +29,8 @@ class Slots:
     """The slots of a state. The state is allocated for all of them, but takes memory only when written.
 
     A slot keeps the memory of its longest sequence, so the free slot with the most memory is used first. If no sequence
-    runs and the memory of free slots is needed, the state is allocated again. Which slots are in use is known to who
-    uses them only, so none can be lost.
+    runs and the memory of free slots is needed, the state is allocated again. Only the
+    user of the slots knows which are in use, so none can be lost.
 
     state: of the runtime; None where the runtime keeps its state.
     failed_steps: steps with the state, and allocations of it, that have failed since the last step that did not.

@@ -22,7 +22,7 @@ class TextStream:
         tokenizer: a fast tokenizer, or None for no text.
         stop: strings that end the text; the text ends before the first of them.
         prompt: the tokens before the text.
-        skip_special_tokens: whether special tokens are no part of the text.
+        skip_special_tokens: whether special tokens are left out of the text.
     """
 
     def __init__(

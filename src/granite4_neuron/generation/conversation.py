@@ -57,7 +57,7 @@ class Conversation:
         encoder: of the engine's tokenizer.
         request: the options of answers; its tokens are not used. With a seed, answers use seed, seed + 1, ...
         system: the system message; it may be changed at any time.
-        shown: what the template shows beside the messages, tools and documents; see `ConversationEncoder.encode`.
+        shown: tools and documents, which the template shows beside the messages; see `ConversationEncoder.encode`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Conversation:
         if not self.turns:
             raise UserError("there is nothing to save yet.")
         if self._request.adapter is not None:
-            raise UserError("what is saved is the state of the model without adapters, and an adapter answers here.")
+            raise UserError("only the state of the model without adapters can be saved, and an adapter answers here.")
         snapshot = self._cache.export(self.turns[-1].stored)
         if snapshot is None:
             raise UserError("the conversation's state is not in the prefix cache any more; give it more memory.")

@@ -115,7 +115,7 @@ def _check_adapters(adapters: object) -> None:
 
 
 def _check_default_device() -> None:
-    """Check that tensors are made where this package expects those that it names no device for."""
+    """Check that torch's default device is the CPU: this package names no device for tensors on it."""
     if torch.get_default_device().type != "cpu":
         raise UserError(
             f"torch's default device is {torch.get_default_device()}; set it to cpu with torch.set_default_device, and "

@@ -60,7 +60,7 @@ class GenerationError(UserError):
 
     errors: a sentence for each of those, by their indices.
     num_prompts: how many there are in all.
-    texts: from `generate` and `chat`, of all prompts; of those, as far as they came.
+    texts: from `generate` and `chat`, those of all prompts; texts that failed as far as they came.
     """
 
     def __init__(self, errors: Mapping[int, str], num_prompts: int):
@@ -117,9 +117,8 @@ def stream_generate(
 
     Raises:
         UserError: an option is outside its range, there is no such adapter, or something is no prompt at all.
-        GenerationError: each prompt is empty, longer than the model's limit, or not what it must be. If others are
-            right, after their last token. Then also if one of the prompts ended early, such as with logits that are not
-            finite.
+        GenerationError: a prompt is empty, longer than the model's limit, or not what it must be; or it ended early,
+            such as with logits that are not finite. If some prompts are right, this comes after their last token.
     """
     check_has("prefix_cache", prefix_cache, "match_prefix", "insert")
     params = SamplingParams(**options)

@@ -1,4 +1,4 @@
-"""What people give as prompts: texts, token ids and conversations, one or several."""
+"""Prompts as callers give them: texts, token ids and conversations, one or several."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def is_tokens(prompt: Prompt) -> TypeGuard[Sequence[int]]:
 
 
 class PromptEncoder:
-    """Encodes texts and conversations. What conversations need is made for the first of them.
+    """Encodes texts and conversations. The encoder of conversations is made for the first of them.
 
     Args:
         shown: in conversations, beside the messages, such as tools and documents; see `ConversationEncoder.encode`.
@@ -117,7 +117,7 @@ class PromptEncoder:
         return self._conversations.encode(prompt, **self._shown)
 
     def close(self) -> None:
-        """End what conversations needed."""
+        """Close the encoder of conversations, if it was made."""
         if self._conversations is not None:
             self._conversations.close()
 

@@ -40,8 +40,8 @@ _WHITESPACE = r"[ \n\t]{1,40}"
 
 
 _COMPILE_SECONDS = 4  # of the processor's time; the trial, whose vocabulary is small, has had half of it
-# Of the processor's time, for a text, and for each of its tokens. Masks of large schemas take up to 0.02 s, and those
-# of most steps less than 0.001 s.
+# Processor time for a text, and for each of its tokens. Masks of large schemas take up to 0.02 s, most others less than
+# 0.001 s.
 _TEXT_SECONDS = 0.5
 _TOKEN_SECONDS = 0.01
 
@@ -49,8 +49,8 @@ _TOKEN_SECONDS = 0.01
 class GrammarConstraint:
     """A grammar at one place of a text; see `engine.Constraint`.
 
-    What it takes of the processor's time is limited: to half a second, and to 0.01 s a token on average. Work beyond
-    that is given up, and the next mask says so.
+    Its processor time is limited: to half a second, and to 0.01 s a token on average. Work beyond that is given up, and
+    the next mask says so.
 
     Args:
         thread: in which the matcher works, so that a single mask is given up too; None for the caller's. With one, no
@@ -77,12 +77,10 @@ class GrammarConstraint:
         self._seconds_left = min(self._seconds_left + _TOKEN_SECONDS, _TEXT_SECONDS)
         bits = self._run(self._matcher.compute_bitmask, b"")
         if self._seconds_left <= 0:
-            raise NoTokenLeft(
-                "the grammar takes too much of the processor's time: a simpler or less ambiguous one would do."
-            )
+            raise NoTokenLeft("the grammar takes too much processor time; use a simpler or less ambiguous one.")
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(logits), bitorder="little").view(bool)
         if self._matcher.is_error() or not allowed.any():
-            raise NoTokenLeft(f"the grammar takes no further token ({error_of(self._matcher) or 'none spells it'}).")
+            raise NoTokenLeft(f"the grammar allows no further token ({error_of(self._matcher) or 'none spells it'}).")
         masked = np.full(len(logits), -np.inf, np.float32)
         np.copyto(masked, logits.numpy(), where=allowed)
         return torch.from_numpy(masked)

@@ -157,5 +157,5 @@ def as_tensor(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_quantized(weight: Weight) -> bool:
-    """Return whether a matrix has fewer values to choose from than the dtype of activations."""
+    """Return whether a matrix has fewer bits than the activations."""
     return not isinstance(weight, torch.Tensor) and weight.is_quantized

@@ -1,1 +1,1 @@
-"""What a sequence is between two steps: its state, the state's sizes, and snapshots of it in memory and in files."""
+"""The state of a sequence between two steps, its sizes, and snapshots of it in memory and in files."""

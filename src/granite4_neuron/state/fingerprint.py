@@ -1,4 +1,4 @@
-"""What tells a model's states from all others: a digest of its weights, and one of what else decides their last bit."""
+"""Tells a model's states from all others: by a digest of its weights, and one of all else that decides the last bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Fingerprint:
     """Tells states from those of other weights, and from those that other kernels have computed.
 
     Its text has 64 hex digits and is the same in every process with the same weights and kernels. All weights are read
-    for it, so it is made only when it is compared with another one: states that stay in memory do without.
+    for it, so it is made only when it is compared with another one: states that stay in memory need none.
 
     Args:
         weights: makes the digest of the weights, 32 hex digits, when it is needed first.

@@ -171,7 +171,7 @@ def check_place(file: Path) -> None:
 
 @contextmanager
 def _partial_file(file: Path) -> Iterator[tuple[str, Path]]:
-    """Have a folder beside a file while that is written; yield the name of a file in it, and of the one to replace.
+    """Provide a folder beside a file while that is written; yield the name of a file in it, and of the one to replace.
 
     Raises:
         UserError: there can be no such folder, or the block failed to write.
@@ -251,7 +251,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _flush(file: str) -> None:
-    """Have a file on the disk, so that it is whole under its later name even after a loss of power."""
+    """Flush a file to the disk, so that it is whole under its later name even after a loss of power."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -55,7 +55,7 @@ class TestPipe:
 
     def test_options_reach_the_answer(self, chat):
         output = chat(QUESTION, options=["--max-tokens", 5])
-        assert len(output[1]) < 40 and "the answer was cut at its longest; see --max-tokens" in output[2]
+        assert len(output[1]) < 40 and "the answer was cut at its limit; see --max-tokens" in output[2]
         assert chat(QUESTION, options=["--stop", "convenient"])[1] == "Assert statements are a \n"
         hot = ["--temperature", 3, "--max-tokens", 20, "--seed"]
         hot = [chat(QUESTION, options=[*hot, seed])[1] for seed in (1, 1, 2)]

@@ -406,5 +406,5 @@ def test_a_folder_that_others_may_enter(place, runtime, tmp_path):
         PrefixFolder(place, SIZE, runtime)
     for wrong in (tmp_path / "none" / "kept", tmp_path / "file"):
         (tmp_path / "file").touch()
-        with pytest.raises(UserError, match="is no folder, and could not be made"):
+        with pytest.raises(UserError, match="is not a folder, and could not be made"):
             PrefixFolder(wrong, SIZE, runtime)
