@@ -48,7 +48,7 @@ def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
 
 
-# What the numbers of an adapter mean: each field's default, its check, and what it must be.
+# The fields on which an adapter's numbers depend: each one's default, its check, and what it must be.
 _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (8, _is_count, "a whole number of at least 1"),
     "lora_alpha": (8, _is_scale, "a number"),
@@ -56,7 +56,7 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "rank_pattern": ({}, _are(_is_count), "an object of ranks by modules"),
     "alpha_pattern": ({}, _are(_is_scale), "an object of numbers by modules"),
 }
-# What says where an adapter comes from, how it was trained, or what its tensors say as well.
+# Fields about where an adapter comes from and how it was trained, and those that its tensors repeat.
 _WITHOUT_EFFECT = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),

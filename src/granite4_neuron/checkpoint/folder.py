@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 
 
 def bundled_checkpoint() -> Path:
-    """Return the folder of the small trained checkpoint that comes with the package; its README.md says what it is."""
+    """Return the folder of the small trained checkpoint that comes with the package; its model card is README.md."""
     return Path(str(resources.files("granite4_neuron") / "data" / "tiny"))
 
 

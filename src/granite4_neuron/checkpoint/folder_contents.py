@@ -1,4 +1,4 @@
-"""What a folder holds that has no weights or no config."""
+"""Says what a folder without weights or without a config holds instead."""
 
 from __future__ import annotations
 

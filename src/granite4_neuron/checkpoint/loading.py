@@ -61,7 +61,7 @@ def load_model(
         adapters: merged into the weights, all of them; of this model, and none of them activated. Not for a part of a
             model.
         must_be_finite: look at every number. Where it is not asked for, the logits will tell.
-        keep_quantized: keep weights of a GGUF file quantized of which int4 or int8 has the same numbers, unless
+        keep_quantized: keep weights of a GGUF file quantized if int4 or int8 represents them exactly, unless
             `quantize` or adapters are given.
         progress: called with (bytes of weights in memory, bytes in all) after each tensor.
         remark: called with a sentence on the weights of a GGUF file that are not kept as they are.

@@ -68,8 +68,8 @@ def complete_or_absent(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove what `complete_or_absent` had begun to write for `folder` in processes that are gone; return the removed
-    paths.
+    """Remove the unfinished folders that processes which are gone left for `folder`, see `complete_or_absent`; return
+    the removed paths.
 
     A process holds a lock on the folder that it writes to for as long as it lives.
     """

@@ -30,7 +30,7 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """The way in which the quantized weights of a checkpoint are stored.
+    """How the quantized weights of a checkpoint are stored.
 
     name: one of `choices.QUANTIZATIONS`, or COMPRESSED_TENSORS.
     schemes: of compressed-tensors, those that weights have. The tensors tell which weight has which.

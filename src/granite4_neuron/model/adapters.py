@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a projection: up @ down @ x.
+    """The term that an adapter adds to a projection: up @ down @ x.
 
     down: [rank, columns], float32.
     up: [rows, rank], float32, with the adapter's scale in it.
@@ -20,7 +20,7 @@ class LowRank:
     up: torch.Tensor
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the matrix [rows, columns] that does what `weight` and the addition do, in float32."""
+        """Return the sum of `weight` and the addition as one matrix [rows, columns], in float32."""
         return torch.addmm(weight.float(), self.up, self.down)
 
 

@@ -44,7 +44,7 @@ class Attention(Module):
         return self.o_proj(self.attend(projected, step, state, rotary))
 
     def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> AttentionWeights:
-        """Return the weights of a decoder layer's half with this; the arguments are its others."""
+        """Return the weights of the half of a decoder layer with this module; the arguments are the other weights."""
         return AttentionWeights(
             norm=norm,
             q_proj=self.q_proj.weight,
@@ -64,7 +64,7 @@ class Attention(Module):
     def attend(
         self, projected: Sequence[torch.Tensor], step: Step, state: KeyValueState, rotary: RotaryTables | None
     ) -> torch.Tensor:
-        """Do what is between the projections.
+        """Compute everything between the projections.
 
         Args:
             projected: queries, keys and values, each [batch, tokens, heads * head_dim].

@@ -1,4 +1,4 @@
-"""How the layers of a bound model are computed: each by its definition, or by a faster form of it.
+"""Chooses how each layer of a bound model is computed: by its definition, or by a faster form of it.
 
 A form is chosen once, when a model is bound, and says whether it supports a layer or why not. While a step runs, only
 the step's kind decides, which is its numbers of tokens and rows: steps that a form is not for take the definition.

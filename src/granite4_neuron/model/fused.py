@@ -1,4 +1,4 @@
-"""All decoder layers as one call of fused kernels: the time that Python takes between short kernels is saved."""
+"""All decoder layers as one call of fused kernels, which saves the time that Python takes between short kernels."""
 
 from __future__ import annotations
 

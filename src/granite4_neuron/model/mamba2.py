@@ -79,7 +79,7 @@ class Mamba2(Module):
         return -torch.exp(self.A_log.float())
 
     def weights(self, norm: torch.Tensor, eps: float, residual_multiplier: float) -> MambaWeights:
-        """Return the weights of a decoder layer's half with this; the arguments are its others."""
+        """Return the weights of the half of a decoder layer with this module; the arguments are the other weights."""
         mixer = MixerWeights(
             conv_weight=self.conv1d.weight,
             conv_bias=self.conv1d.bias,

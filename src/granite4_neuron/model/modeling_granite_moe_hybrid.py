@@ -91,7 +91,7 @@ class GraniteMoeHybridForCausalLM(Module):
         return {name: module for name, module in modules if isinstance(module, Matrix) and module is not left_out}
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:
-        """Return all weights by the checkpoint's names, also those that are no parameters."""
+        """Return all weights by the checkpoint's names, also those that are not parameters."""
         yield from self.named_parameters()
         for name, module in self.matrices().items():
             if not isinstance(module.weight, nn.Parameter):
@@ -122,7 +122,7 @@ class GraniteMoeHybridForCausalLM(Module):
         return bound
 
     def _choose_forms(self, adapters: Sequence[Adapter]) -> None:
-        """Choose how layers and decode are computed, and file why a faster form of them is not used."""
+        """Choose how layers and decode are computed, and record why a faster form of them is not used."""
         reasons = self.model.choose_forms(self.parallel, adapters)
         self._decode_call = None
         if self.is_fused:

@@ -25,8 +25,8 @@ class Parameter:
 
     axes: the size of each axis; for the axis that ranks split, the sizes of the blocks that lie along it one after
         another. Every rank takes a part of each of these.
-    is_matrix: whether it is [rows, columns], or that for each expert, as operators multiply by it.
-    may_be_quantized: whether `--quantize` does. Rounding a router would change which experts a token gets.
+    is_matrix: whether it is [rows, columns], or such a matrix for each expert, as operators multiply by it.
+    may_be_quantized: whether `--quantize` quantizes it. Rounding a router would change which experts a token gets.
     """
 
     axes: tuple[int | tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""A decoder layer with kernels for one token of each of few sequences; they join products with what is around them."""
+"""A decoder layer with kernels for one token of each of few sequences, which fuse products with their neighbours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from granite4_neuron.state.hybrid_state import KeyValueState, MambaState
 
 
 class TokenLayer(DecoderLayer):
-    """A layer by `Operators.token_layer` in steps that decode, of no more sequences than these are for."""
+    """A layer that uses `Operators.token_layer` in decode, up to the number of sequences that these are for."""
 
     @staticmethod
     def why_not(layer: DecoderLayer) -> str | None:

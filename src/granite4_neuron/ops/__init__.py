@@ -1,8 +1,8 @@
 """The mathematics, as functions of tensors, in plain torch.
 
-`cpu` has most of it as fused kernels for this machine's processor, `gpu` what decode needs as Triton kernels, `xla`
-some of it in plain torch for compiled graphs, `nki` some of it as kernels for NeuronCores. `select_operators` chooses
-among them for a runtime.
+`cpu` has most of it as fused kernels for this machine's processor, `gpu` the operators of decode as Triton kernels,
+`xla` some of it in plain torch for compiled graphs, `nki` some of it as kernels for NeuronCores. `select_operators`
+chooses among them for a runtime.
 
 Products with the experts' weights are in the weights' dtype, all else in float32.
 """

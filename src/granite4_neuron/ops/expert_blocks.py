@@ -1,7 +1,7 @@
 """Many tokens' choices of experts, sorted by expert into blocks of rows: a block has one expert.
 
-In plain torch with static shapes, without a sort or a running sum; there is room for the most blocks that can be. The
-blocks are in two parts, for two cores: each has half of those that have rows, and then blocks without rows.
+In plain torch with static shapes, without a sort or a running sum; there is room for the largest possible number of
+blocks. The blocks are in two parts, for two cores: each has half of those that have rows, and then blocks without rows.
 """
 
 from __future__ import annotations

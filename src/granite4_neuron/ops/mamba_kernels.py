@@ -1,4 +1,4 @@
-"""What a Mamba-2 layer computes between its projections: a causal convolution, then the recurrence.
+"""A Mamba-2 layer between its projections: a causal convolution, then the recurrence.
 
 `model.mamba2.Mamba2` calls the two functions of a `MambaKernels`, by the number of tokens in the step:
 

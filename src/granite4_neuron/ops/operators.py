@@ -49,13 +49,13 @@ class Operators:
     mamba_quadratic: used in place of mamba_prefill where one decay matrix over all tokens is asked for.
     round_state: an SSM state in float32 to the 16-bit dtype that it is kept in, see `ops.stochastic_round`.
     fused_layers: `ops.cpu.layers`, where layers are fused; None where they are computed by their parts.
-    token_layer: `ops.gpu.token_layer`, where decode of few sequences has operators that join products with what is
-        around them; None where it is computed as other steps are.
+    token_layer: `ops.gpu.token_layer`, where decode of few sequences has operators that fuse products with their
+        neighbours; None where it is computed as other steps are.
     launch_parameters: how Mamba layers cut up a step on a CPU; graphs and NKI kernels have their own constants.
     quantize: makes matrices of fewer bits, where weights are loaded.
     pack: lays out matrices for linear, mlp, fused_experts, router_logits, logits and embedding, which then take no
         others; None where they take tensors.
-    fallbacks: a sentence for each faster way that is not taken: which it is, and why.
+    fallbacks: a sentence for each faster way that is not taken, with the reason.
     """
 
     linear: Operator = linear
@@ -87,8 +87,8 @@ TORCH = Operators()
 
 
 def noting(operators: Operators, note: Callable[[str], None]) -> Operators:
-    """Return operators that tell `note` their names, as "ops.norm.rms_norm", whenever they run; in a graph of
-    torch.compile when it is traced. Of fused layers, the functions that make them do so.
+    """Return operators that call `note` with their names, such as "ops.norm.rms_norm", whenever they run; in a graph of
+    torch.compile, when it is traced. Of fused layers, the functions that make them do so.
     """
     noted: dict[str, Any] = {}
     for field in fields(operators):

@@ -12,7 +12,7 @@ from granite4_neuron.ops.weight import Weight, as_tensor
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`; of the dequantized weight where it is quantized.
+    """Compute `torch.nn.functional.linear`, with the dequantized weight if it is quantized.
 
     Args:
         x: [..., columns].

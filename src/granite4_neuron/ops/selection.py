@@ -20,7 +20,7 @@ def select_operators(
     prefill_scan: str = PREFILL_SCANS[0],
     decode_kernel: str = DECODE_KERNELS[0],
 ) -> Operators:
-    """Return `base` with the Mamba kernels that are asked for, less what does not work with them for this model.
+    """Return `base` with the Mamba kernels that are asked for, without the operators that do not work beside them.
 
     The NKI kernels run compiled on a Neuron device and in NKI's simulator on a CPU, which is for tests.
 

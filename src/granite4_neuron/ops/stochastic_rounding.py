@@ -62,8 +62,8 @@ def stochastic_round(
     """Round `values` to one of the two closest numbers of `dtype`, to the upper one with a probability that is the
     value's distance from the lower one, in units of the distance between both.
 
-    It is exact for the bits that float32 has and `dtype` has not: 13 for float16, 16 for bfloat16. Finite values beyond
-    float16's largest become that; infinities and NaN stay.
+    It is exact for the bits that float32 has beyond `dtype`: 13 for float16, 16 for bfloat16. Finite values beyond
+    float16's largest become the largest; infinities and NaN stay.
 
     Args:
         values: [batch, ..., head_dim, d_state], float32; states of different sequences.

@@ -54,7 +54,7 @@ class Format(ABC):
 
     quantizes_tied_embedding: whether a head that is the embedding stays one matrix with it, in the format `head`.
         Otherwise the embedding is not quantized, and the head has values of its own.
-    lossless_dtype: the dtype of which it has exactly the numbers, where it `holds` them; None if it rounds.
+    lossless_dtype: the dtype whose numbers it represents exactly, where it `holds` them; None if it rounds.
     """
 
     quantizes_tied_embedding: ClassVar[bool] = False
@@ -85,12 +85,12 @@ class Format(ABC):
         """
 
     def holds(self, weight: QuantizedWeight) -> bool:
-        """Return whether a weight that was quantized in this format stands for what it was made of."""
+        """Return whether a weight that was quantized in this format has the numbers that it was made of."""
         return True
 
     def fault(self, weight: QuantizedWeight) -> str | None:
-        """Return what a stored weight, in the memory of the CPU, has by which it stands for no numbers, or for others
-        in one implementation than in another; None if it has nothing of the kind.
+        """Return the fault of a stored weight, in the memory of the CPU, that leaves its numbers undefined or different
+        between implementations; None if there is none.
         """
         return None if weight.scales.isfinite().all() else "scales that are not finite (NaN or infinity)"
 

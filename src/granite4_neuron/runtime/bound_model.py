@@ -22,7 +22,7 @@ class BoundModel:
     """The part of `Runtime` that follows from a model bound to its operators.
 
     weights_digest: returns `digest_of_weights` of all that it computes with.
-    kernels: what tells its way of computing from others, beside the model and the versions; as facts of `facts_digest`.
+    kernels: facts, for `facts_digest`, that tell its way of computing from others beside the model and the versions.
     """
 
     own_slots = 0

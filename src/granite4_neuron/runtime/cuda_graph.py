@@ -1,4 +1,4 @@
-"""A captured sequence of kernels on a GPU, which is launched as one; copies to the host; and how products are made."""
+"""A captured sequence of kernels on a GPU, which is launched as one; copies to the host; the precision of products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runtimes of compiled graphs have in common: which graphs there are, and which of them a step takes.
+"""The common part of runtimes of compiled graphs: which graphs there are, and which of them a step takes.
 
 The set of graphs is fixed: one for each length bucket of prefill, one for decode, and for each length bucket of a
 verification one for it and one for what is accepted of it; each for every bucket of the cache's length. Prefill takes
@@ -43,7 +43,7 @@ class GraphRuntime(BoundModel, ABC):
 
     Args:
         model: with weights, which are copied to the device; it is not changed.
-        operators: that it computes with.
+        operators: the ones to compute with.
         generation_config: the checkpoint's defaults for generation.
         prefill_buckets: numbers of tokens that prefill graphs take; a shorter piece of a prompt is padded to the next
             one, a longer one is cut.

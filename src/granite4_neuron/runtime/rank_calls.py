@@ -40,7 +40,7 @@ class OfRank(tuple):
 
 
 class Refusal(NamedTuple):
-    """What a rank answers in place of a result when it raises a UserError."""
+    """The answer of a rank, in place of a result, when it raises a UserError."""
 
     sentence: str
 

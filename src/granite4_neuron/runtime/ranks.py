@@ -1,4 +1,4 @@
-"""The processes of a model that is split over devices: what each loads, how they start and end, and what they do."""
+"""The processes of a model that is split over devices: what they load and do, and how they start and end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SECONDS_TO_BE_SEEN = 1  # a call may fail a little earlier than the process tha
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What each rank loads, and where they meet.
+    """The part of a checkpoint that each rank loads, and where the ranks meet.
 
     port: of this machine, where rank 0 listens.
     """
@@ -186,7 +186,7 @@ def check_devices(device: str, tp_degree: int) -> None:
     """Check that there is a device for each rank, and that this process may become rank 0.
 
     Raises:
-        UserError: not so.
+        UserError: there is not, or it may not.
     """
     if device not in _COMMUNICATION:
         devices = " or ".join(_COMMUNICATION)

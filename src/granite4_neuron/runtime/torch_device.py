@@ -51,7 +51,7 @@ Call = Callable[..., Any]  # how functions of `run_step` and `run_advance` are c
 
 
 class GraphKey(NamedTuple):
-    """What a step's graphs have as constants; with the shapes of their inputs it tells which graph a step takes.
+    """The constants of a step's graphs; with the shapes of their inputs they tell which graph a step takes.
 
     kv_length: how many cache entries attention visits.
     in_order: whether row i is in slot i + 1, for all slots.
@@ -411,7 +411,7 @@ def call_inline(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _kind(argument: Any) -> Any:
-    """Return what of a graph's argument decides which graph it is."""
+    """Return the part of a graph's argument that decides which graph it is."""
     if isinstance(argument, torch.Tensor):
         return argument.shape
     if isinstance(argument, nn.Module):

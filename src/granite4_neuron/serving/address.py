@@ -21,7 +21,7 @@ def bind(host: str, port: int) -> Listener:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return _listener(family, address)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be encoded for the look-up
-        raise UserError(f"the server cannot have the address {in_url(host)}:{port} ({error}).") from None
+        raise UserError(f"the server cannot listen on {in_url(host)}:{port} ({error}).") from None
 
 
 def in_url(host: str) -> str:

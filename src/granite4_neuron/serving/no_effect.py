@@ -22,7 +22,7 @@ def _only(*allowed: Any) -> BeforeValidator:
 
 
 class FieldsWithoutEffect(BaseModel):
-    """Of both kinds of requests: OpenAI's, vLLM's and llama-server's."""
+    """Fields of both kinds of requests: OpenAI's, vLLM's and llama-server's."""
 
     # For the operator of a service.
     user: str | None = None
@@ -42,7 +42,7 @@ class FieldsWithoutEffect(BaseModel):
 
 
 class ChatFieldsWithoutEffect(FieldsWithoutEffect):
-    """Of chats."""
+    """Fields of chats."""
 
     # The models do not reason before they answer.
     reasoning_effort: Annotated[Any, _only("none", "minimal", "low", "medium", "high", "xhigh")] = None
@@ -53,11 +53,11 @@ class ChatFieldsWithoutEffect(FieldsWithoutEffect):
     add_special_tokens: Annotated[Any, _only(False)] = None
 
 
-# What messages of a history have from other servers' answers. The family's templates write none of it.
+# Fields that messages of a history have from other servers' answers. The family's templates write none of them.
 
 
 class MessageFieldsWithoutEffect(BaseModel):
-    """Of messages."""
+    """Fields of messages."""
 
     name: str | None = None
     annotations: list[Any] | None = None  # OpenAI's: the sources of an answer
@@ -67,13 +67,13 @@ class MessageFieldsWithoutEffect(BaseModel):
 
 
 class ToolCallFieldsWithoutEffect(BaseModel):
-    """Of the calls in a message."""
+    """Fields of the calls in a message."""
 
     index: int | None = None  # of a stream
 
 
 class ToolFieldsWithoutEffect(BaseModel):
-    """Of tools."""
+    """Fields of tools."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -83,6 +83,6 @@ PART_FIELDS_WITHOUT_EFFECT = frozenset({"cache_control"})
 
 
 class CompletionFieldsWithoutEffect(FieldsWithoutEffect):
-    """Of completions."""
+    """Fields of completions."""
 
     suffix: Annotated[Any, _only("")] = None

@@ -1,4 +1,4 @@
-"""Which web page a browser's request comes from."""
+"""Refuses requests that browsers send for web pages of other origins."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from granite4_neuron.serving.errors import RequestError
 def refusal_of_page(headers: Mapping[bytes, bytes], allowed: Sequence[str]) -> RequestError | None:
     """Return the refusal of a request that is from a web page of another origin; None for any other request.
 
-    Browsers send some requests of any page without asking the server first. Programs that are no browsers say nothing
-    of a page.
+    Browsers send some requests of any page without asking the server first. Programs other than browsers name
+    no page.
 
     Args:
         headers: by name in lower case.

@@ -11,9 +11,9 @@ MOST = 2**21  # log-probabilities: some 0.4 GiB while an answer is written
 
 
 class PromptLogprobs:
-    """Counts those that the requests in flight hold. It belongs to the event loop.
+    """Counts the log-probabilities that the requests in flight hold. It belongs to the event loop.
 
-    number: of them.
+    number: how many there are.
     """
 
     def __init__(self) -> None:

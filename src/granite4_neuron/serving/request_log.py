@@ -15,9 +15,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """What the log says of one request.
+    """The line in the log for one request.
 
-    generated: what the engine generates and the answer made of it, once the engine has the request.
+    generated: the running sequences and the answer made of them, once the engine has the request.
     """
 
     generated: tuple[Generation, Answer] | None = None

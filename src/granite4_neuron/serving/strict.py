@@ -1,4 +1,4 @@
-"""What all parts of a request's body have in common."""
+"""The base of all parts of a request's body."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _KINDS: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_ta
 
 @dataclass(frozen=True)
 class Structure:
-    """What a text must follow.
+    """The structure that a text must follow.
 
     field: of the body, which asks for it.
     kind, value: as in `Grammars.constraint`.
@@ -44,7 +44,7 @@ class Structure:
 def structure_of(
     response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
 ) -> Structure | None:
-    """Return what the two fields ask for; None for any text.
+    """Return the structure that the two fields ask for; None for any text.
 
     Raises:
         RequestError: 400, a field is wrong, or both ask for something.

@@ -72,7 +72,7 @@ class ToolCall(ToolCallFieldsWithoutEffect, Strict):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which of a request's tools its answer may call.
+    """The tools of a request that its answer may call.
 
     names: of those tools; None for all.
     is_call: whether the answer is exactly one call.
@@ -120,11 +120,11 @@ ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice)]
 def structure_of_calls(
     tools: Sequence[Tool], choice: ToolChoice, several: bool, answer: Structure | None, special: bool
 ) -> Structure | None:
-    """Return what an answer with tools must follow; None for any text, in which calls may be malformed.
+    """Return the structure of an answer with tools; None for any text, in which calls may be malformed.
 
     Args:
         several: whether there may be several calls.
-        answer: what the answer must follow if it calls nothing.
+        answer: the structure of an answer that calls nothing.
         special: see `calls_grammar`.
 
     Raises:

@@ -21,7 +21,7 @@ class WorkQueue:
         name: of the threads.
         threads: how many.
         most: how many requests may be in it, waiting or being worked on.
-        full: what is said to further ones.
+        full: the message to further ones.
     """
 
     def __init__(self, name: str, threads: int, most: int, full: str):
@@ -34,7 +34,7 @@ class WorkQueue:
         """Return the result of the work of one request. If this is cancelled, work that waits is never begun.
 
         Args:
-            work: gets what is set if this is cancelled while it runs.
+            work: gets a `Stop`, which is set if this is cancelled while it runs.
 
         Raises:
             RequestError: 429, it is full.
@@ -57,8 +57,8 @@ class WorkQueue:
 class Preparation:
     """The queues of requests that the engine does not have yet.
 
-    prompts: parsing and tokenizing of what is to be completed.
-    tokenize: the same for those who ask for nothing but tokens or their text.
+    prompts: parsing and tokenizing for completions and chats.
+    tokenize: the same for requests that only ask for tokens or their text.
     grammars: compiling, one at a time.
 
     Args:

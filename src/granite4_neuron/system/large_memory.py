@@ -41,6 +41,6 @@ class LargeMemory:
 
 
 def padded_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return what a tensor takes of a block, up to where the next one begins."""
+    """Return the bytes that a tensor takes of a block, up to where the next one begins."""
     size = math.prod(shape) * dtype.itemsize
     return size + -size % _ALIGNMENT

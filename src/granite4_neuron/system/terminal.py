@@ -1,4 +1,4 @@
-"""What reaches a terminal: text, and no control characters of whoever wrote the text.
+"""Keeps control characters of whoever wrote a text from reaching a terminal.
 
 A terminal obeys escape sequences in what it shows: they change the window's title or its clipboard, hide lines or
 write over them. A model's text, the name of a file and the message of an exception may have such characters.

@@ -1,4 +1,4 @@
-"""Quantized weights of a GGUF file of which a format of ours has the same numbers."""
+"""Quantized weights of a GGUF file that a format of ours represents exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEEN_FIRST = 4  # rows, which tell of most weights that they cannot be kept
 
 @dataclass(frozen=True)
 class Blocks:
-    """A type of GGUF whose blocks are a scale and numbers of which a format of ours has the same.
+    """A type of GGUF whose blocks are a scale and numbers that a format of ours represents exactly.
 
     block_bytes: the size of a block of 32 columns.
     may_keep: whether the format has these scales [..., rows, blocks], in float32.
@@ -61,7 +61,7 @@ _BLOCKS = {"Q4_0": Blocks(INT4, 18, _are_bfloat16), "Q8_0": Blocks(INT8, 34, _ar
 
 
 def kept_weights(stored: GGUFTensors, model: GraniteMoeHybridForCausalLM) -> dict[str, Blocks]:
-    """Find the weights of which int4 or int8 has the same numbers, by name.
+    """Find the weights that int4 or int8 represents exactly, by name.
 
     Args:
         model: without weights.

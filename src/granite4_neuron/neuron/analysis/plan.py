@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def graphs(self) -> list[GraphMemory]:
-        """What each of this model's graphs takes, without those of the draft model."""
+        """The memory of each of this model's graphs, without those of the draft model."""
         return self._graphs(self.batch_size, self.context)
 
     @property

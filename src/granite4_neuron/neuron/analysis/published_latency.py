@@ -1,4 +1,4 @@
-"""Published times of other models on a Trainium2, and what `latency` predicts for them from their configs alone."""
+"""Published times of other models on a Trainium2, and the predictions of `latency` from their configs alone."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
 
     Besides the graphs for context encoding and token generation it has continuation graphs, for the further tokens of a
     prompt that is longer than the largest context encoding bucket. So a prompt may be as long as neuron_config.seq_len.
-    Of such a prompt, tensor_capture_config captures the last step.
+    tensor_capture_config captures the last step of such a prompt.
 
     With continuous batching a sequence can be copied to another slot and continued there. With
     neuron_config.speculation_length, that many tokens of each sequence can be verified and the accepted ones committed.
@@ -101,7 +101,7 @@ class NeuronGraniteMoeHybridForCausalLM(FusedSpeculation, SlotOperations, Neuron
         """Add the graphs for further tokens of a prompt, one for each bucket of the cache that is above `shortest`.
 
         Args:
-            tokens: that such a graph takes.
+            tokens: how many such a graph takes.
         """
         config = copy.deepcopy(self.config)
         neuron_config = config.neuron_config

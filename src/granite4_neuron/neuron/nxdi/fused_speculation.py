@@ -113,10 +113,10 @@ class FusedSpeculationModel(NeuronFusedSpecModel):
 
 
 class FusedSpeculation:
-    """What fused speculation changes in an application of NxD Inference."""
+    """The part of an application of NxD Inference that is different with fused speculation."""
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict:
-        """Return the weights; of fused speculation those of both models."""
+        """Return the weights; with fused speculation, those of both models."""
         try:
             return super().checkpoint_loader_fn(mmap)
         finally:
@@ -201,6 +201,6 @@ class FusedSpeculation:
 
 
 def cache_managers(model: torch.nn.Module) -> list[HybridCacheManager]:
-    """Return those of a graph's model, or of fused speculation's two, in the order of the graph's outputs."""
+    """Return the cache managers of a graph's model, or of fused speculation's two, in the order of its outputs."""
     is_fused = isinstance(model, FusedSpeculationModel)
     return [each.kv_mgr for each in ((model.draft_model, model.target_model) if is_fused else (model,))]

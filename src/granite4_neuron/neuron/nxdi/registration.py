@@ -1,4 +1,4 @@
-"""Where NxD Inference's command line and vLLM's plugin look for models."""
+"""Registers the model where NxD Inference's command line and vLLM's plugin look for models."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class NeuronStep(DenseStep):
     contract of `DenseStep`.
 
     Args:
-        has_begun: whether no row is at position 0, so that each starts from the state where it lies: to select between
-            that and zeros costs as much as to advance it.
+        has_begun: whether no row is at position 0, so that each starts from the state where it lies: selecting between
+            that and zeros costs as much as advancing it.
     """
 
     def __init__(self, *args, has_begun: bool = False, **kwargs):

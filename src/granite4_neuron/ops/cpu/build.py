@@ -31,7 +31,8 @@ from granite4_neuron.system.terminal import unguarded
 
 _TORCH = Path(torch.__file__).parent
 _SOURCES = Path(str(resources.files("granite4_neuron.ops.cpu") / "kernels"))
-# No product and sum become one operation unless they are written so: the compiler would do it in some copies of a loop.
+# A product and a sum become one operation only where they are written so: the compiler would do it in some copies of a
+# loop and not in others.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-DNDEBUG")
 _QUIET = ("-Wno-psabi", "-Wno-ignored-attributes")
 _ONE_OPERATOR = "linear"

@@ -1,8 +1,8 @@
 """The fused kernels as functions, each with the arguments and results of a plain definition in ops unless it says
 otherwise.
 
-Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. What a row of a batch gives is the
-same bit by bit whatever other rows there are.
+Arithmetic is float32 inside. Matrices of weights are packed, see `weights.pack`. The results of a row
+of a batch are the same bit by bit whatever other rows there are.
 """
 
 from __future__ import annotations

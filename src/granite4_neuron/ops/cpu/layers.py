@@ -1,9 +1,9 @@
 """Layers of fused kernels: objects of C++ classes, each made once of its weights, a record of
 `ops.layer_weights`, and called with named arguments.
 
-Weights and settings are checked when a layer is made, arguments when it is called. What does not fit is a RuntimeError.
+Weights and settings are checked when a layer is made, arguments when it is called. An error there is a RuntimeError.
 Matrices are packed, see `weights.pack`. Other weights are in the model's dtype; none is copied. Arithmetic is float32
-inside. What a row of a batch gives is the same bit by bit whatever other rows there are.
+inside. The results of a row of a batch are the same bit by bit whatever other rows there are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of the fused kernels goes."""
+"""Measures where the time of the fused kernels goes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class PartTimes(NamedTuple):
-    """A part's time on the clock, and on all threads together that in which they had work; in seconds."""
+    """A part's time in seconds: on the clock, and busy time added up over all threads."""
 
     seconds: float
     busy_seconds: float
 
 
 def take_profile(on: bool) -> dict[str, PartTimes]:
-    """Take the time of the fused kernels from now on, or no longer; return that since the last call, by part.
+    """Turn profiling of the fused kernels on or off; return the times since the last call, by part.
 
     It is for all threads that call kernels together, and meant for one.
     """

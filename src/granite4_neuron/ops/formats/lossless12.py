@@ -18,9 +18,9 @@ _PART = 2**16  # values that are written at a time, in cache
 class Lossless12(Format):
     """Numbers of bfloat16: a sign and a mantissa of 8 bits, and a code of 4 bits in the place of the exponent.
 
-    The exponents of nearly all weights of a row are near each other. A row has codes for the 15 in succession that most
-    of its weights have, the least such 15 of several. Other exponents are kept beside. There is room for those of 8
-    weights of a row, or of 1 weight in 128; a row that has more of them is not held, see `holds`.
+    The exponents of nearly all weights of a row are near each other. A row has codes for the 15 consecutive exponents
+    that most of its weights have; of equal ranges the lowest. Other exponents are kept beside. There is room for those
+    of 8 weights of a row, or of 1 weight in 128; a row that has more of them is not held, see `holds`.
 
     values: uint8, [..., rows, columns * 3 / 2, rounded up], with sign and mantissa of all columns, and then the codes:
         that of an even column in the lower half and that of the next one in the upper half.

@@ -1,4 +1,4 @@
-"""Attention of one token of each sequence over its cache: what has been written of it, and no more.
+"""Attention of one token of each sequence over the written part of its cache, and no more.
 
 The cache is cut into splits that programs attend to side by side, as in flash decoding; a second kernel combines them.
 """

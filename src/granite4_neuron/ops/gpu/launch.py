@@ -1,4 +1,4 @@
-"""How kernels of decode are launched: where a GPU can, a kernel begins while those before it still run.
+"""Launches the kernels of decode: where a GPU can, a kernel begins while those before it still run.
 
 This is programmatic dependent launch, of GPUs of compute capability 9.0 and later. A kernel begins as soon as all
 programs of the one before it have called `gdc_launch_dependents`. Before its own `gdc_wait` a program reads only

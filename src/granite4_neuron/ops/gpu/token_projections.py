@@ -1,4 +1,4 @@
-"""Projections of a token of each sequence, with what is around them: the norm before, the residual after."""
+"""Projections of a token of each sequence, fused with their neighbours: the norm before, the residual after."""
 
 from __future__ import annotations
 

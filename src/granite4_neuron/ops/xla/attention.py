@@ -45,7 +45,7 @@ def _once_known(total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def write_cache_as(form: str) -> Callable[..., None]:
-    """Return `ops.write_cache` in one of `choices.KV_WRITES`. How fast each is on a device has to be tried there.
+    """Return `ops.write_cache` in one of `choices.KV_WRITES`. Try on a device which of them is fastest there.
 
     "index" has an index for each axis. "rows" has one index, of rows of head_dim values. "select" writes the whole
     cache, so it has no index; it is for one token of every sequence, in the order of their slots, and several tokens

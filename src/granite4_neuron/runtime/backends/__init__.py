@@ -1,1 +1,1 @@
-"""What the backends of `runtime/` are called, which options they have and how they load. Nothing here imports torch."""
+"""Declarations of the backends of `runtime/`: names, options, and how they load. Nothing here imports torch."""

@@ -4,7 +4,9 @@ from granite4_neuron.choices import DECODE_KERNELS, PREFILL_SCANS
 from granite4_neuron.config import DTYPES
 from granite4_neuron.runtime.backends.declaration import Option
 
-DTYPE = Option("dtype", "of weights and activations (default: that of the weights)", choices=DTYPES, is_dtype=True)
+DTYPE = Option(
+    "dtype", "dtype of weights and activations (default: that of the weights)", choices=DTYPES, is_dtype=True
+)
 PREFILL_SCAN = Option(
     "prefill_scan",
     "how Mamba layers scan a prompt: linear in its length (chunked), with one decay matrix per step (quadratic), or, "

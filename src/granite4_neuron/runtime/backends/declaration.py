@@ -64,7 +64,7 @@ class Load(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """What the command line and `generation.load` know of a backend.
+    """A backend as the command line and `generation.load` know it.
 
     options: that it has. It refuses all others, unless they have their default.
     load: called with the options, `progress` and `remark`, as `checkpoint.loading.load_model` takes them. It imports

@@ -8,8 +8,8 @@ namespace granite4_neuron {
 
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
-// How many vectors a tile is multiplied by at a time: their accumulators, a step of weights and one of a vector fit the
-// registers.
+// The number of vectors that a tile is multiplied by at a time: their accumulators, a step of weights and one of a vector
+// fit the registers.
 constexpr int64_t MR = LANES == 16 ? 14 : 3;
 
 // Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with
@@ -26,7 +26,7 @@ struct ActivationPanel {
   static int64_t block_size(int64_t columns) {
     return (steps_of<Arithmetic>(columns) + LANES - 1) / LANES * LANES * PLACES;
   }
-  // What `count` vectors take.
+  // The size of `count` vectors.
   static int64_t size(int64_t count, int64_t columns) {
     int64_t share = share_of(count);
     return (count + share - 1) / share * block_size(columns);

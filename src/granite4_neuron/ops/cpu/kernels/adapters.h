@@ -1,4 +1,4 @@
-// What adapters add to projections, for the tokens of those rows of a step that use one.
+// Adds adapters to projections, for the tokens of those rows of a step that use one.
 //
 // The definition is in Python: model/adapters.py.
 #pragma once
@@ -17,7 +17,7 @@ struct Matrix {
   explicit Matrix(const at::Tensor& packed) : bytes(packed), weight(weight_in(packed)) {}
 };
 
-// Of a step, each adapter that rows use, and the numbers of those rows' tokens among all of the step; none for all.
+// An adapter that rows of a step use, and the numbers of these rows' tokens in the step; no numbers for all tokens.
 struct AdapterTokens {
   int64_t adapter;
   std::optional<at::Tensor> tokens;

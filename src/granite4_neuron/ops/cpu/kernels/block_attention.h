@@ -76,7 +76,7 @@ class BlockAttention {
     return reinterpret_cast<const char*>(&tiles[number * steps * TILE]);
   }
 
-  // What lies behind the `count` keys takes no part.
+  // Nothing behind the `count` keys takes part.
   template <typename KeyAt>
   void load_keys(KeyAt& key, int64_t start, int64_t count) {
     int64_t size = key_steps_ * COLUMNS;

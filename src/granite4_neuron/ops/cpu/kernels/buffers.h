@@ -16,12 +16,12 @@ namespace granite4_neuron {
 // Blocks that nobody uses now.
 class Buffers {
  public:
-  // Those of all threads. Never destroyed: tensors may give back theirs when the process ends.
+  // The buffers of all threads. Never destroyed: tensors may give back theirs when the process ends.
   static Buffers& instance() {
     static Buffers* buffers = new Buffers(size_t{64} << 20);
     return *buffers;
   }
-  // Those of this thread alone: tasks that are done in some microseconds would wait for each other's lock.
+  // The buffers of this thread alone: tasks that are done in some microseconds would wait for each other's lock.
   static Buffers& of_thread() {
     thread_local Buffers buffers(size_t{4} << 20);
     return buffers;

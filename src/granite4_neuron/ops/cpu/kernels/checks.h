@@ -33,7 +33,7 @@ inline int64_t check_width(const at::Tensor& tensor, const char* name) {
   return tensor.size(-1);
 }
 
-// What indexes memory below: each row's number of real tokens, and a slot of the state that it lives in; both [batch].
+// Checks the values that index memory: each row's number of real tokens, and its slot of the state; both [batch].
 inline void check_rows(
     const at::Tensor& lengths, const at::Tensor& slots, int64_t batch, int64_t tokens, int64_t num_slots,
     int64_t first_slot = 0) {

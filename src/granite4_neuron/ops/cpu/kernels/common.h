@@ -1,4 +1,4 @@
-// What all kernels share: float32 vectors over tensors of any floating dtype.
+// The base of all kernels: float32 vectors over tensors of any floating dtype.
 //
 // Kernels are written with ATen's Vectorized<float>, so that one source serves AVX2, AVX-512 and Arm. All arithmetic is
 // float32. Tensors are contiguous along their last axis; the Python side sees to that.

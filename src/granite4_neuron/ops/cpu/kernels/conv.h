@@ -7,7 +7,7 @@
 
 namespace granite4_neuron {
 
-// What the first half reads and writes.
+// The inputs and outputs of the first half.
 //
 // T is the dtype of inputs and windows. A row of the batch is `row_stride` values of `inputs`; within it
 // tokens are `token_stride` apart, each with the inputs of its channels and then those of its heads' step sizes.

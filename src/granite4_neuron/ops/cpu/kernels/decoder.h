@@ -12,7 +12,7 @@
 
 namespace granite4_neuron {
 
-// Of each layer conv_state and ssm_state, or the caches of keys and values.
+// Each layer's conv_state and ssm_state, or its caches of keys and values.
 using LayerStates = std::vector<std::tuple<at::Tensor, at::Tensor>>;
 
 // Embedding, final norm and head. The embedding is the head's matrix where it has none of its own.
@@ -70,8 +70,8 @@ class Decoder : public torch::CustomClassHolder {
     embedding_and_head_ = given;
   }
 
-  // What becomes of hidden_states, [batch, tokens, hidden_size] in float32; with `keep_inputs`, behind it the inputs of
-  // each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
+  // Returns hidden_states, [batch, tokens, hidden_size] in float32, after all layers; with `keep_inputs`, then the inputs
+  // of each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
   std::vector<at::Tensor> step(
       at::Tensor hidden_states, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots,
       const std::optional<at::Tensor>& adapters, const std::optional<RotaryTables>& rotary, bool keep_inputs) const {

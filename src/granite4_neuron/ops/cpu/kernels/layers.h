@@ -58,7 +58,7 @@ inline void check_projection(
       "] and should be [", rows, ", ", columns, "]");
 }
 
-// What all halves do: add a multiple of something computed from the normalised residual stream to that stream.
+// The common part of all halves: they add a multiple of something, computed from the normalised residual stream, to it.
 struct Residual {
   at::Tensor norm;  // [hidden_size]
   double eps, multiplier;

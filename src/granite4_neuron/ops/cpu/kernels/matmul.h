@@ -17,7 +17,7 @@ struct Prefetch {
   const char* end = nullptr;
   int64_t skipped = 0;
 
-  // What is left of TILES tiles that are multiplied together, and then what stands behind them.
+  // Prefetches the rest of TILES tiles that are multiplied together, and then the memory behind them.
   template <typename Tiles, int TILES>
   static Prefetch together(const char* tile, int64_t tile_bytes) {
     Prefetch prefetch{tile, Tiles::STEP_BYTES, tile + tile_bytes, (TILES - 1) * tile_bytes};
@@ -186,7 +186,7 @@ struct LoadedSteps {
   static int64_t tile_bytes(int64_t columns) {
     return steps_of<Arithmetic>(columns) * STEP_BYTES;
   }
-  // Those of a tile, at `to`, which has room for `tile_bytes`.
+  // Writes the steps of a tile to `to`, which has room for `tile_bytes`.
   static void fill(const char* tile, int64_t columns, char* to) {
     ReaderOf<Tiles> reader(tile, columns);
     const char* step = tile + reader.steps_offset(columns);

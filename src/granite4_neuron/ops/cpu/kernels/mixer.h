@@ -1,4 +1,4 @@
-// What the parts of the Mamba-2 mixer share: a layer's weights and settings, and one call's sizes and rows.
+// Types that the parts of the Mamba-2 mixer share: a layer's weights and settings, and one call's sizes and rows.
 #pragma once
 
 #include "common.h"
@@ -19,9 +19,8 @@ struct MixerState {
   at::Tensor ssm;   // [slots, heads, head_dim, d_state], float32, bfloat16 or float16
 };
 
-// Of each row of the batch: its number of real tokens, the slots where its state is read and written, and its first
-// token's place in the sequence. A write slot of -1, which steps of one token have none of, says that the state is not
-// written.
+// For each row of the batch: its number of real tokens, the slots where its state is read and written, and its first
+// token's place in the sequence. A write slot of -1 says that the state is not written; steps of one token have none.
 struct Rows {
   const int64_t *lengths, *read_slots, *write_slots, *starts;
 };

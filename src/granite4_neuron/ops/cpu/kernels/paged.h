@@ -25,7 +25,7 @@ struct PagedRows {
   bool is_padding(int64_t row) const {
     return page(row, 0) <= 0 || length(row) == 0;
   }
-  // Which token of the step before the sequence goes on from.
+  // The token of the step before from which the sequence goes on.
   int64_t source_column(int64_t row) const {
     return accepted == nullptr ? 0 : std::max(accepted[row], 1) - 1;
   }

@@ -53,8 +53,8 @@ class ThreadPool {
     while (workers_.load(std::memory_order_acquire) != CLOSED) relax();
   }
 
-  // Has loops take the time from now on, or no longer. Returns what they took since it was last called: on the clock,
-  // and on all threads together those parts of it in which they had work; in nanoseconds.
+  // Turns the timing of loops on or off. Returns their times since the last call in nanoseconds: on the clock, and busy
+  // time added up over all threads.
   std::pair<int64_t, int64_t> take_time(bool on) {
     takes_time_.store(on, std::memory_order_relaxed);
     return {loop_ns_.exchange(0, std::memory_order_relaxed), busy_ns_.exchange(0, std::memory_order_relaxed)};

@@ -1,4 +1,4 @@
-// Where the time of a step goes, part by part.
+// The time of a step, part by part.
 #pragma once
 
 #include "parallel.h"
@@ -11,7 +11,7 @@ class Profile {
  public:
   static constexpr std::array NAMES{"products", "experts", "convolution", "scan", "attention", "norms and gates",
                                     "head and router"};
-  // On the clock, and on all threads together those parts of it in which they had work.
+  // On the clock, and busy time added up over all threads.
   struct Times {
     double seconds = 0.0, busy_seconds = 0.0;
   };

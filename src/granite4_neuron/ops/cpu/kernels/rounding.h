@@ -6,14 +6,14 @@
 
 namespace granite4_neuron {
 
-// Where random numbers come from: Philox-4x32 (Salmon et al. 2011) with `seed` as its key, `rounds` of it.
+// The source of random numbers: Philox-4x32 (Salmon et al. 2011) with `seed` as its key, `rounds` of it.
 struct Rounding {
   uint64_t seed;
   uint32_t stream;
   int64_t rounds;
 };
 
-// What float32 has more than a 16-bit dtype: bits of the mantissa.
+// Bits of the mantissa that float32 has beyond a 16-bit dtype.
 template <typename T>
 constexpr bool IS_REDUCED = !std::is_same_v<T, float>;
 template <typename T>
@@ -45,12 +45,13 @@ class StateRounding {
     }
   }
 
-  // Of SHARED_ROWS rows; `fill` writes some more, for two runs at a time, whose chains of products overlap.
+  // The number of words for SHARED_ROWS rows, rounded up: `fill` writes two runs at a time, whose products overlap.
   int64_t num_words() const {
     return (runs_ + 1) / 2 * 2 * RUN / 2;
   }
 
-  // Those of rows p and following of a head's state after the token at a position; p is a multiple of SHARED_ROWS.
+  // Writes the words of rows p and following of a head's state after the token at a position; p is a multiple of
+  // SHARED_ROWS.
   void fill(int64_t position, int64_t head, int64_t p, uint32_t* words) const {
     int64_t counter = (head * head_groups_ + p / SHARED_ROWS) * runs_ * COUNTERS;
     for (int64_t run = 0; run < runs_; run += 2, counter += 2 * COUNTERS, words += RUN)
@@ -145,7 +146,7 @@ inline Vec round_to(Vec values, Bits random) {
     Bits sign = bits & 0x80000000;
     Numbers size = (Numbers)(bits ^ sign);
     size = size > LARGEST && size < INFINITE ? Numbers{} + LARGEST : size;
-    // Of a number below its smallest normal one float16 drops more bits, but as many of that number's sum with it.
+    // Below its smallest normal number float16 drops more bits; in the sum with that number it drops as many as usual.
     Floats offset = (Floats)(size < SMALLEST ? Numbers{} + SMALLEST : Numbers{});
     Bits rounded = ((Bits)((Floats)size + offset) + (random >> (16 - DROPPED_BITS<T>))) & KEPT;
     return std::bit_cast<Vec>((Bits)((Floats)rounded - offset) | sign);

@@ -12,7 +12,7 @@
 
 namespace granite4_neuron {
 
-// What the second half reads and writes: inputs after their activation, step sizes, states and results.
+// The inputs and outputs of the second half: inputs after their activation, step sizes, states and results.
 //
 // S is the dtype of states, which are computed in float32 and rounded where they are stored.
 template <typename S>
@@ -202,7 +202,7 @@ class RoundedScan {
   const Mixer& m_;
   StateRounding rounding_;
   int64_t block_;  // tokens that pass through a part of the state at a time
-  // Of a block's tokens; the last three for some rows of the state.
+  // For a block's tokens; the last three for some rows of the state.
   std::array<float, MAX_SCAN_BLOCK> decays_;
   std::array<std::array<float, SHARED_ROWS>, MAX_SCAN_BLOCK> dt_x_;
   Scratch<uint32_t> words_;

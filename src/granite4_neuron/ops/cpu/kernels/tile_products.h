@@ -121,7 +121,7 @@ class WithoutDenormals {
   unsigned before_;
 };
 
-// What a block of columns takes in a tile of weights.
+// The bytes of a block of columns in a tile of weights.
 template <typename Steps>
 constexpr int64_t block_bytes() {
   if constexpr (HAS_GROUPS<Steps>) {

@@ -117,7 +117,7 @@ template <>
 inline constexpr bool HAS_TILE_SUMS<TilePairs> = true;
 #endif
 
-// How vectors of T are multiplied.
+// The arithmetic that multiplies vectors of T.
 template <typename T>
 struct ArithmeticOf {
   using type = Floats;
@@ -301,7 +301,7 @@ struct ReaderOf<Steps> : Steps::Reader {
   }
 };
 
-// Those of TILES tiles that are `stride` bytes apart.
+// Readers of TILES tiles that are `stride` bytes apart.
 template <typename Steps, int TILES>
 inline auto readers_of(const char* tile, int64_t stride, int64_t columns) {
   return [&]<int... NUMBERS>(std::integer_sequence<int, NUMBERS...>) {

@@ -12,10 +12,10 @@ struct Rows {
   static constexpr int64_t GROUP = LANES;
   static constexpr int CODES = 15, EXPONENTS = 256;  // exponents from the row's least one on; code 15 is for others
   static constexpr int64_t MANTISSA_BITS = 7;
-  // What scales begin with: the least exponent and the number of others.
+  // Scales begin with the least exponent and the number of others.
   static constexpr int64_t HEADER = 2;
 
-  // How many exponents there is room for behind the header.
+  // The number of exponents that fit behind the header.
   static int64_t room(int64_t columns) {
     return std::clamp<int64_t>(columns / 128, 8, 254);
   }
