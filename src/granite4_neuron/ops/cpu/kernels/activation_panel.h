@@ -8,8 +8,8 @@ namespace granite4_neuron {
 
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
-// The number of vectors that a tile is multiplied by at a time: their accumulators, a step of weights and one of a vector
-// fit the registers.
+// The number of vectors that a tile is multiplied by at a time: their accumulators, a step of weights and one of a
+// vector fit the registers.
 constexpr int64_t MR = LANES == 16 ? 14 : 3;
 
 // Vectors as products read them: in blocks of `share` at most. A block has a step of all its vectors side by side, with

@@ -70,8 +70,8 @@ class Decoder : public torch::CustomClassHolder {
     embedding_and_head_ = given;
   }
 
-  // Returns hidden_states, [batch, tokens, hidden_size] in float32, after all layers; with `keep_inputs`, then the inputs
-  // of each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
+  // Returns hidden_states, [batch, tokens, hidden_size] in float32, after all layers; with `keep_inputs`, then the
+  // inputs of each Mamba layer's mixer. slots: of the caches, [batch]. adapters: of the rows, see `adapter_rows`.
   std::vector<at::Tensor> step(
       at::Tensor hidden_states, const LayerStates& states, const SlotRows& rows, const at::Tensor& slots,
       const std::optional<at::Tensor>& adapters, const std::optional<RotaryTables>& rotary, bool keep_inputs) const {
