@@ -241,7 +241,7 @@ def _raise(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a sequence gives alone."""
+    """The outputs of a sequence alone."""
 
     tokens: Sequence[int]
     text: str

@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="granite-4.0-h-small", metavar="NAME", help="default: granite-4.0-h-small")
     parser.add_argument("--tp-degree", type=int, default=4, metavar="N", help="ranks of the model, default: 4")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     return parser
 
 

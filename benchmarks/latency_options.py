@@ -77,7 +77,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         metavar="N",
         help="measure also beside N processes that each keep a processor busy",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
     return parser
 

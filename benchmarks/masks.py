@@ -1,4 +1,4 @@
-"""What a JSON schema adds to a step of decode, with a vocabulary of as many tokens as the model's.
+"""The time that a JSON schema adds to a step of decode, with a vocabulary of as many tokens as the model's.
 
 python -m benchmarks.random_checkpoint h-350m FOLDER
 python -m benchmarks.masks FOLDER --sequences 1 8

@@ -1,5 +1,5 @@
-"""Whether a text depends on how it is served: each sequence alone, and the same one beside others, with its prompt in
-chunks, behind a prefix hit, with drafts and on other numbers of threads.
+"""Measures whether a text depends on how it is served: each sequence alone, and the same one beside others, with its
+prompt in chunks, behind a prefix hit, with drafts and on other numbers of threads.
 
     python -m benchmarks.one_text --compare transformers vllm
     python -m benchmarks.one_text --random-weights h-350m --numbers bfloat16 int8
@@ -75,7 +75,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs from the texts of each sequence alone."""
+    """The differences from the texts of each sequence alone."""
 
     rows: int
     compared_rows: int

@@ -86,7 +86,7 @@ def _longest(turns: Sequence[Turn]) -> int:
 
 
 class Answer(NamedTuple):
-    """How many of a prompt's tokens a cache had, the seconds to the first new token, and all new ones."""
+    """The number of a prompt's tokens that a cache had, the seconds to the first new token, and all new ones."""
 
     found: int
     seconds: float

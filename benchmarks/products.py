@@ -21,7 +21,7 @@ _SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Product:
-    """Of a matrix [outputs, inputs] and some rows; seconds of one."""
+    """A product of a matrix [outputs, inputs] and some rows; seconds of one."""
 
     name: str
     outputs: int

@@ -1,4 +1,4 @@
-"""Where the time of prompts and of decode goes, part by part."""
+"""The time of prompts and of decode, part by part."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--goodput", nargs="+", default=[], metavar="LIMIT", help="such as first-token:1000 per-token:50 total:9000, ms"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, for example to a .png")
     return parser
 

@@ -1,4 +1,4 @@
-"""What the clients share."""
+"""The common part of the clients."""
 
 from pathlib import Path
 

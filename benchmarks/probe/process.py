@@ -21,10 +21,10 @@ from typing import Any
 
 from granite4_neuron.errors import printable
 
-# Of a finding and of a step; a fact is neither right nor wrong.
+# Status of a finding and of a step; a fact is neither right nor wrong.
 EQUAL, FACT = "equal", "fact"
 WRONG, FAILED = "wrong", "failed"
-# Of a step.
+# Status of a step.
 OK, CRASHED, TIMED_OUT = "ok", "crashed", "timed out"
 
 # A graph that fails to compile is an error, and so is a tensor on the CPU among its inputs; TorchNeuron would otherwise
@@ -39,7 +39,7 @@ _LAST_LINES = 40
 
 @dataclass(frozen=True)
 class Place:
-    """Where steps run: a device of the backend torch, and a backend of torch.compile, None for the device's own."""
+    """The place of steps: a device of the backend torch, and a backend of torch.compile, None for the device's own."""
 
     device: str
     compiler: str | None = None
@@ -84,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of a step. last_lines: of its output, unless it was as it should be."""
+    """The result of a step. last_lines: of its output, unless it was as it should be."""
 
     name: str
     result: str

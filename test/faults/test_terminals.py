@@ -1,4 +1,4 @@
-"""What a model, a file or a name brings reaches a terminal without control characters, in every command."""
+"""Text of a model, a file or a name reaches a terminal without control characters, in every command."""
 
 import json
 import os

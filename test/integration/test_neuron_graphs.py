@@ -1,4 +1,4 @@
-"""What TorchNeuron would get of the runtime for PyTorch devices: each graph with its writes, operators and numbers.
+"""The graphs that TorchNeuron would get of the runtime for PyTorch devices, with their writes, operators and numbers.
 
 The models have one layer of each kind: layers of a kind share a graph, or have the same part of one.
 """

@@ -1,4 +1,4 @@
-"""What clients send besides the prompt, and look for in answers."""
+"""Fields that clients send besides the prompt, and look for in answers."""
 # ruff: noqa: E402 (what may not be installed comes first)
 
 import logging

@@ -185,19 +185,19 @@ class TestRefusals:
     def test_an_address_that_cannot_be_had(self, capsys):
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
-            self.refused(capsys, f"cannot have the address 127.0.0.1:{port} ", "--port", port)
-        self.refused(capsys, "cannot have the address no.such.host.invalid:8000 ", "--host", "no.such.host.invalid")
-        self.refused(capsys, "cannot have the address a..b:8000 ", "--host", "a..b")
+            self.refused(capsys, f"cannot listen on 127.0.0.1:{port} ", "--port", port)
+        self.refused(capsys, "cannot listen on no.such.host.invalid:8000 ", "--host", "no.such.host.invalid")
+        self.refused(capsys, "cannot listen on a..b:8000 ", "--host", "a..b")
         self.refused(capsys, "--port: 70000 is more than 65535", "--port", "70000")
 
     def test_options(self, capsys):
         for arguments in (("--max-num-seqs", "0"), ("--max-model-len", "1"), ("--max-queue", "-1")):
             self.refused(capsys, "is not a whole number of at least", *arguments)
         self.refused(capsys, "the model's longest text has 131,072 tokens", "--port", "0", "--max-model-len", "131073")
-        self.refused(capsys, "'much' is no size", "--port", "0", "--max-body", "much")
-        self.refused(capsys, "'much' is no size", "--port", "0", "--prefix-cache", "much")
+        self.refused(capsys, "'much' is not a size", "--port", "0", "--max-body", "much")
+        self.refused(capsys, "'much' is not a size", "--port", "0", "--prefix-cache", "much")
         self.refused(capsys, "belongs to --prefix-cache-dir", "--port", "0", "--prefix-cache-dir-size", "1GiB")
-        self.refused(capsys, "is no folder", "--port", "0", "--prefix-cache-dir", "/none/kept")
+        self.refused(capsys, "is not a folder", "--port", "0", "--prefix-cache-dir", "/none/kept")
         self.refused(capsys, "must be ngram or ngram:K", "--port", "0", "--speculate", "eagle")
 
     @pytest.mark.parametrize("key", ["", " ", "key\n", "k\x00", "\udcff"], ids=repr)

@@ -1,5 +1,5 @@
-"""What every runtime of compiled graphs keeps: the CPU runtime's numbers and texts, a fixed set of graphs, and state
-that a step changes only where it should.
+"""The contract of every runtime of compiled graphs: the CPU runtime's numbers and texts, a fixed set of graphs, and
+state that a step changes only where it should.
 
 A test module takes these classes as bases and has the fixture `backend`.
 """

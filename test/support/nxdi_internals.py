@@ -1,4 +1,4 @@
-"""What the port takes from NxD Inference, NxD and NKI: read from its source, and compared with theirs.
+"""The names that the port takes from NxD Inference, NxD and NKI: read from its source, and compared with theirs.
 
 A name comes with the parameters that are relied on: ("perform_prefill", ("Q", "K")). NxD Inference is needed only where
 a function says so.

@@ -32,7 +32,7 @@ _QUERIES = 16
 
 @dataclass(frozen=True)
 class Expected:
-    """What is right after `length` tokens, in float64.
+    """The right values after `length` tokens, in float64.
 
     state: by the names of `HybridState.slot_views`; of keys and values those of the sequence, [kv_heads, length,
         head_dim].

@@ -174,7 +174,7 @@ def _not_of_this_model(file: Path, name: str, config: GraniteMoeHybridConfig) ->
 def _checked(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a matrix in float32."""
     if tensor.dtype not in _DTYPES or tensor.dim() != 2:
-        raise UserError(f"{file} has {name} of shape {list(tensor.shape)} in {tensor.dtype}, which is no matrix.")
+        raise UserError(f"{file} has {name} of shape {list(tensor.shape)} in {tensor.dtype}, which is not a matrix.")
     if not tensor.isfinite().all():
         raise UserError(f"{file} has numbers in {name} that are not finite (NaN or infinity).")
     return tensor.float()

@@ -118,7 +118,7 @@ def _objects(file: str | None, name: str) -> list[dict[str, Any]] | None:
     """Read the file of --tools or --documents; None without one.
 
     Raises:
-        UserError: it is no list of objects in JSON.
+        UserError: it is not a list of objects in JSON.
     """
     if file is None:
         return None

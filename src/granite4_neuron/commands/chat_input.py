@@ -114,7 +114,7 @@ class TerminalInput:
 
 
 def _keys() -> Input:
-    """Return standard input as keys: bytes that are no text are the replacement character, and Ctrl-C alone also
+    """Return standard input as keys: bytes that are not text are the replacement character, and Ctrl-C alone also
     ends a pasted text that has a mark at its beginning only.
     """
     from prompt_toolkit.input.posix_utils import PosixStdinReader

@@ -259,7 +259,7 @@ def num_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(|KiB|MiB|GiB)", text)
     if match is None:
-        raise UserError(f"{reprlib.repr(text)} is no size; write it like 500MiB or 2GiB.")
+        raise UserError(f"{reprlib.repr(text)} is not a size; write it like 500MiB or 2GiB.")
     size = float(match[1]) * _UNITS[match[2]]
     if size > _MOST_BYTES:
         raise UserError(f"{reprlib.repr(text)} is more memory than there is anywhere; write it like 500MiB or 2GiB.")

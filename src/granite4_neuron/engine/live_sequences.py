@@ -108,7 +108,7 @@ class LiveSequences:
 
 
 class _Guard:
-    """See `LiveSequences.guard`. It is no generator because it is entered for each token.
+    """See `LiveSequences.guard`. It is not a generator because it is entered for each token.
 
     Args:
         unfinished: by id, the sequences whose work does not count yet.

@@ -63,8 +63,8 @@ class PrefixFolder:
         runtime: the model that runs the sequences.
 
     Raises:
-        UserError: the limit is no number of bytes; or the folder cannot be made or read, belongs to somebody else, or
-            others may enter it.
+        UserError: the limit is not a number of bytes; or the folder cannot be made or read, belongs to somebody else,
+            or others may enter it.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None, runtime: Runtime):

@@ -28,7 +28,7 @@ def split(prompt: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
     a generator, or token ids with two axes.
 
     Raises:
-        UserError: it is no prompt.
+        UserError: it is not a prompt.
     """
     if isinstance(prompt, Mapping):
         return _of_encoding(prompt)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-_VALUES = {"const", "enum", "default", "examples"}  # whose values are no schemas
+_VALUES = {"const", "enum", "default", "examples"}  # whose values are not schemas
 
 
 def has_endless_reference(schema: Mapping[str, Any]) -> bool:

@@ -213,7 +213,7 @@ def schema_text(schema: Mapping[str, Any] | str, name: str) -> str:
         name: of the schema, in messages.
 
     Raises:
-        UserError: it is no object in JSON, or no value can be valid because it refers to itself.
+        UserError: it is not an object in JSON, or no value can be valid because it refers to itself.
     """
     schema = _object(schema, name)
     try:

@@ -173,7 +173,7 @@ class ToolCallStream:
         if at < 0:
             certain = self._held
             if not self._is_whole:
-                # Space before a call is no part of the text.
+                # Space before a call is not part of the text.
                 certain = certain[: len(certain) - possible_start(certain, [OPEN])].rstrip()
             if not certain:
                 return None

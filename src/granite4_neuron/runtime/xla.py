@@ -77,8 +77,8 @@ class XLARuntime(GraphRuntime):
 
     def _run_verify(self, state: HybridState, inputs: Tensors, kv_length: int) -> tuple[torch.Tensor, Tensors]:
         logits, kept_inputs = self.model.verify(*self._where(inputs, True), state, kv_length=kv_length)
-        # They are views. With them stays what they are views of, which is no output of this graph: a later sync would
-        # compute it, from state whose memory has been donated by then.
+        # They are views, and keep their base alive. It is not an output of this graph: a later sync would compute it,
+        # from state whose memory has been donated by then.
         kept_inputs = [kept.clone() for kept in kept_inputs]
         _run_graph([logits, *kept_inputs], state.tensors(KeyValueState))
         return logits, kept_inputs

@@ -27,7 +27,7 @@ def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> list[str |
     of it from a dot on. None for a module that no pattern matches.
 
     Raises:
-        PatternsFailed: one is no regular expression, or they take more than 3 seconds or 1 GiB.
+        PatternsFailed: one is not a regular expression, or they take more than 3 seconds or 1 GiB.
     """
     if not patterns:
         return [None] * len(modules)
@@ -48,7 +48,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
             compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$")))
         except (re.error, RecursionError, OverflowError) as error:
-            return {"error": f"{pattern!r} is no regular expression: {error}"}
+            return {"error": f"{pattern!r} is not a regular expression: {error}"}
     return {
         "matches": [
             next((pattern for pattern, expression in compiled if expression.match(module)), None)

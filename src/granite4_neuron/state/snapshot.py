@@ -132,7 +132,7 @@ class Snapshot:
         What it says is compared before tensors are read, and then each tensor with its digest.
 
         Raises:
-            UserError: it cannot be read, is no such file, is damaged, or of another model, dtype or version.
+            UserError: it cannot be read, is not such a file, is damaged, or of another model, dtype or version.
         """
         try:
             check_regular(file)
@@ -266,7 +266,7 @@ def _about(file: Path, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged or incomplete ({error}); make the snapshot again.") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise UserError(f"{file} is no snapshot of a sequence.")
+        raise UserError(f"{file} is not a snapshot of a sequence.")
     if about.get("version") != VERSION:
         raise UserError(
             f"{file} has version {reprlib.repr(about.get('version'))} of the format and this package reads {VERSION}; "

@@ -167,8 +167,8 @@ FAULTS = {
         tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 65)})),
         "of shape [4, 65] instead of [4, 64]; the adapter is of another model",
     ),
-    "no matrix": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4)})), "no matrix"),
-    "integers": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 64).int()})), "no matrix"),
+    "no matrix": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4)})), "not a matrix"),
+    "integers": (tensors(lambda values: values.update({Q_PROJ: torch.zeros(4, 64).int()})), "not a matrix"),
     "NaN": (tensors(lambda values: values[Q_PROJ].fill_(float("nan"))), "not finite"),
 }
 

@@ -171,7 +171,7 @@ class TestPipe:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--prefix-cache", "much"], "'much' is no size"),
+            (["--prefix-cache", "much"], "'much' is not a size"),
             (["--speculate", "eagle"], "must be ngram or ngram:K"),
             (["--temperature", -1], "-1"),
         ],

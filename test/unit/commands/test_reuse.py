@@ -87,12 +87,12 @@ def test_what_is_refused(generate, texting_folder, small_folder, tmp_path):
     tokenizer = other / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text(encoding="utf-8").replace("<|bos|>", "<|begin|>"), encoding="utf-8")
     for options, message in (
-        (["--prefix-cache", "much"], "'much' is no size; write it like 500MiB or 2GiB"),
+        (["--prefix-cache", "much"], "'much' is not a size; write it like 500MiB or 2GiB"),
         (["--prompt-cache", tmp_path / "none" / "file"], "there is no such folder"),
         (["--prompt-cache", tmp_path / "short"], "damaged or incomplete"),
         (["--prompt-cache", file, "--dtype", "bfloat16"], "made in torch.float32 and the model runs in torch.bfloat16"),
         (["--prompt-cache", file, "--prefix-cache", "1KiB"], "no room for the prompt"),
-        (["another", "--prompt-cache", file], "is for one prompt"),
+        (["another", "--prompt-cache", file], "takes one prompt"),
         (["--speculate", "eagle"], "must be ngram or ngram:K"),
         (["--speculate", "ngram:0"], "draft_tokens is 0, and must be a whole number of at least 1"),
         (["--draft-tokens", 3], "--draft-tokens belongs to --draft-model"),
@@ -158,7 +158,7 @@ def test_another_checkpoints_prefixes_are_not_found(changed_folder, texting_fold
 def test_sizes():
     assert [num_bytes(text) for text in ("100", "1KiB", "1.5 MiB", "2GiB")] == [100, 1024, 3 * 2**19, 2**31]
     for text in ("", "GiB", "-1MiB", "2GB", "1e3"):
-        with pytest.raises(UserError, match="is no size"):
+        with pytest.raises(UserError, match="is not a size"):
             num_bytes(text)
 
 

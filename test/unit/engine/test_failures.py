@@ -1,4 +1,4 @@
-"""What fails in a step ends the sequences that it was done for, with a reason; all others are what they are alone."""
+"""A failure in a step ends the sequences that it was for, with a reason; all others are what they are alone."""
 
 import functools
 import gc
@@ -133,7 +133,7 @@ class TestWhatARequestBrings:
         bad = engine.add(Request(PROMPTS[0], NEW, logits_processors=[lambda *_: getattr(engine, method)(*arguments)]))
         other = engine.add(Request(PROMPTS[1], NEW))
         outputs = run(engine)
-        assert "an engine cannot be called by what it calls itself" in outputs[bad][-1].error
+        assert "an engine cannot be called by code that it calls itself" in outputs[bad][-1].error
         assert tokens_of(outputs[other]) == alone(1)
         check_goes_on(engine, alone)
 

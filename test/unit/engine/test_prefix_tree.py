@@ -1,4 +1,4 @@
-"""What each entry of a prefix cache's tree is worth, against a second reckoning by the definitions."""
+"""The worth of each entry of a prefix cache's tree, against a second calculation by the definitions."""
 
 import math
 

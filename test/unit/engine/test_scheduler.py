@@ -1,4 +1,4 @@
-"""Which rows the next step has."""
+"""The rows of the next step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where a prompt is cut, and at which of the cuts a prefix cache keeps a snapshot."""
+"""The cuts of a prompt, and those at which a prefix cache keeps a snapshot."""
 
 import pytest
 import torch

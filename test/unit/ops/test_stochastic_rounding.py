@@ -109,7 +109,7 @@ class TestRandomNumbers:
         assert_independent(ups[4:], ups[:-4])
 
     def test_rows_that_share_them_are_spread(self):
-        """Of four rows of a head two are rounded up, where the value is in the middle of its neighbours."""
+        """Where the value is in the middle of its neighbours, two of four rows of a head are rounded up."""
         assert (self.ups([4], shape=(2, 8, 64))[0].unflatten(1, (2, 4)).sum(2) == 2).all()
 
 

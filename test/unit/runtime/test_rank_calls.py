@@ -1,4 +1,4 @@
-"""What ranks of a split model send each other."""
+"""Messages between the ranks of a split model."""
 
 import multiprocessing
 

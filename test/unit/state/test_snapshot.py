@@ -208,7 +208,7 @@ class TestRefused:
 
     def test_no_snapshot_at_all(self, ours, tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "other")
-        with pytest.raises(UserError, match="is no snapshot"):
+        with pytest.raises(UserError, match="is not a snapshot"):
             Snapshot.load(tmp_path / "other", ours)
         with pytest.raises(UserError, match="cannot be read"):
             Snapshot.load(tmp_path / "none", ours)

@@ -64,7 +64,7 @@ class NeuronExperts(nn.Module):
         return output.float().view(hidden_states.shape)
 
     def _by_kernel(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Compute the experts by kernel. A choice whose number is no expert's is skipped."""
+        """Compute the experts by kernel. A choice whose number is not an expert's is skipped."""
         if len(x) <= SLOT_TOKENS:
             slots = expert_slots(chosen, weights, self.num_experts)
             return sum(launch(experts_decode, x, *self._weights(), *slots))

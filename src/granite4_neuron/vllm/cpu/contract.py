@@ -19,7 +19,7 @@ _MIXER = f"{_LAYERS}.mamba.mamba_mixer2"
 _MAMBA2 = "vllm.v1.attention.backends.mamba2_attn"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
-_NO_FUNCTION = "is no function"
+_NO_FUNCTION = "is not a function"
 
 
 class Term(NamedTuple):

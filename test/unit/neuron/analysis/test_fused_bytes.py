@@ -1,4 +1,4 @@
-"""What a graph moves if element-wise work moves nothing, for graphs small enough to count by hand."""
+"""The bytes that a graph moves if element-wise work moves nothing, for graphs small enough to count by hand."""
 
 import pytest
 

@@ -71,7 +71,7 @@ def test_experts(spread, tokens, dtype):
 @pytest.mark.parametrize("slots", [[1, 2, 3], [3, 1, 2], None], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_attention(tokens, slots, dtype):
-    """What a sequence has not written is NaN."""
+    """Unwritten parts of the cache are NaN."""
     ends = torch.tensor([[64], [9], [tokens]])
     positions = ends - tokens + torch.arange(tokens)
     rows = torch.tensor(slots or [1, 2, 3])

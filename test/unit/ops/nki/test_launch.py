@@ -25,7 +25,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_shapes_are_known_without_running_it(call):
-    """Those of a traced call are the kernel's, and nothing it returns shares memory with what it takes."""
+    """The shapes of a traced call are the kernel's, and nothing it returns shares memory with what it takes."""
     operator = getattr(torch.ops.granite4_neuron, call.split(",")[0])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     opcheck(operator, tuple(CALLS[call].values()), test_utils=checks)

@@ -116,7 +116,7 @@ def test_a_contract_that_holds(fake):
         ("plugin", renamed, "has the parameters reorder_batches, kept, and not reorder_batch, kept"),
         ("plugin", one_more, "has the parameters reorder_batch, needed, kept, and not reorder_batch, kept"),
         ("plugin", calls_another, "has no conv_ssm_forward"),
-        ("plugin", property, "is no function"),
+        ("plugin", property, "is not a function"),
         ("Metadata", without_a_field, "has no num_decode_tokens"),
     ],
 )
@@ -133,7 +133,7 @@ def test_an_argument_that_is_not_taken(fake):
 @pytest.mark.parametrize("kind", ["arguments", "mentions"])
 def test_what_is_no_function_any_more(fake, kind):
     fake.plugin = property(plugin)
-    assert first_break([Term(kind, "fake.vllm:plugin", "reorder_batch")]) == "fake.vllm.plugin is no function"
+    assert first_break([Term(kind, "fake.vllm:plugin", "reorder_batch")]) == "fake.vllm.plugin is not a function"
 
 
 def test_what_is_gone(fake):
