@@ -3,8 +3,8 @@
     python -m benchmarks.device_logits --random-weights h-350m --device cuda --batch-size 1 8 32
 
 Weights are in bfloat16 first and then, with the same values, in float32. Each sequence of a batch has a prompt of
-another length, and random tokens after it, which are decoded. Compared are the logits after the prompt and after each
-of these tokens, of both the device and the CPU runtime in bfloat16.
+another length, and random tokens after it, which are decoded. The logits after the prompt and after each of these
+tokens are compared, for both the device and the CPU runtime in bfloat16.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--random-weights", metavar="NAME", help=f"real dimensions, random weights: one of {', '.join(family_names())}"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: that of the weights)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the model (default: that of its weights)")
     add_backend(parser, BACKENDS)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N", help="default: 1")
     parser.add_argument("--prompt-length", type=int, nargs="+", default=[128], metavar="N", help="default: 128")
@@ -55,7 +55,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="run these on the same weights too, and print ratios",
     )
     parser.add_argument(
-        "--llama-cpp", type=Path, metavar="FOLDER", help="for --compare llama.cpp: of llama-bench and llama-quantize"
+        "--llama-cpp", type=Path, metavar="FOLDER", help="for --compare llama.cpp: with llama-bench and llama-quantize"
     )
     parser.add_argument(
         "--gguf",

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the checkpoint's folder, in bfloat16")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[PLAIN, "int8", "int4"], help="of weights")
-    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="of llama-bench and llama-quantize")
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="with llama-bench and llama-quantize")
     parser.add_argument("--openvino", type=Path, metavar="FOLDER", help="of an exported model for each format")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="default: %(default)s")
     parser.add_argument(

@@ -165,7 +165,7 @@ class RankProcesses:
 
 @contextmanager
 def _interrupts_for_later() -> Iterator[None]:
-    """Hold back signals, and have processes that are started never get them: rank 0 ends those when it is done."""
+    """Hold back signals, and keep them from processes that are started: rank 0 ends those when it is done."""
     resource_tracker.ensure_running()  # its start would let interrupts through
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_END)  # which processes inherit
     held = []

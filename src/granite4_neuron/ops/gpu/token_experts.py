@@ -1,7 +1,7 @@
 """The feed-forward part of a layer with experts, for a token of each sequence, as three operators.
 
-The weights of an expert are read once for all sequences that chose it, and not at all if none did. Of several sequences
-those that are idle, of length 0, choose none. `ops.gpu.experts` says how kernels choose experts.
+The weights of an expert are read once for all sequences that chose it, and not at all if none did. Idle
+sequences, of length 0, choose none if there are several. `ops.gpu.experts` says how kernels choose experts.
 """
 
 from __future__ import annotations
