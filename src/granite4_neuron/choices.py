@@ -20,8 +20,8 @@ DECODE_KERNELS = ("torch", "nki")
 # The environment variable that names a folder of tuned launch parameters.
 FOLDER_VARIABLE = "GRANITE4_TUNED_CONFIG_FOLDER"
 
-# What to do with an adapter where none runs beside the weights.
+# Advice where adapters do not run beside the weights.
 MERGE_INSTEAD = "convert --adapter FOLDER merges one into the weights for any backend"
 
-# The largest difference of a float32 logit from transformers' one.
+# The largest difference of a float32 logit from transformers'.
 FLOAT32_TOLERANCE = 1e-4

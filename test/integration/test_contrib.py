@@ -14,7 +14,7 @@ from test.support import nxdi
 pytestmark = pytest.mark.versions
 
 FOLDER = Path(__file__).parents[2] / "contrib" / "models" / "granite-4.0-h"
-# What NxD Inference's contrib/CONTRIBUTING.md asks of a README.
+# Sections that NxD Inference's contrib/CONTRIBUTING.md asks of a README.
 SECTIONS = ("Usage Example", "Compatibility Matrix", "Example Checkpoints", "Testing Instructions")
 
 

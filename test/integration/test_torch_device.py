@@ -230,7 +230,7 @@ class TestOperatorsOfAGPU:
         recorder.step = "decode"
         runtime.step(runtime.allocate(1, 60), [Row(1, 20, [3])])
         (graph,) = (graph for graph in recorder.graphs if graph.function == "mamba_layer")
-        # What writes an operand is wrapped, as an argument.
+        # An operator that writes an operand is wrapped, as an argument.
         names = (str(each) for node in graph.module.graph.nodes for each in (node.target, *node.args))
         own = [name.split(".")[1] for name in names if name.startswith("granite4_neuron.")]
         assert own == ["mixer_inputs", "advance_mixer", "add_product", *feed_forward]

@@ -22,7 +22,7 @@ PATIENCE = 120  # in seconds, on a machine that is busy with other work
 ROWS, COLUMNS = 40, 100
 _WHERE_IS_THE_CURSOR, _THERE = b"\x1b[6n", b"\x1b[1;1R"
 
-# What rich writes around text: colours, and for a progress bar: no cursor, a line that is written again.
+# Escape sequences of rich around text: colours, and for a progress bar: no cursor, a line that is written again.
 _RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[2K|\x1b\[1A|\r")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 

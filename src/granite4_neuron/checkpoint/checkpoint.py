@@ -104,7 +104,7 @@ class Checkpoint(ABC):
                 f"the tokenizer in {self.path} has {len(tokenizer)} entries and the model only "
                 f"{self.config.vocab_size}; they are not of the same checkpoint."
             )
-        # What it says of a long text, "will result in indexing errors", is not so: the engine refuses the text.
+        # Its warning at a long text, "will result in indexing errors", is wrong here: the engine refuses the text.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         return tokenizer
 

@@ -59,7 +59,7 @@ class Session:
         self._is_terminal = is_terminal
         self._is_verbose = is_verbose
         self._read_text = ""  # to go before the next message
-        # What Ctrl-C finds.
+        # The handler of Ctrl-C reads these.
         self._is_answering = self._is_stoppable = False
 
     def run(self) -> int:

@@ -33,7 +33,7 @@ from granite4_neuron.engine.text import TextStream
 from granite4_neuron.errors import UserError
 from granite4_neuron.runtime.interface import Runtime, Verification, require
 
-# Of all engines: a drafter that outlives its engine must not take a new sequence for an old one.
+# One count for all engines: a drafter that outlives its engine must not take a new sequence for an old one.
 _IDS = itertools.count()
 
 

@@ -115,7 +115,7 @@ class Slots:
         self.failed_steps += 1  # until there is a state
         self.state = self._runtime.allocate(self._num_slots, self._max_length)
         self.failed_steps -= 1
-        # Of the longest sequence that each slot has had.
+        # The length of the longest sequence that each slot has had.
         self._lengths = dict.fromkeys(self.free(()), 0)
 
     def _has_room(self, slot: int, length: int) -> bool:

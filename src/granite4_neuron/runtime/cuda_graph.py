@@ -22,7 +22,7 @@ class CudaGraph:
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device):
-        # Those on the host are parts of one tensor, so that one copy brings them; it is a part of the graph.
+        # Inputs on the host are parts of one tensor, so that one copy brings them; it is a part of the graph.
         on_host = [tensor.flatten() for tensor in inputs if tensor.device.type == "cpu"]
         self._device = device
         self._pinned = torch.cat(on_host).pin_memory()
@@ -31,7 +31,7 @@ class CudaGraph:
         self._inputs = [
             next(parts).view(tensor.shape) if tensor.device.type == "cpu" else tensor.clone() for tensor in inputs
         ]
-        # What runs for the first time compiles or chooses an algorithm, and neither can be captured.
+        # First runs compile or choose an algorithm, and neither can be captured.
         stream = _stream_of_first_runs(self._from_host.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

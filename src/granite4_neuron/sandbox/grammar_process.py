@@ -18,8 +18,8 @@ from granite4_neuron.sandbox.limited_process import LimitedProcess, ProcessEnded
 
 _SECONDS = 2
 _MEMORY_BYTES = 2**29
-# What overflows it ends this process. Grammars are used afterwards in threads with eight times as much, or in the
-# caller's, which has twice as much by default.
+# A grammar that overflows it ends this process. Grammars are used afterwards in threads with eight times as much, or in
+# the caller's, which has twice as much by default.
 _STACK_BYTES = 2**20
 # A state takes 1 to 2 kB, and llguidance's default is four times as many. A row has an item for each member that an
 # object may have; the default of 2,000 is met by 500 of them. A verbose error of a large grammar takes a second to

@@ -78,7 +78,7 @@ class ToolFieldsWithoutEffect(BaseModel):
     cache_control: dict[str, Any] | None = None
 
 
-# Of the parts of a message's content.
+# Fields of the parts of a message's content.
 PART_FIELDS_WITHOUT_EFFECT = frozenset({"cache_control"})
 
 

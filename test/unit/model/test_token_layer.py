@@ -64,7 +64,7 @@ def test_logits_and_state(case, batch, dtype, taken):
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
     torch.testing.assert_close(ours, states, rtol=tolerance, atol=tolerance)
-    # Of two steps. Biases of projections are for the plain operators, and so is a norm of groups.
+    # For two steps. Biases of projections are for the plain operators, and so is a norm of groups.
     plain = {"projection_bias": {"mamba", "attention"}, "two_groups": {"mamba"}}.get(case.name, set())
     assert len(taken) == 2 * sum(kind not in plain for kind in model.config.layer_types)
 

@@ -26,7 +26,7 @@ _MEBIBYTE = 2**20  # which the runtime prints as MB
 # "A micro-code overhead of 96MB per physical Neuron Core (this overhead is subject to future improvements)": the page
 # on device memory. It is at most that: in the first of the logs it is 2 MiB.
 MICROCODE_BYTES = LOGICAL_CORE_SIZE * 96 * _MEBIBYTE
-# Of a step, per byte of a rank's weights; of a part of a prompt, per layer.
+# Bytes for a step, per byte of a rank's weights; and for a part of a prompt, per layer.
 _STEP_CODE, _STEP_RINGS = ((126 + 4) * _MEBIBYTE / 15.1e9, 12 * _MEBIBYTE / 15.1e9)
 _PROMPT_CODE, _PROMPT_RINGS = (165 * _MEBIBYTE / 45, 49 * _MEBIBYTE / 45)
 _COLLECTIVES = 71 * 2**10

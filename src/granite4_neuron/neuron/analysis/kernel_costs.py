@@ -9,7 +9,7 @@ from math import prod
 from granite4_neuron.neuron.analysis.hlo_lint import Instruction
 
 Shape = tuple[str, tuple[int, ...]]  # HLO's name of the dtype, dimensions
-# Of dtypes in HLO.
+# Bytes of a number, by dtypes in HLO.
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 
 

@@ -171,8 +171,8 @@ FIGURES = (
 )
 TOKENS = tuple(figure for figure in FIGURES if figure.tokens == 1)
 FIRST_TOKENS = tuple(figure for figure in FIGURES if figure.tokens > 1)
-# What `latency.LAUNCH_SECONDS` is fitted to. The time per token of the other port of h-small is not among them, because
-# it is to be predicted.
+# `latency.LAUNCH_SECONDS` is fitted to these. The time per token of the other port of h-small is not among them: it is
+# to be predicted.
 FITTED = FIGURES[:8]
 
 

@@ -21,8 +21,8 @@ from granite4_neuron.neuron.analysis.hlo_cost import ToolsMissing
 
 aten = torch.ops.aten
 
-# Those of TorchNeuron's that the model's operators could meet. Its decomposition of split is not among them: a split
-# would become slices, and is to be seen.
+# TorchNeuron's decompositions that the model's operators could meet. Its decomposition of split is not among them: a
+# split would become slices, and is to be seen.
 _DECOMPOSED = (
     aten.unbind,
     aten.embedding,
@@ -36,7 +36,7 @@ _DECOMPOSED = (
     aten.lerp,
 )
 
-# Folds what torch-mlir makes of arange, which is arithmetic in float64 and an iota of a computed length.
+# Folds torch-mlir's lowering of arange, which is arithmetic in float64 and an iota of a computed length.
 _SIMPLIFICATION = "builtin.module(func.func(stablehlo-aggressive-simplification))"
 
 Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Sequence[torch.Tensor]]]

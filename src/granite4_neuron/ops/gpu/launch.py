@@ -15,7 +15,7 @@ import torch
 
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 
-# Of programs that have one row of the router or a part of a head's state.
+# Warps of programs that have one row of the router or a part of a head's state.
 NUM_WARPS_SMALL = 4
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.library import CustomOpDef
 
-# What each operator does on a GPU.
+# The launch of each operator on a GPU.
 LAUNCHES: dict[CustomOpDef, Callable[..., Any]] = {}
 
 

@@ -26,7 +26,7 @@ from granite4_neuron.ops.gpu.token_mlp import activate_rows, activate_tiles
 from granite4_neuron.ops.gpu.triton_utils import tl, triton
 from granite4_neuron.ops.xla.topk import topk_softmax
 
-# Of programs that have one row of the second products.
+# Warps of programs that have one row of the second products.
 _NUM_WARPS_OF_ROW = 2
 # Numbers of the router's weight that a program reads, and columns of a program that adds outputs.
 _ROUTER_BLOCK_SIZE = 8192

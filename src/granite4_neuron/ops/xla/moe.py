@@ -24,7 +24,7 @@ CHOSEN, ALL, BLOCKS = "chosen", "all", "blocks"
 # product.
 _ROWS = 128
 _CAPACITY_STEP = 8
-# What a Trainium2 core multiplies while it moves a number of 16 bits: 667 TFLOP/s and 2.9 TB/s of a chip.
+# Products of a Trainium2 core in the time of moving a number of 16 bits: 667 TFLOP/s and 2.9 TB/s of a chip.
 _PRODUCTS_PER_MOVE = 230
 # Fetched weights are read, written and read again.
 _FETCHED = 3
