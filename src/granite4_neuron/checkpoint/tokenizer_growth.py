@@ -22,7 +22,7 @@ from granite4_neuron.system.regular_files import read_bytes
 MOST = 100
 
 _NORMALIZER = re.compile(rb'"normalizer"\s*:\s*(?!\s|null)')
-_SPELLED_OTHERWISE = (rb"\u006", rb"\u007")  # letters of such a name
+_SPELLED_OTHERWISE = (rb"\u006", rb"\u007")  # letters of that name
 # The most characters, or after the model tokens, that a step of this type makes of one.
 _GROWTH = {
     "NFC": 3,
