@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,7 +23,7 @@ class Module(nn.Module):
     operators: Operators = TORCH
     _is_bound = False
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if self._is_bound and (name == "weight" or name in self._parameters or name in self._modules):
             raise TypeError(_FIXED)
         super().__setattr__(name, value)
@@ -60,10 +60,8 @@ def as_form(module: nn.Module, form: type[AnyModule], **parts: nn.Module) -> Any
 
     parts: submodules to put in place of the module's own.
     """
-    view = copy.copy(module)
-    view.__class__ = form
-    view.__dict__["_modules"] = {**module._modules, **parts}
-    view.__dict__["_is_bound"] = True
+    view = form.__new__(form)
+    view.__dict__.update(module.__dict__, _modules={**module._modules, **parts}, _is_bound=True)
     return view
 
 

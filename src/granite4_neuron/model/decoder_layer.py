@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from granite4_neuron.config import MAMBA, GraniteMoeHybridConfig
 from granite4_neuron.model.attention import Attention, RotaryTables
@@ -23,16 +22,25 @@ class DecoderLayer(Module):
     """Mamba or attention, then MLP and experts, each half behind a norm and added with the residual multiplier.
 
     A subclass may replace `mix` and `feed_forward`, or the modules that they call; see `model.forms`.
+
+    mamba, self_attn: one of them, by `is_mamba`.
     """
 
+    mamba: Mamba2
+    self_attn: Attention
+
     def __init__(
-        self, config: GraniteMoeHybridConfig, mixer: nn.Module, shared_mlp: nn.Module, experts: nn.Module | None
+        self,
+        config: GraniteMoeHybridConfig,
+        mixer: Mamba2 | Attention,
+        shared_mlp: SharedMLP,
+        experts: SparseMoe | None,
     ):
         super().__init__()
         self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.is_mamba = isinstance(mixer, Mamba2)
-        if self.is_mamba:
+        if isinstance(mixer, Mamba2):
             self.mamba = mixer
         else:
             self.self_attn = mixer
@@ -73,11 +81,15 @@ class DecoderLayer(Module):
         """Advance a Mamba layer's state by inputs of a step that verified, see `Mamba2.advance`."""
         self.mamba.advance(inputs, step, state)
 
-    def mixer_weights(self) -> MambaWeights | AttentionWeights:
-        """Return the weights of the first half."""
-        mixer = self.mamba if self.is_mamba else self.self_attn
+    def mamba_weights(self) -> MambaWeights:
+        """Return the weights of the first half of a Mamba layer."""
         norm = self.input_layernorm
-        return mixer.weights(norm.weight, norm.eps, self.residual_multiplier)
+        return self.mamba.weights(norm.weight, norm.eps, self.residual_multiplier)
+
+    def attention_weights(self) -> AttentionWeights:
+        """Return the weights of the first half of an attention layer."""
+        norm = self.input_layernorm
+        return self.self_attn.weights(norm.weight, norm.eps, self.residual_multiplier)
 
     def feed_forward_weights(self) -> FeedForwardWeights:
         """Return the weights of the second half."""

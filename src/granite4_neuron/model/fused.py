@@ -11,8 +11,10 @@ from granite4_neuron.model.adapters import Adapter
 from granite4_neuron.model.attention import RotaryTables
 from granite4_neuron.model.decoder_layer import DecoderLayer
 from granite4_neuron.model.parallel import Parallel
-from granite4_neuron.model.step import NullSlotStep
-from granite4_neuron.ops import CompactWeight, Operators
+from granite4_neuron.model.step import Step
+from granite4_neuron.ops import Operators, Weight
+from granite4_neuron.ops.cpu.layers import Decoder, HalfLayer
+from granite4_neuron.ops.cpu.weights import PackedWeight, pack
 from granite4_neuron.state.hybrid_state import HybridState
 
 
@@ -23,9 +25,7 @@ def why_not_fused(parallel: Parallel) -> str | None:
     return None
 
 
-def why_not_one_call(
-    config: GraniteMoeHybridConfig, embedding: torch.Tensor | CompactWeight, head: CompactWeight
-) -> str | None:
+def why_not_one_call(config: GraniteMoeHybridConfig, embedding: Weight, head: Weight) -> str | None:
     """Return why fused layers have no `decode` for a model, as a clause; None if they have."""
     if config.uses_rope:
         return "it makes no rotary positions"
@@ -52,29 +52,30 @@ class FusedLayers:
         adapters: Sequence[Adapter] = (),
     ):
         kernels = operators.fused_layers
+        assert kernels is not None  # these are made of them
         self._config = config
-        self._decoder = kernels.decoder()
-        halves: list[dict[str, torch.ScriptObject]] = []  # of each layer, by the modules that they compute
+        self._decoder: Decoder = kernels.decoder()
+        halves: list[dict[str, HalfLayer]] = []  # of each layer, by the modules that they compute
         for layer in layers:
             feed_forward = kernels.feed_forward(layer.feed_forward_weights())
             if layer.is_mamba:
-                weights = layer.mixer_weights()
+                weights = layer.mamba_weights()
                 inner = kernels.mamba_mixer(weights.mixer, operators.launch_parameters)
                 mixer = kernels.mamba_layer(weights, inner)
                 self._decoder.append_mamba(mixer=mixer, feed_forward=feed_forward)
             else:
-                mixer = kernels.attention_layer(layer.mixer_weights())
+                mixer = kernels.attention_layer(layer.attention_weights())
                 self._decoder.append_attention(mixer=mixer, feed_forward=feed_forward)
             halves.append({"mamba": mixer, "self_attn": mixer, "shared_mlp": feed_forward})
         for number, adapter in enumerate(adapters, start=1):
             for name, addition in adapter.additions.items():
                 _, _, layer_number, module, projection, _ = name.split(".")
-                down, up = (operators.pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
+                down, up = (pack(matrix, torch.float32).packed for matrix in (addition.down, addition.up))
                 half, projection = halves[int(layer_number)][module], projection.removesuffix("_linear")
                 half.adapt(adapter=number, projection=projection, down=down, up=up)
 
     def __call__(
-        self, hidden_states: torch.Tensor, step: NullSlotStep, state: HybridState, rotary: RotaryTables | None
+        self, hidden_states: torch.Tensor, step: Step, state: HybridState, rotary: RotaryTables | None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Advance hidden_states, [batch, tokens, hidden_size] in float32, through all layers, and the state in place.
 
@@ -94,13 +95,12 @@ class FusedLayers:
         )
         return hidden_states, inputs
 
-    def set_embedding_and_head(
-        self, embedding: torch.Tensor | CompactWeight, norm: torch.Tensor, head: CompactWeight
-    ) -> None:
-        """Give it the model's embedding, final norm and head, for `decode`."""
+    def set_embedding_and_head(self, embedding: Weight, norm: torch.Tensor, head: Weight) -> None:
+        """Give it the model's embedding, final norm and head, for `decode`; see `why_not_one_call`."""
+        assert isinstance(head, PackedWeight)  # as all matrices of the model
         self._decoder.set_embedding_and_head(
             head=head.packed,
-            embedding=None if embedding is head else embedding,
+            embedding=embedding if isinstance(embedding, torch.Tensor) else None,
             embedding_multiplier=self._config.embedding_multiplier,
             norm=norm,
             eps=self._config.rms_norm_eps,
@@ -113,7 +113,7 @@ class FusedLayers:
         """Compute `GraniteMoeHybridForCausalLM.decode`."""
         return self._decoder.decode(tokens=tokens, starts=starts, slots=slots, states=_pairs(state))
 
-    def advance(self, kept_inputs: Sequence[torch.Tensor], step: NullSlotStep, state: HybridState) -> None:
+    def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
         self._decoder.advance(kept_inputs=list(kept_inputs), states=_pairs(state), **step.rows())
 

@@ -20,7 +20,9 @@ class FusedMixerMamba2(Mamba2):
 
     @property
     def _fused_mixer(self) -> FusedMixer:
-        return self.operators.mamba_decode.fused_mixer
+        fused_mixer = self.operators.mamba_decode.fused_mixer
+        assert fused_mixer is not None  # `mixer_class`
+        return fused_mixer
 
     def forward(self, hidden_states: torch.Tensor, step: Step, state: MambaState) -> tuple[torch.Tensor, torch.Tensor]:
         if hidden_states.shape[1] > self._fused_mixer.max_tokens:

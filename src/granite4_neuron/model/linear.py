@@ -8,13 +8,21 @@ import torch
 from torch import nn
 
 from granite4_neuron.model.binding import Module
-from granite4_neuron.ops import CompactWeight
+from granite4_neuron.ops import CompactWeight, Weight
 
 
 class Matrix(Module):
-    """A module whose `weight` is a matrix, or one of each expert: a parameter, or in its place a `CompactWeight`."""
+    """A module whose `weight` is a matrix, or one of each expert: a parameter, or in its place a `CompactWeight`.
+
+    The memory of a new one is not written: weights come from a checkpoint.
+    """
 
     may_be_quantized: ClassVar[bool] = True
+    weight: Weight
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
 
     def set_compact_weight(self, weight: CompactWeight) -> None:
         """Put a compact weight in the parameter's place."""
@@ -23,14 +31,18 @@ class Matrix(Module):
         self.weight = weight
 
 
-class Linear(Matrix, nn.Linear):
-    """torch's Linear, through `operators`."""
+class Projection(Matrix):
+    """Weights under the names of torch's Linear: `weight`, [out_features, in_features], and `bias` or None."""
+
+    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(out_features, in_features)
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features)) if bias else None)
 
-    def reset_parameters(self) -> None:
-        """Do nothing: weights come from a checkpoint. Torch's own would import its compiler for weights on "meta"."""
+
+class Linear(Projection):
+    """Torch's Linear, computed by `operators`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.operators.linear(x, self.weight, self.bias)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.binding import Module
-from granite4_neuron.model.linear import Linear
+from granite4_neuron.model.linear import Linear, Projection
 from granite4_neuron.model.norm import RMSNormGated
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.step import Step
@@ -127,13 +127,15 @@ class Mamba2(Module):
 class _ConvWeights(Module):
     """Weights under the checkpoint's names; `ops.causal_conv1d` does the work."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, channels: int, width: int, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.register_parameter("bias", nn.Parameter(torch.empty(channels)) if bias else None)
 
 
-class _NormedProjection(Linear):
+class _NormedProjection(Projection):
     """The gated norm and out_proj. If the norm's channels are split over ranks, one all-reduce serves both.
 
     The norm divides a token by a scalar, which commutes with the projection. So the sum of squares is reduced together
@@ -149,7 +151,7 @@ class _NormedProjection(Linear):
     def forward(self, y: torch.Tensor, z: torch.Tensor | None, norm: RMSNormGated) -> torch.Tensor:
         """Map y and z [..., d_inner of this rank] to [..., hidden_size]; without z, y is already gated."""
         if self.parallel.degree == 1:
-            return super().forward(norm(y, z))
+            return self.operators.linear(norm(y, z), self.weight, self.bias)
         if not self.norm_is_split:
             total = self.parallel.all_reduce(self.operators.linear(norm(y, z), self.weight, None).float())
         else:

@@ -6,6 +6,7 @@ The module tree has the parameter names of the published checkpoints, so that a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -78,7 +79,7 @@ class GraniteMoeHybridForCausalLM(Module):
         head_is_its_own = is_quantized(self.lm_head.weight) and isinstance(weight, nn.Parameter)
         if not self.config.tie_word_embeddings or head_is_its_own:
             return
-        if isinstance(weight, nn.Parameter):
+        if isinstance(weight, torch.Tensor):
             self.lm_head.weight = weight
         else:
             self.lm_head.set_compact_weight(weight)
@@ -125,12 +126,13 @@ class GraniteMoeHybridForCausalLM(Module):
         """Choose how layers and decode are computed, and record why a faster form of them is not used."""
         reasons = self.model.choose_forms(self.parallel, adapters)
         self._decode_call = None
-        if self.is_fused:
+        stack = self.model.stack
+        if isinstance(stack, FusedLayers):
             embedding, head = self.model.embed_tokens.weight, self.lm_head.weight
             refusal = why_not_one_call(self.config, embedding, head)
             if refusal is None:
-                self.model.stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
-                self._decode_call = self.model.stack.decode
+                stack.set_embedding_and_head(embedding, self.model.norm.weight, head)
+                self._decode_call = stack.decode
             else:
                 reasons.append(f"decode is not one call from token to logits: {refusal}.")
         elif adapters:
@@ -148,9 +150,9 @@ class GraniteMoeHybridForCausalLM(Module):
     def _pack(self, pack: Pack) -> None:
         """Lay out all matrices as products read them, and copy the other weights."""
         matrices = self.matrices().values()
-        is_packed = not any(isinstance(module.weight, nn.Parameter) for module in matrices)
-        for module in matrices:
-            module.set_compact_weight(pack(module.weight, self.dtype))
+        is_packed = not any(isinstance(matrix.weight, nn.Parameter) for matrix in matrices)
+        for matrix in matrices:
+            matrix.set_compact_weight(pack(matrix.weight, self.dtype))
         for module in () if is_packed else self.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
@@ -274,14 +276,16 @@ def step_of(
     verifies: bool = False,
 ) -> Step:
     """Return the step of the kind that the state needs; arguments as in `GraniteMoeHybridForCausalLM.forward`."""
-    in_order = slots is None
-    if in_order:
-        slots = torch.arange(1, state.num_sequences + 1, dtype=positions.dtype, device=positions.device)
-    cache_slots = slots.where(lengths > 0, NULL_SLOT)
+    if slots is None:
+        row_slots = torch.arange(1, state.num_sequences + 1, dtype=positions.dtype, device=positions.device)
+    else:
+        row_slots = slots
+    cache_slots = row_slots.where(lengths > 0, NULL_SLOT)
     where = (positions, lengths, cache_slots, state.max_length if kv_length is None else kv_length)
     if state.has_null_slot:
         return NullSlotStep(*where, verifies=verifies, adapters=adapters)
-    return DenseStep(*where, None if in_order else slots - 1, verifies=verifies, in_order=in_order)
+    sequences = None if slots is None else slots - 1
+    return DenseStep(*where, sequences, verifies=verifies, in_order=slots is None)
 
 
 class _Decoder(Module):
@@ -295,7 +299,8 @@ class _Decoder(Module):
         self.config = config
         vocab_size = config.rank_dimensions(parallel.degree).vocab_size
         self.embed_tokens = VocabParallelEmbedding(vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
+        layers = nn.ModuleList(decoder_layer(config, layer, parallel) for layer in range(len(config.layer_types)))
+        self.layers = cast("Sequence[DecoderLayer]", layers)  # torch's list has any modules
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._bound_stack: OneByOne | FusedLayers | None = None
 
@@ -305,7 +310,7 @@ class _Decoder(Module):
 
     def choose_forms(self, parallel: Parallel, adapters: Sequence[Adapter]) -> list[str]:
         """Choose how the layers are computed; return a sentence for each faster form that is not used."""
-        reasons = []
+        reasons: list[str] = []
         if self.operators.fused_layers is not None:
             refusal = why_not_fused(parallel)
             if refusal is None:
@@ -365,7 +370,8 @@ class OneByOne:
 
     def advance(self, kept_inputs: Sequence[torch.Tensor], step: Step, state: HybridState) -> None:
         """Advance the Mamba layers' states by inputs that a call kept, see `Mamba2.advance`."""
-        mamba = [pair for pair in zip(self.layers, state.layers, strict=True) if pair[0].is_mamba]
+        pairs = zip(self.layers, state.layers, strict=True)
+        mamba = [(layer, layer_state) for layer, layer_state in pairs if isinstance(layer_state, MambaState)]
         for (layer, layer_state), inputs in zip(mamba, kept_inputs, strict=True):
             layer.advance(inputs, step, layer_state)
 
@@ -384,6 +390,6 @@ def through_layers(
     kept_inputs = []
     for layer, state in zip(layers, states, strict=True):
         hidden_states, inputs = compute(layer, hidden_states, state)
-        if keep_inputs and layer.is_mamba:
+        if keep_inputs and inputs is not None:
             kept_inputs.append(inputs)
     return hidden_states, kept_inputs

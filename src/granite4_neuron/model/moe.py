@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from granite4_neuron.config import GraniteMoeHybridConfig
 from granite4_neuron.model.binding import Module
@@ -62,8 +61,4 @@ class _RouterWeights(Linear):
 
 
 class _StackedWeights(Matrix):
-    """Weights of all experts in one tensor, under the checkpoint's name."""
-
-    def __init__(self, num_experts: int, rows: int, columns: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, rows, columns))
+    """Weights of all experts in one tensor, [num_experts, rows, columns], under the checkpoint's name."""

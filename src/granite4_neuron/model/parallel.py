@@ -9,7 +9,6 @@ from itertools import accumulate
 import torch
 import torch.distributed
 import torch.distributed._functional_collectives as collectives
-from torch import nn
 
 from granite4_neuron.model.linear import Linear, Matrix
 
@@ -68,17 +67,15 @@ class RowParallelLinear(Linear):
         return total if self.bias is None else total + self.bias.float()
 
 
-class VocabParallelEmbedding(Matrix, nn.Embedding):
+class VocabParallelEmbedding(Matrix):
     """An embedding whose rows are split over the ranks in equal, consecutive parts."""
 
     may_be_quantized = False
 
     def __init__(self, rows: int, width: int, parallel: Parallel):
         super().__init__(rows, width)
+        self.num_embeddings = rows
         self.parallel = parallel
-
-    def reset_parameters(self) -> None:
-        """Do nothing: see `Linear.reset_parameters`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map [...] token ids to [..., width] in float32."""

@@ -16,6 +16,8 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 _ROUTER = "block_sparse_moe.router.layer.weight"
 
+Axes = tuple[int | tuple[int, ...], ...]
+
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
@@ -29,7 +31,7 @@ class Parameter:
     may_be_quantized: whether `--quantize` quantizes it. Rounding a router would change which experts a token gets.
     """
 
-    axes: tuple[int | tuple[int, ...], ...]
+    axes: Axes
     is_matrix: bool = False
     may_be_quantized: bool = False
 
@@ -45,6 +47,11 @@ class Parameter:
     def split_axis(self) -> int | None:
         """The axis that ranks split; None if each of them has the whole tensor."""
         return next((number for number, axis in enumerate(self.axes) if isinstance(axis, tuple)), None)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The sizes of the blocks along that axis; none if each rank has the whole tensor."""
+        return next((axis for axis in self.axes if isinstance(axis, tuple)), ())
 
     @property
     def is_of_experts(self) -> bool:
@@ -91,7 +98,7 @@ def _table(config: GraniteMoeHybridConfig, tp_degree: int) -> dict[str, Paramete
     convolved = (inner, states, states)  # x, B, C
     query, key = rank.attention_heads * config.head_dim, rank.key_value_heads * config.head_dim
     experts, width, shared = config.num_local_experts, rank.intermediate_size, rank.shared_intermediate_size
-    matrices = {
+    matrices: dict[str, Axes] = {
         EMBEDDING: ((rank.vocab_size,), hidden),
         HEAD: ((rank.vocab_size,), hidden),
         "mamba.in_proj.weight": ((inner, *convolved, heads), hidden),  # z, x, B, C, dt
@@ -106,7 +113,7 @@ def _table(config: GraniteMoeHybridConfig, tp_degree: int) -> dict[str, Paramete
         "block_sparse_moe.input_linear.weight": (experts, (width, width), hidden),  # gate, up
         "block_sparse_moe.output_linear.weight": (experts, hidden, (width,)),
     }
-    others = {
+    others: dict[str, Axes] = {
         NORM: (hidden,),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType, SimpleNamespace
+
 import torch
 
 from granite4_neuron.model.attention import RotaryTables
@@ -16,15 +18,20 @@ class TokenLayer(DecoderLayer):
     @staticmethod
     def why_not(layer: DecoderLayer) -> str | None:
         """Return why the kernels do not support a layer, as a clause; None if they do."""
-        mixer = layer.mamba if layer.is_mamba else layer.self_attn
-        output = mixer.out_proj if layer.is_mamba else mixer.o_proj
+        output = layer.mamba.out_proj if layer.is_mamba else layer.self_attn.o_proj
         if (degree := output.parallel.degree) > 1:
             return f"they are for a whole model, and this is a part of {degree}"
         if output.bias is not None:
             return "they take no biases of projections"
-        if layer.is_mamba and mixer.n_groups > 1:
-            return f"they normalise all channels together, and here are {mixer.n_groups} groups"
+        if layer.is_mamba and (groups := layer.mamba.n_groups) > 1:
+            return f"they normalise all channels together, and here are {groups} groups"
         return None
+
+    @property
+    def _kernels(self) -> ModuleType | SimpleNamespace:
+        kernels = self.operators.token_layer
+        assert kernels is not None  # `forms_of`
+        return kernels
 
     def forward(
         self,
@@ -34,15 +41,14 @@ class TokenLayer(DecoderLayer):
         rotary: RotaryTables | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute `DecoderLayer.forward`; of decode there are no inputs of `advance`."""
-        operators = self.operators.token_layer
-        if step.verifies or not step.is_decode or len(hidden_states) > operators.MOST_SEQUENCES:
+        if step.verifies or not step.is_decode or len(hidden_states) > self._kernels.MOST_SEQUENCES:
             return super().forward(hidden_states, step, state, rotary)
         x = hidden_states[:, 0]
-        x = self._mamba(x, step, state) if self.is_mamba else self._attention(x, step, state, rotary)
+        x = self._mamba(x, step, state) if isinstance(state, MambaState) else self._attention(x, step, state, rotary)
         return self._feed_forward(x, step.lengths).view(hidden_states.shape), None
 
     def _mamba(self, x: torch.Tensor, step: Step, state: MambaState) -> torch.Tensor:
-        operators, weights = self.operators.token_layer, self.mixer_weights()
+        operators, weights = self._kernels, self.mamba_weights()
         mixer = weights.mixer
         convolution = mixer.conv_weight.squeeze(1), mixer.conv_bias, state.conv_state, step.lengths
         constants = dict(num_heads=len(mixer.dt_bias), eps=weights.eps)
@@ -55,15 +61,16 @@ class TokenLayer(DecoderLayer):
     def _attention(
         self, x: torch.Tensor, step: Step, state: KeyValueState, rotary: RotaryTables | None
     ) -> torch.Tensor:
-        operators, weights = self.operators.token_layer, self.mixer_weights()
+        operators, weights = self._kernels, self.attention_weights()
         matrices = weights.q_proj, weights.k_proj, weights.v_proj
-        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps).split(list(map(len, matrices)), 1)
+        widths = [matrix.shape[0] for matrix in matrices]
+        projected = operators.project_heads(x, weights.norm, *matrices, weights.eps).split(widths, 1)
         output = self.self_attn.attend([part[:, None] for part in projected], step, state, rotary)
         product = None, weights.o_proj, weights.residual_multiplier, weights.eps
         return operators.add_product(x, output[:, 0], *product)
 
     def _feed_forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        operators, weights = self.operators.token_layer, self.feed_forward_weights()
+        operators, weights = self._kernels, self.feed_forward_weights()
         norm, eps, alpha = weights.norm, weights.eps, weights.residual_multiplier
         if weights.router is None:
             activated = operators.activate(x, norm, weights.input, eps)

@@ -8,6 +8,7 @@ inside. The results of a row of a batch are the same bit by bit whatever other r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -129,6 +130,80 @@ class FeedForward(HalfLayer, Protocol):
         """Run it, for [..., hidden_size] in float32."""
 
 
+class Decoder(Protocol):
+    """All decoder layers. Rows are as for `MambaMixer.step`; tensors in `states` are advanced in place."""
+
+    def append_mamba(self, mixer: MambaLayer, feed_forward: FeedForward) -> None:
+        """Add a layer with Mamba-2."""
+
+    def append_attention(self, mixer: AttentionLayer, feed_forward: FeedForward) -> None:
+        """Add a layer with attention."""
+
+    def step(
+        self,
+        hidden_states: torch.Tensor,
+        states: Sequence[tuple[torch.Tensor, ...]],
+        lengths: torch.Tensor,
+        read_slots: torch.Tensor,
+        write_slots: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        adapters: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        keep_inputs: bool,
+    ) -> list[torch.Tensor]:
+        """Return hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the inputs
+        of each Mamba layer's mixer.
+
+        Args:
+            states: of each layer the two tensors of `MambaState` or `KeyValueState`.
+            slots: [batch], int64, of the caches.
+            adapters: [batch], int64, the number of each row's adapter, 0 for none; None for a step without.
+            cos, sin: [batch, tokens, head_dim / 2], float32, or None.
+        """
+
+    def advance(
+        self,
+        kept_inputs: Sequence[torch.Tensor],
+        states: Sequence[tuple[torch.Tensor, ...]],
+        lengths: torch.Tensor,
+        read_slots: torch.Tensor,
+        write_slots: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        """Advance the Mamba layers' states by inputs that `step` kept."""
+
+    def set_embedding_and_head(
+        self,
+        head: torch.Tensor,
+        embedding: torch.Tensor | None,
+        embedding_multiplier: float,
+        norm: torch.Tensor,
+        eps: float,
+        logits_scaling: float,
+    ) -> None:
+        """Give it embedding, final norm and head, for `decode`.
+
+        Args:
+            head: packed.
+            embedding: [vocab_size, hidden_size], or None for the head's rows.
+        """
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        states: Sequence[tuple[torch.Tensor, ...]],
+    ) -> torch.Tensor:
+        """Return the logits after one more token of each sequence, [batch, vocab_size] in float32.
+
+        Args:
+            tokens, starts, slots: each row's token, its position and its slot.
+        """
+
+
 def mamba_mixer(weights: MixerWeights, launch_parameters: LaunchParameters = HEURISTIC) -> MambaMixer:
     """Make the part of a Mamba-2 layer between in_proj and the gated norm: `causal_conv1d`, then with dt =
     clamp(softplus(dt + dt_bias)) and A = -exp(A_log) `selective_state_step`, or for several tokens
@@ -180,20 +255,6 @@ def _packed(
     }
 
 
-def decoder() -> torch.ScriptObject:
-    """Make an object of all decoder layers. Its methods:
-
-    append_mamba(mixer, feed_forward), append_attention(mixer, feed_forward): add a layer.
-    step(hidden_states, states, lengths, read_slots, write_slots, starts, slots, adapters, cos, sin, keep_inputs):
-        return a list of hidden_states, [batch, tokens, hidden_size], after all layers; with keep_inputs, behind it the
-        inputs of each Mamba layer's mixer. states: of each layer the two tensors of `MambaState` or `KeyValueState`,
-        advanced in place. slots: [batch], int64, of the caches. adapters: [batch], int64, the number of each row's
-        adapter, 0 for none; None for a step without. cos, sin: [batch, tokens, head_dim / 2], float32, or None. The
-        rest is as for `mamba_mixer`.
-    advance(kept_inputs, states, lengths, read_slots, write_slots, starts): advance the Mamba layers' states by these.
-    set_embedding_and_head(head, embedding, embedding_multiplier, norm, eps, logits_scaling): give it embedding, final
-        norm and head, for `decode`. head: packed. embedding: [vocab_size, hidden_size], or None for the head's rows.
-    decode(tokens, starts, slots, states): return the logits after one more token of each sequence, [batch, vocab_size]
-        in float32. tokens, starts, slots: lists of each row's token, its position and its slot.
-    """
+def decoder() -> Decoder:
+    """Make an object of all decoder layers, which has none as yet."""
     return torch.classes.granite4_neuron.Decoder()
