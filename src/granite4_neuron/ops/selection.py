@@ -66,7 +66,10 @@ def _with_mamba_kernels(
     prefill = with_layout(operators.mamba_prefill, operators.mamba_decode.has_kernel_layout)
     choice = f"the prefill scan {prefill_scan} and the decode kernel {decode_kernel} are asked for"
     fallback = f"the fused decoder layers are not used: they have their own scan, and {choice}."
-    return _without(replace(operators, mamba_prefill=prefill), "fused_layers", fallback)
+    operators = replace(operators, mamba_prefill=prefill)
+    if operators.fused_layers is None:
+        return operators
+    return replace(operators, fused_layers=None, fallbacks=(*operators.fallbacks, fallback))
 
 
 def _require_nki() -> None:
@@ -98,17 +101,13 @@ def _with_nki_decode(operators: Operators, config: GraniteMoeHybridConfig, tp_de
     decode = replace(decode, fused_mixer=fused_mixer(*_scan_dimensions(config, tp_degree)))
     operators = replace(operators, mamba_decode=decode, round_state=round_in_hardware)
     reason = "they have their own recurrence, and the decode kernel nki is asked for"
-    return _without(operators, "token_layer", f"the token kernels are not used: {reason}.")
+    if operators.token_layer is None:
+        return operators
+    fallback = f"the token kernels are not used: {reason}."
+    return replace(operators, token_layer=None, fallbacks=(*operators.fallbacks, fallback))
 
 
 def _scan_dimensions(config: GraniteMoeHybridConfig, tp_degree: int) -> tuple[int, int, int, int]:
     """Return (num_heads, head_dim, n_groups, d_state) of a rank."""
     rank = config.rank_dimensions(tp_degree)
     return rank.mamba_heads, config.mamba_d_head, rank.mamba_groups, config.mamba_d_state
-
-
-def _without(operators: Operators, form: str, fallback: str) -> Operators:
-    """Leave out operators of a form of layers, and say why, if they are there."""
-    if getattr(operators, form) is None:
-        return operators
-    return replace(operators, **{form: None}, fallbacks=(*operators.fallbacks, fallback))

@@ -135,8 +135,15 @@ def _elapsed_time() -> Iterator[None]:
 
     console = Console(file=unguarded(sys.stderr))
     columns = (SpinnerColumn(), TextColumn("compiling"), TimeElapsedColumn())
-    looks = dict(transient=True, redirect_stdout=False, redirect_stderr=False, disable=not console.is_terminal)
-    with Progress(*columns, console=console, **looks) as progress:
+    progress = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_terminal,
+    )
+    with progress:
         progress.add_task("", total=None)
         yield
 
@@ -187,10 +194,15 @@ def _run_all(commands: Sequence[Sequence[str]], at_a_time: int) -> None:
     def run(command: Sequence[str]) -> None:
         if ending.is_set():
             return
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        # A compiler may quote a file's bytes, which need not be text.
-        as_text = dict(text=True, errors="replace")
-        with subprocess.Popen(command, start_new_session=True, **as_text, **pipes) as process:
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",  # a compiler may quote a file's bytes, which need not be text
+        )
+        with process:
             running.append(process)
             if ending.is_set():
                 _end(process)

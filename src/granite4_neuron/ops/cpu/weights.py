@@ -67,9 +67,11 @@ class Pack:
     def __call__(self, weight: Weight, dtype: torch.dtype, out: torch.Tensor | None = None) -> PackedWeight:
         if isinstance(weight, PackedWeight):
             return weight
-        is_plain = isinstance(weight, torch.Tensor)
-        values, scales = (weight.detach(), None) if is_plain else (weight.values, weight.scales.float())
-        format = None if is_plain else weight.format
+        if isinstance(weight, torch.Tensor):
+            format, values, scales = None, weight.detach(), None
+        else:
+            assert isinstance(weight, QuantizedWeight)  # there is no other compact weight
+            format, values, scales = weight.format, weight.values, weight.scales.float()
         if out is None:
             about = torch.Size([self.num_bytes(weight.shape, dtype, format)]), torch.uint8
             out = LargeMemory([about]).empty(*about)

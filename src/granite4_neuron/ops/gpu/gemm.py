@@ -27,7 +27,8 @@ def gemm_config(x: torch.Tensor, n: int, num_weights: int = 1) -> tuple[int, int
     block_n, num_bytes, num_warps, num_stages = _config(n, len(x), num_weights)
     block_k = min(num_bytes // x.itemsize, max(16, triton.next_power_of_2(x.shape[1])))
     if x.is_cuda:
-        memory = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        device = torch.cuda.get_device_properties(x.device)
+        memory = device.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
         stage = (num_weights * block_n + padded_batch(len(x))) * block_k * x.itemsize
         num_stages = max(1, min(num_stages, memory // stage))
     return block_n, block_k, launch_options(x, num_warps) | {"num_stages": num_stages}

@@ -41,8 +41,9 @@ def register_launch(
     """
 
     def launch_by_rows(*arguments: Any, **options: Any) -> Any:
-        is_batch = launch_batch is not None and len(arguments[0]) > 1
-        return (launch_batch if is_batch else launch)(*arguments, **options)
+        if launch_batch is not None and len(arguments[0]) > 1:
+            return launch_batch(*arguments, **options)
+        return launch(*arguments, **options)
 
     LAUNCHES[operator] = launch_by_rows
     operator.register_kernel("cuda")(launch_by_rows)

@@ -152,7 +152,7 @@ def _buffers(tokens: int, slots: int, hidden: int, width: int, itemsize: int) ->
     return min(MAX_BUFFERS, slots_per_part, (SBUF_BYTES - tokens_bytes - rows_bytes) // one_expert)
 
 
-def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> tuple[nl.ndarray, ...]:
+def _zeros(count: int, shape: tuple[int, ...], dtype: str) -> list[nl.ndarray]:
     """Return tiles of zeros. The halves of each are written by two engines, four bytes at a time."""
     tiles = []
     half = shape[1] // 2
@@ -238,7 +238,7 @@ def _product(x_sb: nl.ndarray, weights_sb: nl.ndarray, first: int, count: int) -
     return product_psum
 
 
-def _add_down(y_psums: tuple[nl.ndarray, ...], activated_sb: nl.ndarray, down_sb: nl.ndarray, is_first: bool) -> None:
+def _add_down(y_psums: list[nl.ndarray], activated_sb: nl.ndarray, down_sb: nl.ndarray, is_first: bool) -> None:
     """Compute y += activated.T @ down for one expert.
 
     Args:
@@ -258,7 +258,7 @@ def _add_down(y_psums: tuple[nl.ndarray, ...], activated_sb: nl.ndarray, down_sb
             )
 
 
-def _store(y: nl.ndarray, y_psums: tuple[nl.ndarray, ...]) -> None:
+def _store(y: nl.ndarray, y_psums: list[nl.ndarray]) -> None:
     """Write y [tokens, hidden] to HBM."""
     y_sb = nl.ndarray(y.shape, dtype=nl.float32, buffer=nl.sbuf)
     for bank in range(len(y_psums)):

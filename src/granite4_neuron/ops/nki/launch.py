@@ -30,14 +30,15 @@ def launcher(kernel: Any, definition: Launcher) -> Launcher:
         definition: in torch, with the kernel's arguments and results.
     """
 
-    def run(*arguments: torch.Tensor | None) -> list[torch.Tensor]:
-        return list(launch(kernel, *arguments))
+    def run(first: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor]:
+        return list(launch(kernel, first, *others))
 
     def shapes(*arguments: torch.Tensor | None) -> list[torch.Tensor]:
         results = definition(*arguments)
         return [torch.empty_like(result, memory_format=torch.contiguous_format) for result in results]
 
-    run.__signature__ = inspect.signature(definition).replace(return_annotation=list[torch.Tensor])
+    signature = inspect.signature(definition).replace(return_annotation=list[torch.Tensor])
+    run.__signature__ = signature  # type: ignore[attr-defined]  # typeshed's functions lack it
     name = f"granite4_neuron::{definition.__name__.removesuffix('_torch')}"
     if nki_op is not None:
         operator = nki_op(name, mutates_args=())(run)
@@ -45,23 +46,25 @@ def launcher(kernel: Any, definition: Launcher) -> Launcher:
         operator = torch.library.custom_op(name, run, mutates_args=())
         operator.register_fake(shapes)
 
-    def call(*arguments: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def call(first: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         # torch_xla traces the kernel itself.
-        return tuple((operator if torch.compiler.is_compiling() else run)(*arguments))
+        return tuple((operator if torch.compiler.is_compiling() else run)(first, *others))
 
     return call
 
 
-def launch(kernel: Any, *arguments: torch.Tensor | None, programs: int = LOGICAL_CORE_SIZE) -> tuple[torch.Tensor, ...]:
+def launch(
+    kernel: Any, first: torch.Tensor, *others: torch.Tensor | None, programs: int = LOGICAL_CORE_SIZE
+) -> tuple[torch.Tensor, ...]:
     """Run the kernel and return its outputs, on the device of its arguments.
 
     Args:
         kernel: a function under `nki.jit`.
-        arguments: what the kernel takes, in its order; the first is a tensor.
+        first, others: what the kernel takes, in its order.
         programs: how many physical cores share the work.
     """
-    arguments = tuple(None if argument is None else argument.contiguous() for argument in arguments)
-    if arguments[0].device.type != "cpu":
+    arguments = [None if argument is None else argument.contiguous() for argument in (first, *others)]
+    if first.device.type != "cpu":
         return kernel[programs](*arguments)
     return tuple(map(_from_numpy, nki.simulate(kernel[programs])(*map(_to_numpy, arguments))))
 

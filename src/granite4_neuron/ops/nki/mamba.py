@@ -27,9 +27,11 @@ def convolve(
     lengths: torch.Tensor,
 ) -> Results:
     """Compute `ops.causal_conv1d`; y is in x's dtype."""
-    check_convolution(*weight.shape, x.shape[0], LOGICAL_CORE_SIZE)
+    channels, d_conv = weight.shape
+    check_convolution(channels, d_conv, x.shape[0], LOGICAL_CORE_SIZE)
     bias = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    return _convolve(x, conv_state, weight, bias, lengths.to(torch.int32))
+    y, new_conv_state = _convolve(x, conv_state, weight, bias, lengths.to(torch.int32))
+    return y, new_conv_state
 
 
 def mix(
@@ -68,7 +70,9 @@ def round_in_hardware(
 
 def _scan(kernel: Launcher, name: str) -> MambaKernels:
     def scan(x, dt, A, B, C, D, ssm_state, chunk_size):
-        check_scan(*x.shape[2:], *B.shape[2:], LOGICAL_CORE_SIZE)
+        num_heads, head_dim = x.shape[2:]
+        n_groups, d_state = B.shape[2:]
+        check_scan(num_heads, head_dim, n_groups, d_state, LOGICAL_CORE_SIZE)
         return kernel(x, dt, A, B, C, D.float(), ssm_state)
 
     scan.__qualname__ = name

@@ -196,7 +196,7 @@ def mamba_decode(
         # Step 3: the terms that enter the states. Tokens that are not accepted have dt = 0 here, and the window ends
         # before them.
         if has_new_states:
-            accepted_row = accepted.reshape((1, batch))[0:1, rows]
+            accepted_row = accepted.reshape((1, batch))[0:1, rows]  # type: ignore[union-attr]  # has_new_states
             own_channels = (first_head * head_dim, heads * head_dim)
             store_windows(new_conv_states[rows], windows_sb, accepted_row, own_channels, inner, d_state)
             taken_dt_sb = _accepted_only(dt_sb, accepted_row)
@@ -236,7 +236,8 @@ def mamba_decode(
 
         # Step 5: the gate.
         if has_outputs:
-            own_z = z.reshape((batch, tokens, num_heads, head_dim))[rows, 0:tokens, own_heads, 0:head_dim]
+            heads_of_z = z.reshape((batch, tokens, num_heads, head_dim))  # type: ignore[union-attr]  # has_outputs
+            own_z = heads_of_z[rows, 0:tokens, own_heads, 0:head_dim]
             gate_sb = load(own_z.permute((1, 0, 2, 3)), nl.float32)
             nisa.activation(dst=gate_sb, op=nl.silu, data=gate_sb)
             nisa.tensor_tensor(dst=y_sb, data1=y_sb, data2=within_sb, op=nl.add, engine=nisa.gpsimd_engine)

@@ -117,7 +117,8 @@ def fused_experts(
         input_first: weights lie as NxD Inference keeps them: w1 [num_experts, hidden_size, 2 * intermediate_size] and
             w2 [num_experts, intermediate_size, hidden_size].
     """
-    path = path or expert_path(*topk_ids.shape, w1.shape[0], w2.shape[1 if input_first else 2])
+    tokens, top_k = topk_ids.shape
+    path = path or expert_path(tokens, top_k, w1.shape[0], w2.shape[1 if input_first else 2])
     weights = _Weights(w1, w2, input_first)
     if path.name == CHOSEN:
         return _chosen_experts(hidden_states, weights, topk_weights, topk_ids)
