@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
-    from granite4_neuron.checkpoint.quantized import StoredFormat
     from granite4_neuron.checkpoint.stored_tensors import StoredTensors
     from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
+    from granite4_neuron.ops import Format, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is stored quantized and read as it is.
+
+    format: its format in memory.
+    read: returns the weight, given its shape in the model.
+    """
+
+    format: Format
+    read: Callable[[torch.Size], QuantizedWeight]
 
 
 class Checkpoint(ABC):
@@ -63,7 +77,7 @@ class Checkpoint(ABC):
         """Whether there is a tokenizer of any kind."""
 
     @abstractmethod
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Return the weights that are read quantized, as they are stored, by name.
 
         Args:
@@ -75,7 +89,7 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
-    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
         """Return a sentence on weights that are quantized here and not in memory; None if there are none.
 
         Args:

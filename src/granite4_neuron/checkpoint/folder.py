@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.folder_contents import what_else_is_in
 from granite4_neuron.checkpoint.stored_tensors import StoredTensors
 from granite4_neuron.config import GraniteMoeHybridConfig
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from granite4_neuron.checkpoint.quantized import StoredFormat
     from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 CONFIG = "config.json"
@@ -80,7 +79,7 @@ class FolderCheckpoint(Checkpoint):
         """Implement `Checkpoint.has_tokenizer`."""
         return (self.folder / TOKENIZER).is_file()
 
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Implement `Checkpoint.quantized_weights`."""
         # Not at the top: config, names and sizes need no torch.
         from granite4_neuron.checkpoint.quantized import quantized_weights
@@ -88,9 +87,12 @@ class FolderCheckpoint(Checkpoint):
         found = quantized_weights(self.tensors, model, self.quantization)
         layouts = {name: each.layout(model.get_parameter(name).shape) for name, each in found.items()}
         self.tensors.check(self.config, layouts)
-        return found
+        return {
+            name: StoredWeight(each.format, partial(each.read, name, stored=self.tensors))
+            for name, each in found.items()
+        }
 
-    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
         """Implement `Checkpoint.remark_on`: what is quantized here is so in memory."""
         return None
 

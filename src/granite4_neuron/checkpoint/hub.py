@@ -30,12 +30,14 @@ def download(name: str, revision: str | None) -> Path:
 
     unreachable = None if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
     local = constants.HF_HUB_OFFLINE or unreachable is not None
-    where = dict(revision=revision, local_files_only=local)
     try:
         with bars_of_tqdm():
             # The config first: a model that this package does not run is not worth the download of its weights.
-            GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, **where))
-            return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], **where))
+            GraniteMoeHybridConfig.from_file(hf_hub_download(name, CONFIG, revision=revision, local_files_only=local))
+            folder = snapshot_download(
+                name, revision=revision, local_files_only=local, allow_patterns=_FILES, ignore_patterns=["*/*"]
+            )
+            return Path(folder)
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} {unreachable or 'fails'}"
         raise UserError(

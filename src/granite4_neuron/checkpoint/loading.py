@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.opening import open_checkpoint
-from granite4_neuron.checkpoint.quantized import StoredFormat
 from granite4_neuron.checkpoint.sharding import rank_slice
 from granite4_neuron.checkpoint.weight_plan import WeightPlan, formats_for
 from granite4_neuron.choices import QUANTIZATIONS
 from granite4_neuron.config import DTYPES
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.adapters import Adapter
+from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.model.parallel import Parallel
 from granite4_neuron.model.parameters import EMBEDDING, HEAD
@@ -106,7 +106,7 @@ def load_model(
 class _Weights:
     """The weights of a checkpoint as a rank has them, before they are quantized and laid out.
 
-    quantized: how those are stored that are read quantized, by name.
+    quantized: those that are read quantized, by name.
     adapters: merged into the others.
     """
 
@@ -114,18 +114,18 @@ class _Weights:
         self,
         checkpoint: Checkpoint,
         parallel: Parallel,
-        quantized: Mapping[str, StoredFormat],
+        quantized: Mapping[str, StoredWeight],
         adapters: Sequence[Adapter],
     ):
         self._checkpoint, self._parallel = checkpoint, parallel
         self._quantized, self._adapters = quantized, adapters
 
-    def read(self, name: str, shape: torch.Size) -> Weight:
+    def read(self, name: str, shape: torch.Size) -> torch.Tensor | QuantizedWeight:
         stored, config = self._checkpoint.tensors, self._checkpoint.config
         if name in self._quantized:
-            weight = self._quantized[name].read(name, shape, stored)
-            _check_stored(f"{name} in {self._checkpoint.path}", weight)
-            return weight
+            quantized = self._quantized[name].read(shape)
+            _check_stored(f"{name} in {self._checkpoint.path}", quantized)
+            return quantized
         source = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
         weight = rank_slice(name, stored.read(source), config, self._parallel.rank, self._parallel.degree)
         for adapter in self._adapters:
@@ -177,7 +177,7 @@ def _check_stored(what: str, weight: QuantizedWeight) -> None:
         )
 
 
-def _check_finite(what: str, weight: Weight, dtype: torch.dtype) -> None:
+def _check_finite(what: str, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> None:
     """Check that all numbers of a stored weight, or its scales, are finite and will be in `dtype`."""
     numbers = weight if isinstance(weight, torch.Tensor) else weight.scales
     least, most = (float(extreme) for extreme in numbers.aminmax())
@@ -197,4 +197,5 @@ def set_parameter(model: nn.Module, name: str, weight: Weight) -> None:
     if isinstance(weight, torch.Tensor):
         setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
     else:
+        assert isinstance(module, Matrix)  # no other weight is compact
         module.set_compact_weight(weight)

@@ -50,8 +50,8 @@ class NativeFormat:
         return self.format.layout(shape)
 
     def read(self, name: str, shape: torch.Size, stored: StoredTensors) -> QuantizedWeight:
-        tensors = (stored.read(f"{name}{ending}").contiguous() for ending in self.layout(shape))
-        return QuantizedWeight(self.format, *tensors, shape)
+        values, scales = (stored.read(f"{name}{ending}").contiguous() for ending in self.layout(shape))
+        return QuantizedWeight(self.format, values, scales, shape)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,11 @@ def quantized_weights(
     if quantization is None:
         return {}
     is_native = quantization.name != COMPRESSED_TENSORS
-    choices = list(map(NativeFormat, FORMATS.values()) if is_native else map(CompressedFormat, quantization.schemes))
+    choices: list[StoredFormat] = []
+    if is_native:
+        choices += map(NativeFormat, FORMATS.values())
+    else:
+        choices += map(CompressedFormat, quantization.schemes)
     # Two formats may have the same tensors: the one that the config implies is tried first.
     implied = formats_for(model, quantization.name) if is_native else {}
     found = {}

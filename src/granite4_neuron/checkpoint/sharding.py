@@ -21,7 +21,7 @@ def rank_slice(name: str, tensor: torch.Tensor, config: GraniteMoeHybridConfig, 
     if degree == 1 or axis is None:
         return tensor
     pieces, start = [], 0
-    for size, length in zip(whole.axes[axis], part.axes[axis], strict=True):
+    for size, length in zip(whole.blocks, part.blocks, strict=True):
         # With fewer parts than ranks, neighbours have the same one.
         number = rank * (size // length) // degree
         pieces.append(tensor.narrow(axis, start + number * length, length))

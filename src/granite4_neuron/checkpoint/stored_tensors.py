@@ -171,7 +171,7 @@ def _joined_shape(name: str, parts: Sequence[_Stored]) -> tuple[int, ...]:
     return (*(len(parts) * rows for rows in shape[:1]), *shape[1:])
 
 
-def _joined(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     """Join the parts of a tensor."""
     # Not at the top: names and shapes need no torch.
     import torch

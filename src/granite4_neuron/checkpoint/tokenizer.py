@@ -44,8 +44,8 @@ def _check_tokenizer_config(file: Path) -> None:
     """Check the file before transformers reads it, because transformers trusts it."""
     values = read_object(file)
     longest = values.get("model_max_length")
-    is_number = type(longest) in (int, float) and -sys.float_info.max <= longest <= sys.float_info.max
-    if longest is not None and not is_number:
+    is_number = isinstance(longest, (int, float)) and not isinstance(longest, bool)
+    if longest is not None and not (is_number and abs(longest) <= sys.float_info.max):
         raise UserError(f"{file}: model_max_length is {reprlib.repr(longest)}, and must be a number.")
     if "fast_tokenizer_files" in values:
         raise UserError(f"{file} has fast_tokenizer_files for other versions of transformers; leave them out.")

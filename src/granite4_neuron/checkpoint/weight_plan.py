@@ -11,8 +11,8 @@ from granite4_neuron.checkpoint.stored_tensors import EMBEDDING, HEAD
 from granite4_neuron.errors import UserError
 from granite4_neuron.model.linear import Matrix
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
-from granite4_neuron.ops import FORMATS, Format, Weight
-from granite4_neuron.ops.operators import Operators
+from granite4_neuron.ops import FORMATS, Format, QuantizedWeight, Weight
+from granite4_neuron.ops.operators import Operators, Pack
 from granite4_neuron.system.large_memory import LargeMemory
 
 _WIDE_ROW = torch.Size([1, 2**12])
@@ -85,7 +85,7 @@ class WeightPlan:
     def num_bytes_of(self, name: str) -> int:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors_of(name).values())
 
-    def place(self, name: str, weight: Weight, memory: LargeMemory) -> Weight:
+    def place(self, name: str, weight: torch.Tensor | QuantizedWeight, memory: LargeMemory) -> Weight:
         """Lay out a stored weight, in `memory`, as the model has it.
 
         Raises:
@@ -93,22 +93,30 @@ class WeightPlan:
         """
         places = {ending: memory.empty(*about) for ending, about in self._tensors_of(name).items()}
         if isinstance(weight, torch.Tensor):
-            format = self._formats.get(name)
-            weight = weight.to(self._dtype) if format is None else self._operators.quantize(weight, format)
-            if format is not None and not format.holds(weight):
-                raise UserError(
-                    f"{name} has a row whose weights are of too many sizes for {format.name}; load it without "
-                    "--quantize, which gives the same numbers."
-                )
-        if self._is_packed(name):
-            return self._operators.pack(weight, self._dtype, places[""])
+            weight = self._converted(name, weight)
+        if (pack := self._pack(name)) is not None:
+            return pack(weight, self._dtype, places[""])
         return places[""].copy_(weight) if isinstance(weight, torch.Tensor) else weight.moved_to(places)
 
-    def _is_packed(self, name: str) -> bool:
-        return self._operators.pack is not None and name in self._packed
+    def _converted(self, name: str, weight: torch.Tensor) -> torch.Tensor | QuantizedWeight:
+        """Return a tensor in the model's dtype, or quantized in its format."""
+        format = self._formats.get(name)
+        if format is None:
+            return weight.to(self._dtype)
+        quantized = self._operators.quantize(weight, format)
+        if not format.holds(quantized):
+            raise UserError(
+                f"{name} has a row whose weights are of too many sizes for {format.name}; load it without "
+                "--quantize, which gives the same numbers."
+            )
+        return quantized
+
+    def _pack(self, name: str) -> Pack | None:
+        """Return what lays out a weight for products; None for one that stays as it is."""
+        return self._operators.pack if name in self._packed else None
 
     def _tensors_of(self, name: str) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         shape, format = self.shapes[name], self._formats.get(name)
-        if self._is_packed(name):
-            return {"": (torch.Size([self._operators.pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
+        if (pack := self._pack(name)) is not None:
+            return {"": (torch.Size([pack.num_bytes(shape, self._dtype, format)]), torch.uint8)}
         return {"": (shape, self._dtype)} if format is None else format.layout(shape)

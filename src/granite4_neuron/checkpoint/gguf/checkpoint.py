@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from granite4_neuron.checkpoint.checkpoint import Checkpoint
+from granite4_neuron.checkpoint.checkpoint import Checkpoint, StoredWeight
 from granite4_neuron.checkpoint.gguf.config import read_config, stored_dtype
 from granite4_neuron.checkpoint.gguf.file import open_gguf
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from granite4_neuron.checkpoint.gguf.tensors import GGUFTensors
-    from granite4_neuron.checkpoint.quantized import StoredFormat
     from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 
 
@@ -59,13 +58,17 @@ class GGUFCheckpoint(Checkpoint):
 
         return has_tokenizer(self._file)
 
-    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredFormat]:
+    def quantized_weights(self, model: GraniteMoeHybridForCausalLM, keep: bool) -> dict[str, StoredWeight]:
         """Implement `Checkpoint.quantized_weights`."""
         from granite4_neuron.checkpoint.gguf.kept import kept_weights
 
-        return kept_weights(self.tensors, model) if keep else {}
+        found = kept_weights(self.tensors, model) if keep else {}
+        return {
+            name: StoredWeight(each.format, partial(each.read, name, stored=self.tensors))
+            for name, each in found.items()
+        }
 
-    def remark_on(self, quantized: dict[str, StoredFormat], dtype: torch.dtype) -> str | None:
+    def remark_on(self, quantized: dict[str, StoredWeight], dtype: torch.dtype) -> str | None:
         """Implement `Checkpoint.remark_on`."""
         from granite4_neuron.checkpoint.gguf.kept import remark_on
 

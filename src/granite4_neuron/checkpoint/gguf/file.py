@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import numpy
 
 _MAGIC = b"GGUF"
+_NATIVE = "I"  # the byte order of this processor, as the library has it
 _LENGTH = struct.Struct("<Q")  # before a text
 _LIST_HEADER = 12  # bytes: the type of its entries, and their number
 _ROWS_AS_ONE = 32  # a power of two
@@ -38,10 +40,9 @@ class GGUFTensor(NamedTuple):
 class GGUFFile:
     """Metadata and tensors of a GGUF file. Only the metadata is in memory."""
 
-    def __init__(self, path: Path, reader: gguf.GGUFReader):
-        self.path = path
-        self._fields = reader.fields
-        self.tensors: dict[str, GGUFTensor] = reader.tensors
+    def __init__(self, path: Path, fields: Mapping[str, gguf.ReaderField], tensors: Mapping[str, GGUFTensor]):
+        self.path, self.tensors = path, tensors
+        self._fields = fields
 
     def get(self, key: str) -> Any:
         """Return a value of the metadata as plain Python: a number, text, flag or list of these; None if there is none.
@@ -50,9 +51,11 @@ class GGUFFile:
             UserError: it is not such a value.
         """
         field = self._fields.get(key)
+        if field is None:
+            return None
         try:
-            is_list = field is not None and isinstance(field.parts[-1], list)
-            return field.parts[-1] if is_list else field and field.contents()
+            last: Any = field.parts[-1]  # of a list, as it was read below, the list itself
+            return last if isinstance(last, list) else field.contents()
         except (ValueError, IndexError, TypeError):
             raise UserError(f"{self.path} is damaged: its {key} cannot be read.") from None
 
@@ -112,20 +115,20 @@ def _read(path: Path) -> GGUFFile:
         if start.read(len(_MAGIC)) != _MAGIC:
             raise UserError(f"{path} is not a GGUF file, whose first four bytes are GGUF.")
     try:
-        reader = _reader(path)
-        file = GGUFFile(path, reader)
+        file, byte_order = _file_and_byte_order(path)
     # The library raises no class of its own, and numpy raises these for what lies outside of the file.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(f"{path} is damaged or incomplete ({reason}); download or copy it again.") from None
-    if reader.byte_order != "I":
+    if byte_order != _NATIVE:
         raise UserError(f"{path} is in the byte order of other processors; convert it with gguf-convert-endian.")
     if (parts := file.get("split.count")) not in (None, 0, 1):
         raise UserError(f"{path} is one of {parts} parts of a model; join them with llama-gguf-split --merge.")
     return file
 
 
-def _reader(path: Path) -> gguf.GGUFReader:
+def _file_and_byte_order(path: Path) -> tuple[GGUFFile, str]:
+    """Read the header; of a byte order, return the code that the library has for it."""
     try:
         import gguf
         import numpy
@@ -157,20 +160,21 @@ def _reader(path: Path) -> gguf.GGUFReader:
         def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
             # ggml has them one behind another, in the order of the header, and reads no other files either.
             start, alignment, place = int(start_offs), int(self.alignment), 0
-            self.tensors = {}
+            self.described: dict[str, GGUFTensor] = {}
             for field in fields:
                 name, tensor = _tensor(field)
-                if name in self.tensors:
+                if name in self.described:
                     raise ValueError(f"it has two tensors {name}")
                 if tensor.offset != place:
                     raise ValueError(
                         f"its tensor {name} is at {tensor.offset:,}, where those before it end at {place:,}"
                     )
                 _check_end(self.data, start + place + tensor.num_bytes)
-                self.tensors[name] = tensor._replace(offset=start + place)
+                self.described[name] = tensor._replace(offset=start + place)
                 place += -(-tensor.num_bytes // alignment) * alignment
 
-    return Reader(os.fspath(path))
+    reader = Reader(os.fspath(path))
+    return GGUFFile(path, reader.fields, reader.described), reader.byte_order
 
 
 def _check_end(data: numpy.ndarray, end: int) -> None:
@@ -194,7 +198,7 @@ def _tensor(field: gguf.ReaderField) -> tuple[str, GGUFTensor]:
 
 def _texts(data: numpy.ndarray, start: int, length: int) -> tuple[list[str], int]:
     """Read texts, each after its length in bytes; return them and where they end."""
-    texts, view = [], memoryview(data)
+    texts, view = [], data.data
     for _ in range(length):
         begin = start + _LENGTH.size
         end = begin + (_LENGTH.unpack_from(view, start)[0] if begin <= len(view) else 0)
