@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from granite4_neuron.evaluation import accuracy
-    from granite4_neuron.evaluation.layers import LayerReport
-    from granite4_neuron.runtime.bound_model import BoundModel
+    from granite4_neuron.evaluation.layers import BoundRuntime, LayerReport
 
 EXIT_CHECK_FAILED = 1
 
@@ -80,21 +79,24 @@ def run(options: argparse.Namespace) -> int:
             f"{stored.name}; check the original with --quantize {' or '.join(QUANTIZATIONS)}."
         )
     runtime, tokenizer = load_runtime(options, checkpoint)
-    if options.layers and not isinstance(runtime, BoundModel):
-        raise no_layers
+    bound = None
+    if options.layers:
+        if not isinstance(runtime, BoundModel):
+            raise no_layers
+        bound = runtime
     prompts = [encode(tokenizer, text) for text in options.prompt] or accuracy.default_prompts(tokenizer)
     if not all(prompts):
         raise UserError("a prompt is empty; give at least one token of text.")
     logging.disable_progress_bar()  # of transformers' weights
     with readable_by_transformers(checkpoint) as folder, ProgressBar("comparison", "parts") as progress:
-        if options.layers:
-            compared = layers.compare_layers(folder, prompts, options.tokens, runtime, options.tolerance)
-            reports, num_layers = [], len(runtime.config.layer_types)
+        if bound is not None:
+            compared = layers.compare_layers(folder, prompts, options.tokens, bound, options.tolerance)
+            reports, num_layers = [], len(bound.config.layer_types)
             progress(0, num_layers)
-            for report in compared:
-                reports.append(report)
+            for layer_report in compared:
+                reports.append(layer_report)
                 progress(len(reports), num_layers)
-            return _print_layers(reports, runtime)
+            return _print_layers(reports, bound)
         report = accuracy.measure(folder, prompts, options.tokens, runtime, progress)
     print_table(_accuracy_table(report, runtime.dtype))
     passed = report.passed(options.tolerance)
@@ -136,7 +138,7 @@ def _accuracy_table(report: accuracy.AccuracyReport, dtype: torch.dtype) -> Tabl
     return table
 
 
-def _print_layers(reports: Sequence[LayerReport], runtime: BoundModel) -> int:
+def _print_layers(reports: Sequence[LayerReport], runtime: BoundRuntime) -> int:
     """Print a table, then the operators of each kind of layer; return the exit status."""
     from rich.table import Table
 

@@ -265,12 +265,12 @@ def read_text(file: str | None, nothing: str) -> str:
         UserError: it cannot be read, is not text, or has no end; with the message `nothing` if standard input is
             closed, or is a terminal and the user did not ask for it.
     """
-    from_input = file in (None, "-")
-    name = "standard input" if from_input else file
-    if from_input and (sys.stdin is None or (file is None and sys.stdin.isatty())):
+    path = None if file == "-" else file
+    name = "standard input" if path is None else path
+    if path is None and (sys.stdin is None or (file is None and sys.stdin.isatty())):
         raise UserError(nothing)
     try:
-        with nullcontext(sys.stdin) if from_input else open(file, encoding="utf-8") as source:
+        with nullcontext(sys.stdin) if path is None else open(path, encoding="utf-8") as source:
             text = source.read(_MOST_CHARACTERS + 1)
         text.encode("utf-8")  # in the C locale Python takes any bytes from standard input, as lone surrogates
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoModelForCausalLM as Reference
@@ -15,12 +16,22 @@ from granite4_neuron.evaluation.accuracy import greedy, longest_of
 from granite4_neuron.model.modeling_granite_moe_hybrid import GraniteMoeHybridForCausalLM
 from granite4_neuron.ops import Operators
 from granite4_neuron.ops.operators import noting
-from granite4_neuron.runtime.bound_model import BoundModel
-from granite4_neuron.runtime.interface import Row
+from granite4_neuron.runtime.interface import Row, Runtime
+from granite4_neuron.state.hybrid_state import HybridState
 
 # Two ways to round in 16 bits differ by chance; a bug in a layer is far above.
 _MARGIN = 2.0
 _TRIAL_TOKENS = 32
+
+
+class BoundRuntime(Runtime[HybridState], Protocol):
+    """A runtime with a model in this process: a `runtime.bound_model.BoundModel`."""
+
+    @property
+    def model(self) -> GraniteMoeHybridForCausalLM: ...
+
+    def with_model(self, model: GraniteMoeHybridForCausalLM) -> BoundRuntime:
+        """Return a runtime like this one of another bound model, on the same device."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ def compare_layers(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
-    runtime: BoundModel,
+    runtime: BoundRuntime,
     tolerance: float = FLOAT32_TOLERANCE,
 ) -> Iterator[LayerReport]:
     """Compare hidden states after each layer in turn, over prompts and the reference's own greedy continuation of them.
@@ -105,7 +116,7 @@ def compare_layers(
         yield LayerReport(kind, prefill, decode, limit)
 
 
-def operators_of_layers(runtime: BoundModel, kind: str) -> list[str]:
+def operators_of_layers(runtime: BoundRuntime, kind: str) -> list[str]:
     """Name what the first layer of a kind runs, as "ops.norm.rms_norm", over a prompt and a token of decode."""
     names: dict[str, None] = {}  # in order, each once
     layer = runtime.config.layer_types.index(kind)
@@ -115,7 +126,7 @@ def operators_of_layers(runtime: BoundModel, kind: str) -> list[str]:
     return list(names)
 
 
-def _with_layers(runtime: BoundModel, layers: slice, operators: Operators) -> BoundModel:
+def _with_layers(runtime: BoundRuntime, layers: slice, operators: Operators) -> BoundRuntime:
     """Return a runtime of some of the model's layers, over the same weights. Its logits are their hidden states."""
     whole = runtime.model
     layer_types = whole.config.layer_types[layers]
@@ -131,7 +142,7 @@ def _with_layers(runtime: BoundModel, layers: slice, operators: Operators) -> Bo
     return runtime.with_model(bound)
 
 
-def _hidden_states(runtime: BoundModel, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
+def _hidden_states(runtime: BoundRuntime, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
     """Return the hidden states [tokens, hidden_size] of `_with_layers`: of a prompt in steps as generation takes them,
     then token by token.
     """
